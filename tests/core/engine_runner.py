@@ -5,6 +5,7 @@ Without lanes it runs as in training, recorded once (`healcore.core.recorded`): 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -17,34 +18,42 @@ from healcore.core.tree import leaves, map_leaves
 from healcore.core.verdict import Action, Cause, Decision
 
 
+def recorded(engine: Engine) -> Any:
+    """The step, recorded once for each choice of signals. States are of NumPy scalars."""
+    programs: dict[Any, Any] = {}
+
+    def step(state: EngineState, signals: Signals) -> Any:
+        there = tuple(value is None for value in signals)
+        if there not in programs:
+            programs[there] = record(engine.step, state, signals)
+        return programs[there](state, signals)
+
+    return step
+
+
+def scalars(state: EngineState) -> EngineState:
+    """A state whose 0-d arrays are NumPy scalars."""
+    return map_leaves(lambda x: x[()] if np.ndim(x) == 0 else x, state)
+
+
 class Runner:
     """An engine with its state, in NumPy."""
 
     def __init__(self, config: EngineConfig, *, groups: int = 0, lanes: int = 0) -> None:
         self.engine = Engine(config)
         self.state: EngineState = self.engine.init(groups=groups, batch=(lanes,) if lanes else ())
-        self._records = not lanes
-        self._programs: dict[frozenset[str], Any] = {}
+        self._step = functools.partial(self.engine.step, xp=np) if lanes else recorded(self.engine)
+        self._convert = (lambda state: state) if lanes else scalars
 
     def step(self, **signals: Any) -> Decision:
         """Feeds one step of numbers or arrays; None is absent."""
         flags = ("change_expected", "externally_skipped")
-        arrays = {
-            name: np.asarray(value, bool if name in flags else np.float32)[()]
-            for name, value in signals.items()
-            if value is not None
-        }
-        given = Signals(**arrays)
-        if not self._records:
-            self.state, decision = self.engine.step(self.state, given, xp=np)
-            return decision
-        # A test may have put a state of arrays there.
-        self.state = map_leaves(lambda x: x[()] if np.ndim(x) == 0 else x, self.state)
-        present = frozenset(arrays)
-        if present not in self._programs:
-            self._programs[present] = record(self.engine.step, self.state, given)
+        kinds = {name: bool if name in flags else np.float32 for name in signals}
+        there = {name: x for name, x in signals.items() if x is not None}
+        given = Signals(**{name: np.asarray(x, kinds[name])[()] for name, x in there.items()})
         with np.errstate(all="ignore"):
-            self.state, decision = self._programs[present](self.state, given)
+            # A test may have put a state of arrays there.
+            self.state, decision = self._step(self._convert(self.state), given)
         return decision
 
     def feed(self, **signals: Any) -> list[Decision]:

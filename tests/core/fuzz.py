@@ -22,19 +22,9 @@ ODDITIES = np.array(
 def signals(
     rng: np.random.Generator, steps: int, lanes: int, *, groups: int = 0, wild: bool = True
 ) -> Signals:
-    """Makes `steps` of `lanes` runs.
+    """Signals of `lanes` runs, each array (steps, lanes); `group_norms` has `groups` tensors.
 
-    Args:
-        rng: source of randomness.
-        steps: number of steps.
-        lanes: number of runs.
-        groups: tensors per run, for `group_norms`; 0 for None.
-        wild: with scales at the ends of float32 and values that are no numbers.
-
-    Returns:
-        float32 (steps, lanes) for loss, grad_norm, update_norm and eval_loss (NaN at most steps),
-        bool (steps, lanes) for change_expected and externally_skipped, float32 (steps, lanes,
-        groups) or None, float32 (steps, lanes) for learning_rate.
+    `eval_loss` is NaN at most steps. `wild`: with scales at the ends of float32 and odd values.
     """
     shape = (steps, lanes)
     norm = _norms(rng, shape, wild=wild)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
 from healcore.core.tree import map_leaves, pick
-from healcore.core.verdict import Action, Decision
+from healcore.core.verdict import Action
 from tests.core import fuzz
 from tests.core.reference import engine as reference
 
@@ -50,42 +50,33 @@ def lanes_of(trace: Signals) -> tuple[int, int]:
     return next(part.shape[:2] for part in trace if part is not None)
 
 
-Host = Callable[[reference.Engine, reference.Verdict, int, int, float | None], None]
-"""What the host does after a step: takes the machine, its verdict, the step, the lane and the
-schedule's rate."""
-
-LIMIT = np.float32(0.25)
-"""Rate at which the host limits some lanes."""
-RATE = Signals._fields.index("learning_rate")
+def carried_out(step: int, lanes: Any) -> Any:
+    """Whether the host carries out a rollback: never, always or at odd steps, by lane."""
+    return (lanes % 4 == 1) | (lanes % 4 == 3) | ((lanes % 4 == 2) & (step % 2 == 1))
 
 
-def rolls_back_odd_lanes(
-    machine: reference.Engine, verdict: reference.Verdict, step: int, lane: int, rate: float | None
-) -> None:
-    """Carries out the rollbacks that `growing_run` carries out."""
-    if verdict.action & Action.ROLLBACK and lane % 2:
-        machine.roll_back()
-        if lane % 4 == 3:
-            machine.limit_lr(float(LIMIT), rate)
+def limits(lanes: Any) -> tuple[Any, Any]:
+    """Whether the host also limits the rate, and at which rate, by lane."""
+    return lanes % 4 == 3, np.float32(10.0) ** -np.float32(lanes // 4 % 6 + 1)
 
 
-def reference_run(
-    config: EngineConfig, trace: Signals, *, groups: int = 0, host: Host = rolls_back_odd_lanes
-) -> Expected:
+def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Expected:
     """Runs the reference on each lane."""
     steps, lanes = lanes_of(trace)
     columns = [None if part is None else part.tolist() for part in trace]
     close = np.zeros((steps, lanes), bool)
     rows: list[list[Any]] = [[None] * lanes for _ in range(steps)]
     for lane in range(lanes):
-        machine = reference.Engine(config, groups=groups)
+        machine, (is_limited, limit) = reference.Engine(config, groups=groups), limits(lane)
         for i in range(steps):
-            seen: list[Any] = [None if c is None else c[i][lane] for c in columns]
-            verdict = machine.see(*seen)
+            seen = Signals(*(None if c is None else c[i][lane] for c in columns))
+            verdict = machine.see(seen)
             rows[i][lane] = (*verdict, *machine.report)
             close[i, lane] = machine.ties.close
-            rate = columns[RATE]
-            host(machine, verdict, i, lane, None if rate is None else rate[i][lane])
+            if verdict.action & Action.ROLLBACK and carried_out(i, lane):
+                machine.roll_back()
+                if is_limited:
+                    machine.limit_lr(float(limit), seen.learning_rate)
     by_name = {}
     for k, name in enumerate((*reference.Verdict._fields, *reference.Report._fields)):
         if rows[0][0][k] is not None:
@@ -102,36 +93,29 @@ def core_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Column
 def growing_run(
     config: EngineConfig, trace: Signals, stops: Iterable[int], *, groups: int = 0
 ) -> Iterator[Columns]:
-    """The same, yielded after each of these numbers of steps, always from the first step on.
-
-    The rollbacks of every second lane are carried out, half of them with a limit on the rate.
-    """
+    """The same, yielded after each of these numbers of steps, always from the first step on."""
     numbers = np.arange(lanes_of(trace)[1])
-    engine, odd, limits = Engine(config), numbers % 2 == 1, numbers % 4 == 3
+    engine, (is_limited, limit) = Engine(config), limits(numbers)
     state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
     for stop in stops:
         for i in range(len(rows), stop):
             state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
-            rows.append(columns_of(state, decision))
-            back = odd & (decision.action & int(Action.ROLLBACK) != 0)
+            decided = {name: x for name, x in decision._asdict().items() if x is not None}
+            last = {"threshold": state.last.threshold, "z": state.last.z}
+            tally = state.tally._asdict() | {"incidents": state.incident.number}
+            rows.append(decided | last | tally)
+            back = carried_out(i, numbers) & (decision.action & int(Action.ROLLBACK) != 0)
             state = where(back, engine.on_rollback(state, state, xp=np), state)
             rate = None if trace.learning_rate is None else trace.learning_rate[i]
             with np.errstate(all="ignore"):
-                limited = engine.limit_lr(state, LIMIT, rate, xp=np)
-            state = where(back & limits, limited, state)
+                limited = engine.limit_lr(state, limit, rate, xp=np)
+            state = where(back & is_limited, limited, state)
         yield {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
     """The state with these lanes of `new`, and the others of `old`."""
     return map_leaves(lambda a, b: pick(lanes, a, b, xp=np), new, old)
-
-
-def columns_of(state: EngineState, decision: Decision) -> Columns:
-    """One step of a core run, under the reference's names."""
-    named = {k: v for k, v in decision._asdict().items() if v is not None}
-    named |= {"threshold": state.last.threshold, "z": state.last.z}
-    return named | state.tally._asdict() | {"incidents": state.incident.number}
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:
@@ -170,9 +154,3 @@ def agree(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Outcome:
     return compare(
         reference_run(config, trace, groups=groups), core_run(config, trace, groups=groups)
     )
-
-
-def known_to_reference(config: EngineConfig) -> EngineConfig:
-    """`config` without the detectors that the reference does not have."""
-    known = reference.detectors.DETECTORS
-    return config._replace(detectors=tuple(d for d in config.detectors if d[0] in known))

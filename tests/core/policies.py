@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from healcore.core import detectors
 from healcore.core.clipping import RULES
+from healcore.core.detectors import DETECTORS
 from healcore.core.engine import (
     BudgetConfig,
     EngineConfig,
@@ -54,8 +54,7 @@ PUBLISHED: dict[str, tuple[str, ...]] = {
     "averages": ("grad_ema",),
     "ceilings": ("grad_ceiling",),
 }
-"""Detectors of the catalogue's recipes, a few at a time. They share causes with healcore's own:
-all in one policy would hide each other from the oracle."""
+"""Detectors of the catalogue's recipes, a few at a time."""
 
 _BAD = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 _SPIKES = int(Cause.GRAD_SPIKE | Cause.LOSS_SPIKE)
@@ -76,26 +75,20 @@ RULES_OF_ALL_KINDS = (
 """Skips, rollbacks, cuts, alerts, stops; at once, in a row, in a window, sustained."""
 
 
-def full(clip: str | None = "zclip", *, mode: str = "heal", **changes: Any) -> EngineConfig:
+def full(clip: str | None = "zclip", **changes: Any) -> EngineConfig:
     """All of healcore's own detectors, all kinds of rules, one clipping rule (a key of `CLIPS`).
 
     With "zclip" or no clipping the learning rate comes back in full, with the others to a ceiling.
     """
     published = {name for names in PUBLISHED.values() for name in names}
+    ceiling = 0.0 if clip in (None, "zclip") else 0.625
     return EngineConfig(
-        mode=mode,
         clip=None if clip is None else (clip.split("-")[0], CLIPS[clip]),
-        detectors=_watching(name for name in detectors.DETECTORS if name not in published),
+        detectors=_watching(name for name in DETECTORS if name not in published),
         rules=RULES_OF_ALL_KINDS,
         incident=IncidentConfig(quiet_steps=8, patience=12),
         rollback=RollbackConfig(depth=1, deepen=2, region=60),
-        lr=LrConfig(
-            factor=0.5,
-            floor=0.2,
-            hold_steps=7,
-            ramp_steps=13,
-            ceiling=0.0 if clip in (None, "zclip") else 0.625,
-        ),
+        lr=LrConfig(factor=0.5, floor=0.2, hold_steps=7, ramp_steps=13, ceiling=ceiling),
         budget=BudgetConfig(recoveries=4, lr_cuts=5, refund_after=40),
         max_skips=4,
         grace_steps=10,
@@ -116,30 +109,16 @@ def covering(clip: str) -> EngineConfig:
     return full(clip) if clip == "zclip" else clip_only(clip)
 
 
-def published(*which: str, **changes: Any) -> EngineConfig:
-    """The same with detectors of the catalogue (keys of `PUBLISHED`) instead, and no clipping."""
+def only(*names: str) -> EngineConfig:
+    """Only these detectors, or those of these keys of `PUBLISHED`, and no clipping.
+
+    Other detectors with the same causes would hide them from the oracle.
+    """
     lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)
-    names = (name for each in which for name in PUBLISHED[each])
-    return full(
-        None,
-        detectors=_watching(("nonfinite", *names)),
-        rules=(*RULES_OF_ALL_KINDS, lasting),
-        **changes,
-    )
-
-
-def growing(*names: str, **changes: Any) -> EngineConfig:
-    """Only detectors of growth: the other loss detectors would hide them from the oracle."""
-    return full(
-        None, detectors=_watching(("nonfinite", *names)), rules=RULES_OF_ALL_KINDS, **changes
-    )
+    chosen = (each for name in names for each in PUBLISHED.get(name, (name,)))
+    detectors = _watching(("nonfinite", *chosen))
+    return full(None, detectors=detectors, rules=(*RULES_OF_ALL_KINDS, lasting))
 
 
 def _watching(names: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    modules = ((name, detectors.DETECTORS[name]) for name in names)
-    return tuple((n, m(**_known(m, SETTINGS.get(n, {})))) for n, m in modules)
-
-
-def _known(module: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Keeps the settings that this detector has, so that tuned thresholds do not break tests."""
-    return {key: value for key, value in settings.items() if key in module._fields}
+    return tuple((name, DETECTORS[name](**SETTINGS.get(name, {}))) for name in names)

@@ -6,8 +6,6 @@ positive, finite norms without a lasting shift and with more noise than one perc
 
 from __future__ import annotations
 
-import functools
-import itertools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -84,17 +82,18 @@ CLIPS = {
     "autoclip": RULES["autoclip"](percentile=90.0),
     "adagc": RULES["adagc"](warmup_steps=25, max_norm=100.0),
 }
-FAULTS = {
-    "nan": [np.nan],
-    "inf": [np.inf],
-    "minus inf": [-np.inf],
-    "negative": [-3.0],
-    "overflow": [3e38],
-    "zero": [0.0],
-    "row of nan": [np.nan] * 40,
-    "row of zeros": [0.0] * 40,
-    "nan, inf, zero in turn": [np.nan, np.inf, 0.0] * 20,
-}
+FAULTS = (
+    (0, [np.nan]),
+    (10, [np.inf]),
+    (60, [-np.inf]),
+    (0, [-3.0]),
+    (10, [3e38]),
+    (60, [0.0]),
+    (0, [np.nan] * 40),
+    (10, [0.0] * 40),
+    (60, [np.nan, np.inf, 0.0] * 20),
+)
+"""The step at which each begins, and its norms."""
 
 
 def run(clip: str, norms) -> tuple[np.ndarray, np.ndarray, Runner]:
@@ -105,65 +104,25 @@ def run(clip: str, norms) -> tuple[np.ndarray, np.ndarray, Runner]:
     for norm in norms:
         extra = {"group_norms": [norm]} if per_tensor else {}
         decision = runner.step(grad_norm=norm, **extra)
-        scale = decision.group_scale[0] if per_tensor else decision.grad_scale
-        factors.append(float(scale))
+        factors.append(float(decision.group_scale[0] if per_tensor else decision.grad_scale))
         skips.append(bool(decision.skip))
     return np.array(factors), np.array(skips), runner
 
 
-def healthy(steps: int, seed: int = 0) -> list[float]:
-    return list(np.exp(0.05 * np.random.default_rng(seed).normal(size=steps)))
-
-
-@functools.cache
-def clean(clip: str) -> np.ndarray:
-    """The factors of a run without a fault."""
-    return run(clip, [*healthy(160), 1e3])[0]
-
-
-PLACES = itertools.cycle([0, 10, 60])
-"""Steps of the faults: each rule has each of them, with other faults."""
-
-
-@pytest.mark.parametrize(
-    ("clip", "fault", "at"),
-    [(clip, fault, next(PLACES)) for clip in CLIPS for fault in (*FAULTS, "nan")],
-)
-def test_the_steps_after_a_fault_are_judged_as_if_it_had_not_been(clip, fault, at):
-    norms, faults = healthy(160), FAULTS[fault]
-    got, skips, runner = run(clip, [*norms[:at], *faults, *norms[at:], 1e3])
-    without = np.concatenate([got[:at], got[at + len(faults) :]])
-    np.testing.assert_array_equal(without, clean(clip))
-    wrong = np.array(faults)
-    bad = ~np.isfinite(wrong) | (wrong < 0) | (wrong > 1e15)
-    np.testing.assert_array_equal(skips[at : at + len(faults)], bad)
-    assert not skips[:at].any()
-    assert not skips[at + len(faults) :].any()
-    assert all(np.isfinite(leaf).all() for leaf in leaves(runner.state))
-    assert got[-1] < 0.3, "x1000 at the end is clipped"
-
-
-@pytest.mark.parametrize(("clip", "at"), [("zclip", 0), ("zclip", 20), ("adagc", 0), ("adagc", 3)])
-def test_a_spike_in_warm_up_does_not_hide_later_ones(clip, at):
-    norms = healthy(120)
-    norms[at], norms[100] = 1000.0, 20.0
-    factors, _, _ = run(clip, norms)
-    assert factors[100] < 0.2
-
-
 @pytest.mark.parametrize("clip", CLIPS)
-def test_the_clipped_norm_is_within_the_threshold(clip):
-    """`scale * norm` never exceeds the limit, however large the norm."""
-    for norm in (5.0, 1e3, 1e8, 1e14, 9e14):
-        per_tensor = clip == "adagc"
-        factors, skips, runner = run(clip, [*healthy(150), norm])
-        limit = (
-            float(CLIPS[clip].ratio * runner.state.clip.gamma[0])
-            if per_tensor
-            else float(runner.state.last.threshold)
-        )
-        assert not skips[-1]
-        assert 0 <= factors[-1] * norm <= limit * (1 + 1e-5)
+def test_the_steps_after_a_fault_are_judged_as_if_it_had_not_been(clip):
+    norms = [*np.exp(0.05 * np.random.default_rng(0).normal(size=160)), 1e3]
+    clean, _, _ = run(clip, norms)
+    assert clean[-1] < 0.3, "x1000 at the end is clipped"
+    for at, fault in FAULTS:
+        got, skips, runner = run(clip, [*norms[:at], *fault, *norms[at:]])
+        inserted = np.arange(at, at + len(fault))
+        np.testing.assert_array_equal(np.delete(got, inserted), clean)
+        wrong = np.array(fault)
+        bad = ~np.isfinite(wrong) | (wrong < 0) | (wrong > 1e15)
+        np.testing.assert_array_equal(skips[inserted], bad)
+        assert not np.delete(skips, inserted).any()
+        assert all(np.isfinite(leaf).all() for leaf in leaves(runner.state))
 
 
 # -- a true level shift is escaped within a stated bound ------------------------------------------
@@ -181,18 +140,12 @@ SHIFTS = {
 }  # fmt: skip
 NOISES = (0.0, 0.1, 0.3)
 """Scales of the lognormal noise of the norms."""
-# Steps until the clipping is back, by noise.
-# docs/detectors.md has the same table.
-BOUNDS = {
-    "zclip": (25, 60, 120),
-    "zclip-mean": (25, 60, 200),
-    "zclip-max": (25, 60, 120),
-    "autoclip": (500, 500, 500),
-    "adagc": (50, 450, 450),
-}
+PAGE = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
+ROWS = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", PAGE, flags=re.M)
+BOUNDS = {name: tuple(map(int, steps)) for name, *steps in ROWS}
+"""Steps until the clipping is back, by noise."""
 
 
-@functools.cache
 def every_run(rule: str, config: NamedTuple) -> dict[tuple[float, str], np.ndarray]:
     """1 - scale at each step, (steps, lanes), by noise and shift: all as lanes of one run."""
     kinds, parts = [], []
@@ -227,17 +180,11 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
     return int(high[-1]) + 1 if len(high) else 0
 
 
-def test_the_page_has_these_bounds():
-    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text()
-    rows = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", page, flags=re.M)
-    assert {name: tuple(map(int, steps)) for name, *steps in rows} == BOUNDS
-
-
-@pytest.mark.parametrize("shift", [shift for shift in SHIFTS if shift != "none"])
 @pytest.mark.parametrize("clip", LEARNING_CLIPS)
-def test_clipping_is_back_at_its_usual_amount(clip, shift):
+def test_clipping_is_back_at_its_usual_amount(clip):
     runs = every_run(*LEARNING_CLIPS[clip])
     for noise, bound in zip(NOISES, BOUNDS[clip], strict=True):
-        steps = steps_until_back(runs[noise, shift], runs[noise, "none"])
-        print(f"{clip} {shift} noise {noise}: {steps}")
-        assert steps <= bound, f"noise {noise}: {steps} steps"
+        for shift in SHIFTS:
+            steps = steps_until_back(runs[noise, shift], runs[noise, "none"])
+            print(f"{clip} {shift} noise {noise}: {steps}")
+            assert steps <= bound, f"{shift}, noise {noise}: {steps} steps"

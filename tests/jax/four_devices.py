@@ -1,20 +1,23 @@
-"""Steps inside shard_map over four devices: `check` is a scenario of `processes`."""
+"""Steps on four devices, inside shard_map and in every control flow of JAX.
 
-# optax types arrays as a union of many kinds.
-# pyright: reportArgumentType=false, reportIndexIssue=false
+`check` and `flows_of` are scenarios of `processes`: XLA can abort the process.
+"""
+
+# optax types arrays and trees as a union of many kinds.
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from healcore.jax import heal, heal_zclip, last_decision, metrics, protect, scale_by_heal_lr
+from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.heal_state import find
 from tests.jax import policies
 
@@ -34,34 +37,27 @@ def compiled(make, *, split, check=False, **axes):
             params = optax.apply_updates(params, updates)
             after.append(params)
         read = {name: jnp.asarray(x, jnp.float32)[None] for name, x in metrics(state).items()}
-        read["skip"] = last_decision(state).skip[None]
-        read["norm"] = find(state).heal_leaf_norms
+        read |= {"skip": last_decision(state).skip[None], "norm": find(state).heal_leaf_norms}
         return jnp.stack(after) if split else jnp.stack(after)[:, None], read
 
-    part = SPLIT if split else WHOLE
     of_steps = PartitionSpec(None, "data")
-    step = jax.jit(
-        jax.shard_map(
-            train,
-            mesh=MESH,
-            in_specs=(part, of_steps if split else WHOLE, of_steps),
-            out_specs=(of_steps, SPLIT),
-            check_vma=check,
-        )
-    )
+    specs = {
+        "in_specs": (SPLIT, of_steps, of_steps) if split else (WHOLE, WHOLE, of_steps),
+        "out_specs": (of_steps, SPLIT),
+    }
+    step = jax.jit(jax.shard_map(train, mesh=MESH, check_vma=check, **specs))
 
     def run(*batches):
-        grads, losses = (
-            jnp.asarray(np.stack(each), jnp.float32) for each in zip(*batches, strict=True)
-        )
-        after, read = step(PARAMS, grads, losses)
-        found = {name: np.asarray(value) for name, value in read.items()}
-        return {"first": np.asarray(after[0]), "second": np.asarray(after[1]), **found}
+        grads, losses = (np.stack(each).astype(np.float32) for each in zip(*batches, strict=True))
+        (first, second), read = step(PARAMS, grads, losses)
+        found = {"first": first, "second": second, **read}
+        return {name: np.asarray(value) for name, value in found.items()}
 
     return run
 
 
 OPTIMIZERS = {
+    "adagc": lambda **o: optax.chain(heal(policies.ADAGC, **o), optax.sgd(0.1)),
     "protect": lambda **o: protect(optax.sgd(0.1), policies.ZCLIP, **o),
     "heal_zclip": lambda **o: optax.chain(heal_zclip(**o), optax.sgd(0.1)),
 }
@@ -100,35 +96,83 @@ def check(root: Any) -> None:
                 clipped = run((np.full(8, 0.5), GOOD[1]), GOOD)["first"]
                 np.testing.assert_allclose(clipped, 1 - 0.1 * 0.5 / np.sqrt(2.0), rtol=1e-5)
 
-    # Each tensor clipped by its own norm.
-    run = compiled(lambda **o: heal(policies.ADAGC, **o), split=True)
-    np.testing.assert_allclose(same(run(GOOD, GOOD), "norm"), norm, rtol=1e-5)
-    assert same(run(GOOD, (HALF_BAD, GOOD[1])), "skip")
-
     # With check_vma, jax's default, just the same; and what it is without an axis.
     checked = compiled(OPTIMIZERS["protect"], split=True, check=True)(GOOD, BAD_LOSS)
     assert same(checked, "skip")
     alone = compiled(lambda **o: protect(optax.sgd(0.1), policies.ZCLIP), split=False)
     assert alone(GOOD, BAD_LOSS)["skip"].tolist() == [False, True, False, False]
 
-    # A fresh state lies on the parameters' mesh: a step is traced once.
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-        params = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, SPLIT))
-        for tx in (
-            protect(optax.noisy_sgd(0.1, key=jax.random.key(0)), policies.ADAGC),
-            protect(optax.adam(0.1), policies.BOTH),
-            optax.chain(heal_zclip(), optax.sgd(0.1), scale_by_heal_lr()),
-        ):
-            traced = []
 
-            @functools.partial(jax.jit, donate_argnums=(0, 1))
-            def step(params, state, tx=tx, traced=traced):
-                traced.append(True)
-                updates, state = tx.update(params, state, params, value=jnp.sum(params))
-                return optax.apply_updates(params, updates), state
+SGD = optax.sgd(0.1)
+TRANSFORMATIONS = {
+    "heal_zclip": lambda: optax.chain(heal_zclip(), SGD),
+    "protect": lambda: protect(SGD),
+    "pretraining": lambda: protect(SGD, "pretraining"),
+    "line_search": lambda: protect(optax.lbfgs()),
+}
+TREE = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(4, 8), "b": jnp.zeros(8)}
 
-            moved, state = jax.tree.map(jnp.copy, params), tx.init(params)
-            for _ in range(3):
-                moved, state = step(moved, state)
-            assert len(traced) == 1, kind
+
+def loss_fn(params: Any) -> jax.Array:
+    """A convex function of `TREE`."""
+    return jnp.sum(params["w"] ** 2) + jnp.sum((params["b"] - 1) ** 2)
+
+
+def flows_of(root: Any, name: str) -> None:
+    """Compares each flow with a loop of Python; step 1 has a NaN gradient."""
+    del root
+    tx = TRANSFORMATIONS[name]()
+
+    def step(carry: Any) -> Any:
+        p, state, i = carry
+        value, grads = jax.value_and_grad(loss_fn)(p)
+        grads = jax.tree.map(lambda g: jnp.where(i == 1, jnp.nan, g), grads)
+        updates, state = tx.update(grads, state, p, value=value, grad=grads, value_fn=loss_fn)
+        return optax.apply_updates(p, updates), state, i + 1
+
+    def scan(carry: Any, length: int = 3) -> Any:
+        return lax.scan(lambda c, _: (step(c), None), carry, length=length)[0]
+
+    def loop(carry: Any, body: Any = step) -> Any:
+        return lax.while_loop(lambda c: c[2] < 3, body, carry)
+
+    def lanes(function: Any) -> Any:
+        return lambda c: jax.tree.map(
+            lambda x: x[1], jax.vmap(function)(jax.tree.map(lambda x: jnp.stack([x, x]), c))
+        )
+
+    flows = {
+        "scan": scan,
+        "while_loop": loop,
+        "fori_loop": lambda c: lax.fori_loop(0, c[2] + 3, lambda _, c: step(c), c),
+        "cond": lambda c: scan(lax.cond(c[2] < 1, step, lambda c: c, c), 2),
+        "scan in while": lambda c: loop(c, lambda c: scan(c, 1)),
+        "while in vmap": lanes(loop),
+        "while in cond": lambda c: lax.cond(c[2] < 1, loop, lambda c: c, c),
+    }
+    start = (TREE, tx.init(TREE), jnp.int32(0))
+    wanted = step(step(step(start)))
+
+    def check(flow: str, found: Any) -> None:
+        same = jax.tree.map(
+            lambda a, b: np.allclose(a, b, 1e-5, 1e-5, equal_nan=True), found[0], wanted[0]
+        )
+        assert all(jax.tree.leaves(same)), flow
+
+    for flow, function in flows.items():
+        check(flow, jax.jit(function)(start))
+
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def sharding(leaf: Any) -> NamedSharding:
+        for axis, size in enumerate(leaf.shape):
+            for names in (("a", "b"), ("a",)):
+                if size and size % 2 ** len(names) == 0:
+                    return NamedSharding(mesh, PartitionSpec(*[None] * axis, names))
+        return NamedSharding(mesh, PartitionSpec())
+
+    shardings = jax.tree.map(sharding, start)
+    split = [each for each in jax.tree.leaves(shardings[1]) if any(each.spec)]
+    assert split, "no leaf of the healing state is sharded"
+    compiled = jax.jit(step, in_shardings=(shardings,), out_shardings=shardings)
+    check("sharded", compiled(compiled(compiled(jax.device_put(start, shardings)))))

@@ -43,8 +43,7 @@ def join(process: int, world: int, port: str, **options: Any) -> None:
     jax.distributed.initialize(
         f"localhost:{port}", num_processes=world, process_id=process, **options
     )
-    # gloo makes its connections in the first collective and waits 30 s there, while on a busy
-    # machine one process may still compile: so first of all, in something small.
+    # gloo connects in the first collective and waits 30 s, while another process may still compile.
     multihost_utils.sync_global_devices("start")
 
 

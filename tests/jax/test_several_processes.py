@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ import pytest
 from healcore import Healer
 from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
-from healcore.jax.store import OrbaxStore
 from tests.jax import trained_together
-from tests.jax.processes import Program
-from tests.jax.trained_together import FAULT, FAULTS, FEWER_STEPS, KINDS_OF_FAULT, SPECS, STEPS
-from tests.jax.two_processes import BAD, GOES_BACK, initial
-from tests.runtime.store.programs import run
+from tests.jax.killed_processes import SAVES, SECONDS
+from tests.jax.processes import Program, free_port
+from tests.jax.trained_together import FAULT, FAULTS, KINDS_OF_FAULT, SPECS, STEPS
+from tests.jax.two_processes import BAD, POLICY
+from tests.torch.forked_ranks import run_ranks
 
-TOLERANCE = 1e-5
-"""Relative, of losses and norms: four parts are added up in another order than one."""
-SPREAD = [*SPECS]
+SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
 
 
 def program(root: Path, *kinds: str, world: int, devices: int = 1) -> Program:
@@ -37,64 +34,58 @@ def trained(found: Program, kind: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the checkpoint of the one process."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the checkpoint of the one process, and the runs of the two in "two"."""
     return tmp_path_factory.mktemp("one")
 
 
 @pytest.fixture(scope="module")
-def one(root: Path) -> Program:
+def one(folder: Path) -> Program:
     """One process with four devices."""
-    return program(root, *SPREAD, "alone", world=1, devices=4)
+    return program(folder, *SPECS, "alone", world=1, devices=4)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the runs of the two processes."""
-    return tmp_path_factory.mktemp("two")
-
-
-@pytest.fixture(scope="module")
-def two(one: Program, root: Path, folder: Path) -> Program:
+def two(one: Program, folder: Path) -> Program:
     del one  # has saved
-    names = ("exchanges", "healed:stopped", "healed:resumed", "healed:memory", "terminated")
-    scenarios = [f"two_processes:{name}" for name in (*names, f"from_one:{root}", "refused")]
-    return Program(folder, *scenarios, "trained_together:trained:sharded", world=2)
+    runs = [f"healed:{kind}" for kind in ("stopped", "resumed", "memory", "terminated")]
+    names = ("exchanges", *runs, f"from_one:{folder}", "refused")
+    scenarios = [f"two_processes:{name}" for name in names]
+    return Program(folder / "two", *scenarios, "trained_together:trained:sharded", world=2)
 
 
-def check_run(outcomes: list[Any], alone: Any, steps: int = FEWER_STEPS) -> None:
+def check_run(found: Program, one: Program, kind: str) -> None:
     """All processes have skipped the faulty steps and no other, exactly, and decided as one has."""
+    outcomes, (alone,) = trained(found, kind), trained(one, "alone")
+    first = outcomes[0]
     for each in outcomes:
-        assert each["records"] == outcomes[0]["records"]
-        assert {i for i, record in enumerate(each["records"]) if record[3]} == FAULTS
         assert each["unmoved"]
-        assert each["whole"] == outcomes[0]["whole"]
-        assert each["copies"] == outcomes[0]["copies"]
         assert each["on mesh"]
         assert each.get("restored", SAVED) == SAVED
-    for found, expected in zip(outcomes[0]["records"], alone["records"], strict=False):
-        assert found[:4] == expected[:4]
-        assert found[4:] == pytest.approx(expected[4:], rel=TOLERANCE)
-    assert len(outcomes[0]["records"]) == steps
+        for name in ("records", "whole", "copies"):
+            assert each[name] == first[name]
+    assert {i for i, record in enumerate(first["records"]) if record[3]} == FAULTS
+    assert len(first["records"]) == STEPS
+    for mine, expected in zip(first["records"], alone["records"], strict=True):
+        assert mine[:4] == expected[:4]
+        # Losses and norms: four parts are added up in another order than one.
+        assert mine[4:] == pytest.approx(expected[4:], rel=1e-5)
 
 
-SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
-
-
-@pytest.mark.parametrize("kind", SPREAD)
+@pytest.mark.parametrize("kind", SPECS)
 def test_a_mesh_of_one_process_decides_as_one_device_does(kind: str, one: Program):
-    check_run(trained(one, kind), trained(one, "alone")[0])
+    check_run(one, one, kind)
 
 
 def test_two_processes_decide_as_one_does(two: Program, one: Program):
-    check_run(trained(two, "sharded"), trained(one, "alone")[0], STEPS["sharded"])
+    check_run(two, one, "sharded")
 
 
 @pytest.mark.stress
 def test_four_processes_spread_in_every_way(one: Program, tmp_path: Path):
-    found = program(tmp_path, *SPREAD, world=4)
-    for kind in SPREAD:
-        check_run(trained(found, kind), trained(one, "alone")[0], STEPS.get(kind, FEWER_STEPS))
+    found = program(tmp_path, *SPECS, world=4)
+    for kind in SPECS:
+        check_run(found, one, kind)
 
 
 def test_exchanges_of_two_threads_are_kept_apart_and_none_waits_forever(two: Program):
@@ -129,45 +120,31 @@ def test_two_processes_go_back_together_stop_and_resume(two: Program):
 
 
 def test_a_signal_to_one_process_ends_both_after_the_same_step(two: Program):
-    found = two.of("two_processes:terminated")
-    assert [each.pop("told") for each in found] == [False, True]
-    assert found[0] == found[1]
-    assert found[0]["status"] == 128 + signal.SIGTERM
-    assert found[0]["saved"] == found[0]["step"]
-    assert found[0]["votes"] == [[found[0]["step"], "end", "signal 15"]]
+    found = both(two, "healed:terminated")
+    assert found["stopped"] == 128 + signal.SIGTERM
+    assert found["listed"][-1] == found["step"]
+    assert found["votes"] == [[found["step"], "end", "signal 15"]]
 
 
 def test_a_run_of_two_processes_continues_in_one(two: Program, folder: Path):
-    ended = two.of("two_processes:terminated")[0]
-    params = {name: jnp.asarray(each, jnp.float32) for name, each in initial().items()}
-    tx = protect(optax.adamw(1e-2), GOES_BACK)
+    ended = both(two, "healed:terminated")
+    params, _ = trained_together.begin("alone")
+    tx = protect(optax.adamw(1e-2), POLICY)
     # `step` was an array on the mesh when it was saved.
     state = {"params": params, "opt_state": tx.init(params), "step": jnp.zeros((), jnp.int32)}
-    with Healer(GOES_BACK, state=state, store=folder / "terminated") as healer:
+    with Healer(POLICY, state=state, store=folder / "two/terminated/store") as healer:
         assert healer.step == ended["step"]
         assert trained_together.digest(without_heal_state(healer.state)) == ended["state"]
         assert next(healer.batches(list(range(10**6)))) == ended["step"]
 
 
 def test_a_checkpoint_of_four_devices_on_other_meshes_of_two(
-    two: Program, one: Program, root: Path
+    two: Program, one: Program, folder: Path
 ):
-    found = both(two, f"from_one:{root}")
+    found = both(two, f"from_one:{folder}")
     saved = trained(one, "sharded")[0]["whole"]
-    assert found == {
-        "two axes": saved,
-        "two axes, placed": True,
-        "data parallel": saved,
-        "data parallel, placed": True,
-    }
-
-
-def test_a_checkpoint_of_two_processes_in_one(two: Program, folder: Path):
-    params, state = trained_together.begin("alone")
-    like = {"params": params, "opt_state": state}
-    found = OrbaxStore(folder / "sharded").restore(7, like).state
-    digest = trained_together.digest((found["params"], found["opt_state"]))
-    assert digest == trained(two, "sharded")[0]["whole"]
+    for kind in ("two axes", "data parallel"):
+        assert (found[kind], found[f"{kind}, placed"]) == (saved, True)
 
 
 def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
@@ -179,56 +156,36 @@ def test_arrays_of_one_process_alone_have_to_be_the_same_in_all(two: Program):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.stress)])
 def test_a_process_that_is_killed_in_a_save_leaves_whole_checkpoints(kills: int, tmp_path: Path):
-    done = run("tests.jax.killed_processes", tmp_path, kills, 1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
-    assert counts["kills"] == kills
-    assert counts["within a save"] >= 1, counts
+    draw, within_a_save = random.Random(1), 0
+    for number in range(kills + 1):
+        aim = (number % 2, draw.randrange(1, SAVES), draw.random() / 2) if number < kills else ()
+        arguments = (free_port(), tmp_path, *map(str, aim))
+        found = run_ranks("tests.jax.killed_processes", *arguments, world=2, seconds=3 * SECONDS)
+        ends = [{"killed", "whole"} & {*out.split()} for out, _ in found]
+        wanted = [{"killed"} if rank in aim[:1] else set() if aim else {"whole"} for rank in (0, 1)]
+        assert ends == wanted, found
+        assert not any("AssertionError" in errors for _, errors in found), found
+        within_a_save += bool(list(tmp_path.glob(".tmp*")))
+    assert within_a_save >= 1
 
 
 # -- with a `loss_fn` several devices and processes decide as one does ----------------------------
 
-RELATIVE = {"damage": 1e-3, "healthy": 1e-5}
-"""Relative, of losses: several devices add up in another order than one. Damaged weights multiply
-the difference. At 100 times the rate training is chaotic: those current weights differ."""
 
-
-def compared(world: int, devices: int = 1) -> Program:
-    scenarios = (f"trained_together:compared:{fault}" for fault in KINDS_OF_FAULT)
-    return Program("", *scenarios, world=world, devices=devices)
-
-
-def outcomes_of(found: Program, fault: str) -> list[Any]:
-    return found.of(f"trained_together:compared:{fault}")
+def compared(*faults: str, world: int = 1, devices: int = 1) -> list[list[Any]]:
+    """What each process saw, by fault."""
+    scenarios = [f"trained_together:compared:{fault}" for fault in faults]
+    found = Program("", *scenarios, world=world, devices=devices)
+    return [found.of(scenario) for scenario in scenarios]
 
 
 @pytest.fixture(scope="module")
-def one_device() -> Program:
-    return compared(1)
+def one_device() -> list[Any]:
+    return [found for (found,) in compared(*KINDS_OF_FAULT, "rate")]
 
 
-def check(found: Any, one: Any, fault: str) -> None:
-    assert len(found["rollbacks"]) == len(one["rollbacks"])
-    for mine, expected in zip(found["rollbacks"], one["rollbacks"], strict=True):
-        chaotic = {"step": 0, "checkpoint": 0} if fault == "rate" else {}
-        assert {**mine, **chaotic} == {**expected, **chaotic}
-        # At 100 times the rate training is chaotic: the last bits decide the size of a bet.
-        assert abs(mine["step"] - expected["step"]) <= (20 if fault == "rate" else 0)
-    same_until = FAULT + 10 if fault == "rate" else math.inf
-    assert found["lr_scale"] == one["lr_scale"]
-    assert found["norm"] == pytest.approx(one["norm"], rel=1e-4)
-    for mine, expected in zip(found["compared"], one["compared"], strict=fault in RELATIVE):
-        if expected["steps"][0] >= same_until:
-            break
-        assert mine["steps"] == expected["steps"]
-        assert mine["anchor"] == expected["anchor"]
-        assert mine["then"] == pytest.approx(expected["then"], rel=1e-5)
-        if fault in RELATIVE:
-            assert mine["now"] == pytest.approx(expected["now"], rel=RELATIVE[fault], nan_ok=True)
-
-
-def test_one_device_goes_back_from_faults_only(one_device: Program):
-    [damage], [rate], [healthy] = (outcomes_of(one_device, fault) for fault in KINDS_OF_FAULT)
+def test_one_device_goes_back_from_faults_only(one_device: list[Any]):
+    damage, healthy, rate = one_device
     assert [each["checkpoint"] for each in damage["rollbacks"]] in ([40], [60])  # before the fault
     assert damage["rollbacks"][0]["lr_limit"] is None
     assert [each["checkpoint"] for each in rate["rollbacks"]] in ([40], [60])
@@ -237,17 +194,17 @@ def test_one_device_goes_back_from_faults_only(one_device: Program):
     assert sum(each["steps"][0] >= FAULT for each in healthy["compared"]) > 3
 
 
-@pytest.mark.slow
-def test_four_devices_of_one_process_decide_as_one(one_device: Program):
-    found = compared(1, devices=4)
-    for fault in KINDS_OF_FAULT:
-        check(outcomes_of(found, fault)[0], outcomes_of(one_device, fault)[0], fault)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_decide_as_one(world: int, one_device: Program):
-    found = compared(world)
-    for fault in KINDS_OF_FAULT:
-        outcomes = outcomes_of(found, fault)
-        assert all(each == outcomes[0] for each in outcomes)  # to the bit
-        check(outcomes[0], outcomes_of(one_device, fault)[0], fault)
+@pytest.mark.parametrize(("world", "devices"), [(1, 4), (2, 1)])
+def test_several_decide_as_one(world: int, devices: int, one_device: list[Any]):
+    found = compared(*KINDS_OF_FAULT, world=world, devices=devices)
+    for fault, mine, one in zip(KINDS_OF_FAULT, found, one_device, strict=False):
+        assert all(each == mine[0] for each in mine)  # to the bit
+        for name in ("rollbacks", "lr_scale"):
+            assert mine[0][name] == one[name]
+        assert mine[0]["norm"] == pytest.approx(one["norm"], rel=1e-4)
+        # Devices add up in another order than one; damaged weights multiply the difference.
+        relative = 1e-3 if fault == "damage" else 1e-5
+        for ours, expected in zip(mine[0]["compared"], one["compared"], strict=True):
+            assert (ours["steps"], ours["anchor"]) == (expected["steps"], expected["anchor"])
+            assert ours["then"] == pytest.approx(expected["then"], rel=1e-5)
+            assert ours["now"] == pytest.approx(expected["now"], rel=relative, nan_ok=True)

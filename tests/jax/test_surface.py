@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import doctest
-import inspect
 import re
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,9 @@ import optax
 import pytest
 from flax import nnx
 
-import healcore.jax as hj
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.policy import PolicyError
-from tests.packaging.test_light_import import run
-
-
-def test_every_public_name_is_documented():
-    assert hj.__all__ == sorted(hj.__all__)
-    assert all(inspect.getdoc(getattr(hj, name)) for name in hj.__all__)
 
 
 @pytest.mark.parametrize("module", ["commit", "transform"])
@@ -35,13 +26,6 @@ def test_the_examples_in_the_docstrings_run(module):
     done = doctest.testmod(sys.modules[f"healcore.jax.{module}"])
     assert done.attempted
     assert not done.failed
-
-
-def test_importing_needs_neither_flax_nor_pydantic():
-    done = run(
-        "import sys, healcore.jax; print(sys.modules.keys() & {'flax','pydantic','torch','orbax'})"
-    )
-    assert done == "set()"
 
 
 def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):
@@ -80,34 +64,29 @@ def test_protect_takes_a_transformation(inner, got):
         protect(inner)
 
 
-@pytest.mark.parametrize("wrong", [optax.adam(1e-3), "default", True, (1.0,)])
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])
-def test_zclip_takes_numbers(name, wrong):
-    with pytest.raises(PolicyError, match=f"clip.{name}"):
-        heal_zclip(**{name: wrong})
+def test_zclip_takes_numbers(name):
+    wrongs: list[Any] = [optax.adam(1e-3), "default", True, (1.0,)]
+    for wrong in wrongs:
+        with pytest.raises(PolicyError, match=f"clip.{name}"):
+            heal_zclip(**{name: wrong})
     for right in (np.float32(0.5), jnp.float32(0.5)):
         heal_zclip(z_threshold=right)
 
 
-BEHIND = {
-    "adam": optax.chain(optax.adam(1e-3), heal_zclip()),
-    "momentum": optax.chain(optax.sgd(0.1, momentum=0.9), heal("zclip")),
-    "with hyperparameters": optax.chain(
-        optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(heal_zclip)()
-    ),
-    "within": optax.chain(optax.clip(1.0), optax.chain(optax.adam(1e-3), heal_zclip())),
-}
-BEFORE = {
-    "adam": optax.chain(heal_zclip(), optax.adam(1e-3)),
-    "behind what keeps nothing": optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),
-    "protect": protect(optax.chain(optax.clip(1.0), optax.adam(1e-3)), "zclip"),
-    "alone": heal_zclip(),
-}
-
-
-@pytest.mark.parametrize("name", BEHIND)
-def test_healing_behind_the_optimizer_is_warned_of(name):
-    state = BEHIND[name].init(PARAMS)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.adam(1e-3), heal_zclip()),
+        optax.chain(
+            optax.inject_hyperparams(optax.sgd)(0.1), optax.inject_hyperparams(heal_zclip)()
+        ),
+        optax.chain(optax.clip(1.0), optax.chain(optax.sgd(0.1, 0.9), heal("zclip"))),
+    ],
+    ids=["adam", "with hyperparameters", "within"],
+)
+def test_healing_behind_the_optimizer_is_warned_of(tx):
+    state = tx.init(PARAMS)
     for look in (last_decision, metrics, jax.jit(last_decision)):
         with pytest.warns(UserWarning, match="heal_zclip"):
             look(state)
@@ -115,14 +94,20 @@ def test_healing_behind_the_optimizer_is_warned_of(name):
         JaxDriver({"params": PARAMS, "opt_state": state}, "zclip")
 
 
-@pytest.mark.parametrize("name", BEFORE)
-def test_healing_before_the_optimizer_is_not(name):
-    state = BEFORE[name].init(PARAMS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        last_decision(state)
-        JaxDriver((PARAMS, state), "zclip")
-        JaxDriver((PARAMS, optax.adam(1e-3).init(PARAMS), state), "zclip")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(heal_zclip(), optax.adam(1e-3)),
+        optax.chain(optax.zero_nans(), optax.clip(1.0), heal_zclip()),  # which keep nothing
+        protect(optax.chain(optax.clip(1.0), optax.adam(1e-3)), "zclip"),
+    ],
+    ids=["adam", "behind clips", "protect"],
+)
+def test_healing_before_the_optimizer_is_not(tx):
+    state = tx.init(PARAMS)
+    last_decision(state)
+    JaxDriver((PARAMS, optax.adam(1e-3).init(PARAMS), state), "zclip")
 
 
 def test_sam_gets_only_the_keywords_that_it_names():
@@ -140,14 +125,12 @@ def test_sam_gets_only_the_keywords_that_it_names():
 
 
 def test_accumulation_around_protect_is_warned_of():
-    def warnings_of(tx: Any) -> list[str]:
-        return JaxDriver({"params": PARAMS, "opt": tx.init(PARAMS)}, "zclip").warnings
-
-    around = optax.MultiSteps(protect(optax.sgd(0.1), "zclip"), 2)
-    (warning,) = warnings_of(around)
-    assert "Write protect(optax.MultiSteps(optimizer, k))" in warning
-    skipping: Any = optax.skip_not_finite
-    inner = protect(optax.sgd(0.1), "zclip")
-    assert not warnings_of(optax.MultiSteps(inner, 2, should_skip_update_fn=skipping))
-    inside: Any = optax.MultiSteps(optax.sgd(0.1), 2)
-    assert not warnings_of(protect(inside, "zclip"))
+    inner, skipping = protect(optax.sgd(0.1), "zclip"), optax.skip_not_finite
+    around: Any = optax.MultiSteps(inner, 2)
+    skips: Any = optax.MultiSteps(inner, 2, should_skip_update_fn=skipping)
+    inside: Any = protect(optax.MultiSteps(optax.sgd(0.1), 2), "zclip")  # type: ignore[arg-type]
+    texts = [
+        JaxDriver((PARAMS, tx.init(PARAMS)), "zclip").warnings for tx in (around, skips, inside)
+    ]
+    assert [len(each) for each in texts] == [1, 0, 0]
+    assert "Write protect(optax.MultiSteps(optimizer, k))" in texts[0][0]

@@ -33,11 +33,7 @@ from tests.torch.compared_ranks import watched
 
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
-STEPS = {"sharded": 100, "alone": 100}
-"""Of several processes, and of the run that they are compared with."""
-FEWER_STEPS = 50
-"""Of every other run."""
-NAN = np.float32("nan")
+STEPS, NAN = 50, np.float32("nan")
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 28, 34, 40, 46
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
@@ -57,7 +53,6 @@ POLICY = EngineConfig(
 P = PartitionSpec
 SPECS: dict[str, dict[str, P]] = {
     "data parallel": {"w1": P(), "b1": P(), "w2": P(), "b2": P()},
-    "shard_map": {"w1": P(), "b1": P(), "w2": P(), "b2": P()},
     "sharded": {"w1": P(None, "data"), "b1": P(), "w2": P("data"), "b2": P()},
     "two axes": {"w1": P(None, "model"), "b1": P("model"), "w2": P("model"), "b2": P()},
 }
@@ -90,6 +85,10 @@ def batch(i: int) -> np.ndarray:
     return np.concatenate([x, y, observed, gradients], 2).reshape(PARTS * ROWS, 7)
 
 
+def healthy_batch(number: int) -> np.ndarray:
+    return batch(1000 + number)
+
+
 def mesh_of(kind: str) -> jax.sharding.Mesh:
     if kind == "two axes":
         shape = (jax.device_count() // 2, 2)
@@ -111,23 +110,6 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
     return jnp.mean(each * gradients), jnp.mean(each * observed)
 
 
-def last(state: Any) -> Any:
-    """The record of the last step, bit for bit."""
-    heal = find(state)
-    return heal.heal_records[(heal_state.steps(heal.heal_engine) - 1) % len(heal.heal_records)]
-
-
-def train_step(
-    tx: Any, traces: list[None], params: Any, state: Any, batch: Any, axis: str | None = None
-) -> Any:
-    traces.append(None)
-    (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
-    if axis is not None:
-        grads = jax.lax.pmean(grads, axis)
-    updates, state = tx.update(grads, state, params, value=loss)
-    return optax.apply_updates(params, updates), state, last(state)
-
-
 class Program(NamedTuple):
     """One way to spread the model."""
 
@@ -141,19 +123,18 @@ class Program(NamedTuple):
 
 @functools.cache
 def program(kind: str) -> Program:
-    traces: list[None] = []
-    mesh = None if kind == "alone" else mesh_of(kind)
-    tx = protect(optax.adamw(1e-2), POLICY, axis_name="data" if kind == "shard_map" else None)
-    step = functools.partial(train_step, tx, traces)
-    if kind == "shard_map":
-        step = jax.shard_map(
-            functools.partial(step, axis="data"),
-            mesh=mesh,
-            in_specs=(P(), P(), P("data")),
-            out_specs=P(),
-            check_vma=False,
-        )
-    return Program(mesh, tx, jax.jit(step, donate_argnums=(0, 1)), traces)
+    tx, traces = protect(optax.adamw(1e-2), POLICY), list[None]()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        traces.append(None)
+        (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+        updates, state = tx.update(grads, state, params, value=loss)
+        heal = find(state)
+        last = (heal_state.steps(heal.heal_engine) - 1) % len(heal.heal_records)
+        return optax.apply_updates(params, updates), state, heal.heal_records[last]
+
+    return Program(None if kind == "alone" else mesh_of(kind), tx, step, traces)
 
 
 def begin(kind: str) -> tuple[Any, Any]:
@@ -207,16 +188,11 @@ def whole(mesh: Any, tree: Any) -> Any:
     return jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
 
 
-def steps_of(kind: str) -> int:
-    several = jax.process_count() > 1
-    return STEPS.get(kind, FEWER_STEPS) if several or kind == "alone" else FEWER_STEPS
-
-
 def trained(root: Path, kind: str) -> dict[str, Any]:
     """One run on the same global batches; "alone" is on one device of one process."""
     params, state = begin(kind)
     fresh = jax.tree.leaves(state)
-    params, state, records, unmoved = advance(kind, params, state, range(steps_of(kind)))
+    params, state, records, unmoved = advance(kind, params, state, range(STEPS))
     outcome = {"records": list(map(read, records)), "unmoved": unmoved}
     if kind != "alone":
         after = jax.tree.leaves((params, state))
@@ -251,56 +227,36 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
 # -- a run with a `loss_fn`, whose weights are compared -------------------------------------------
 
 COMPARED_STEPS, FAULT, SAVE_EVERY = 110, 65, 20
-RATE, JUMP = 1e-2, 100.0
-KINDS_OF_FAULT = ("damage", "rate", "healthy")
-"""All weights x 50, once; the rate x 100; targets x 10 from then on, which is no fault."""
-COMPARED_SPECS = {"w1": P(None, "data"), "w2": P("data"), "w3": P()}
-
-
-def mean_square(params: Any, rows: Any) -> Any:
-    hidden = jnp.tanh(jnp.tanh(rows[:, :8] @ params["w1"]) @ params["w2"])
-    return jnp.mean((hidden @ params["w3"] - rows[:, 8:]) ** 2)
-
-
-def global_rows(fault: str, step: int) -> np.ndarray:
-    """Inputs and targets of all processes."""
-    draw, rows = np.random.default_rng(step), PARTS * ROWS
-    x = draw.normal(size=(rows, 8)).astype(np.float32)
-    y = np.sin(x.sum(1, keepdims=True)) + 0.3 * draw.normal(size=(rows, 1)).astype(np.float32)
-    return np.concatenate([x, 10.0 * y if fault == "healthy" and step >= FAULT else y], 1)
+KINDS_OF_FAULT = ("damage", "healthy")
+"""All weights x 50, once; targets x 10 from then on, which is no fault. On one device also "rate":
+the rate x 100, at which training is chaotic."""
 
 
 def compared(root: Path, fault: str) -> dict[str, Any]:
     """One healed run with a fault at step `FAULT`."""
     del root
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    draw = np.random.default_rng(0)
-    shapes = {"w1": (8, 16), "w2": (16, 16), "w3": (16, 1)}
-    params = {
-        name: placed(mesh, (draw.normal(size=shape) / 4).astype(np.float32), COMPARED_SPECS[name])
-        for name, shape in shapes.items()
-    }
+    mesh = mesh_of("sharded")
+    params = {name: placed(mesh, each, SPECS["sharded"][name]) for name, each in initial().items()}
 
     def rate(count: Any) -> Any:
-        return jnp.where((fault == "rate") & (count >= FAULT), RATE * JUMP, RATE)
+        return jnp.where((fault == "rate") & (count >= FAULT), 1.0, 1e-2)
 
     tx = protect(optax.inject_hyperparams(optax.adamw)(learning_rate=rate), "default")
+    observed_loss = jax.jit(lambda params, rows: loss_of(params, rows)[1])
 
+    @functools.partial(jax.jit, donate_argnums=0)
     def step(state: Any, rows: Any, factor: Any) -> Any:
         params, opt_state = state
-        loss, grads = jax.value_and_grad(mean_square)(params, rows)
+        loss, grads = jax.value_and_grad(observed_loss)(params, rows)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
         return jax.tree.map(lambda each: each * factor, params), opt_state
 
-    step = jax.jit(step, donate_argnums=0)
-    evaluated = jax.jit(mean_square)
-
     def rows_of(number: int) -> jax.Array:
-        return placed(mesh, global_rows(fault, number), P("data"))
-
-    def loss_fn(state: Any, number: int) -> Any:
-        return evaluated(state[0], rows_of(number))
+        rows = healthy_batch(number)
+        if fault == "healthy" and number >= FAULT:
+            rows[:, 4] *= 10.0
+        return placed(mesh, rows, P("data"))
 
     seen: list[Any] = []
     rollbacks: list[Any] = []
@@ -308,7 +264,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
     healer: Any = healcore.Healer(
         "default",
         state=(params, tx.init(params)),
-        loss_fn=loss_fn,
+        loss_fn=lambda state, number: observed_loss(state[0], rows_of(number)),
         store=MemoryStore(keep=Keep(good=5, candidates=5)),
         checkpoints=healcore.Checkpoints(every=SAVE_EVERY),
         rollback={"probation": SAVE_EVERY},
@@ -319,9 +275,8 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         watched(healer._loop.recovery.dominance, seen)
         for number in healer.batches(list(range(COMPARED_STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
-            factor = 50.0 if damages else 1.0
-            damaged |= factor > 1
-            healer.update(step(healer.state, rows_of(number), factor))
+            damaged |= damages
+            healer.update(step(healer.state, rows_of(number), 50.0 if damages else 1.0))
         scale = healer.metrics()["heal/lr_scale"]
     held = jax.tree.leaves(whole(mesh, healer.state[0]))
     names = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")

@@ -1,16 +1,28 @@
-"""The same signals through several backends at once, compared bit for bit after every step."""
+"""The same signals through several backends at once, compared bit for bit after every step.
+
+`recorded` is for one run at a time, as in torch's host engine; `jax-scalars` runs lane after lane
+with 0-d arrays, which XLA rewrites in ways of its own; `torch-graph` is one graph without Inductor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import torch
 
-from healcore.core.engine import Engine, EngineConfig
+from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.signals import Signals
+from healcore.core.tree import map_leaves
+from healcore.jax import namespace as jax_namespace
+from healcore.torch.engines import Namespace
 from tests.core import fuzz
-from tests.parity import backends
+from tests.core.engine_runner import recorded, scalars
 
 CHUNK = 50
 
@@ -24,37 +36,25 @@ def steps_equal(
     lanes: int = 0,
     reference: str = "numpy",
 ) -> int:
-    """Runs each trace from a fresh state on every backend; all states and decisions have one value.
+    """All states and decisions of all backends, from fresh states, have one value.
 
-    Args:
-        config: the policy.
-        traces: each (steps, lanes) or, for `lanes` 0, (steps,).
-        against: backends to compare with `reference`.
-        groups: tensors, for per-tensor clipping.
-        lanes: length of the batch axis; 0 for none.
-        reference: the backend to compare with.
-
-    Returns:
-        Steps compared, one per lane.
-
-    Raises:
-        AssertionError: names the backend, the step and the leaf.
+    Traces are (steps, lanes) or, for `lanes` 0, (steps,). Returns the steps, one per lane.
     """
     engine = Engine(config)
-    runs = {name: backends.runner(name, engine) for name in (reference, *against)}
+    runs = {name: runner(name, engine) for name in (reference, *against)}
     compared = 0
     for trace in traces:
         fresh = engine.init(groups=groups, batch=(lanes,) if lanes else ())
-        states = {name: backends.start(name, fresh) for name in runs}
-        for start in range(0, backends.length(trace), CHUNK):
-            chunk = fuzz.part(trace, start, start + CHUNK)
+        states = {name: start(name, fresh) for name in runs}
+        for begin in range(0, length(trace), CHUNK):
+            chunk = fuzz.part(trace, begin, begin + CHUNK)
             seen = {}
             for name, run in runs.items():
                 states[name], *seen[name] = run(states[name], chunk)
             for name in against:
                 difference = first_difference(tuple(seen[reference]), tuple(seen[name]))
-                assert difference is None, f"{reference} and {name} from step {start}: {difference}"
-            compared += backends.length(chunk) * max(lanes, 1)
+                assert difference is None, f"{reference} and {name} from step {begin}: {difference}"
+            compared += length(chunk) * max(lanes, 1)
     return compared
 
 
@@ -72,17 +72,11 @@ def first_difference(a: Any, b: Any) -> str | None:
     """
     found: list[tuple[int, str]] = []
     for (name, x), (other, y) in zip(named(a), named(b), strict=True):
-        if name != other:
-            return f"{name} against {other}: not the same structure"
-        if x.shape != y.shape or x.dtype != y.dtype:
-            return f"{name}: {x.dtype}{x.shape} against {y.dtype}{y.shape}"
-        different = bits(x) != bits(y)
-        if different.any():
-            place = tuple(int(i) for i in np.argwhere(different)[0])
-            count = int(different.any(axis=tuple(range(1, x.ndim))).sum())
-            found.append(
-                (place[0], f"{name}{list(place)}: {x[place]!r} against {y[place]!r}, {count} steps")
-            )
+        if (name, x.shape, x.dtype) != (other, y.shape, y.dtype):
+            return f"{name}: {x.dtype}{x.shape} against {other}: {y.dtype}{y.shape}"
+        for place in np.argwhere(bits(x) != bits(y))[:1]:
+            at = tuple(map(int, place))
+            found.append((at[0], f"{name}{list(at)}: {x[at]!r} against {y[at]!r}"))
     return None if not found else "; ".join(text for _, text in sorted(found)[:6])
 
 
@@ -99,3 +93,114 @@ def named(tree: Any, place: str = "") -> Iterator[tuple[str, np.ndarray]]:
             yield from named(part, f"{place}.{field}" if place else str(field))
     elif tree is not None:
         yield place, np.asarray(tree)
+
+
+Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
+"""(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
+
+_TORCH = Namespace(torch.device("cpu"))
+
+
+def missing(backend: str) -> str | None:
+    """Why this machine cannot run the backend, or None."""
+    if backend == "torch-compiled" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        return "torch.compile needs a C++ compiler on a CPU, and there is none"
+    return None
+
+
+def start(backend: str, state: EngineState) -> Any:
+    """A NumPy state as the backend's own arrays."""
+    if backend.startswith("jax"):
+        return map_leaves(jnp.asarray, state)
+    if backend.startswith("torch"):
+        return map_leaves(_owned, state)
+    return scalars(state) if backend == "recorded" else state
+
+
+def runner(backend: str, engine: Engine) -> Run:
+    """The engine on a backend, compiled where that is what the backend is for."""
+    if backend.startswith("jax"):
+        return _jax(engine, one_by_one=backend == "jax-scalars")
+    if backend == "torch":
+        return _stepwise(lambda s, x: engine.step(s, x, xp=_TORCH), _tensor)
+    if backend in ("torch-compiled", "torch-graph"):
+        torch.compiler.reset()  # or the recompilation limit would count other tests' engines
+        compiled = torch.compile(
+            lambda s, x: engine.step(s, x, xp=_TORCH),
+            fullgraph=True,
+            backend="inductor" if backend == "torch-compiled" else "eager",
+        )
+
+        def step(state: Any, signals: Signals) -> Any:
+            # Two names of one tensor in the state (the LR multiplier and its telemetry) would be
+            # two tensors at the first step and one at the second: compiled twice.
+            return compiled(map_leaves(torch.clone, state), signals)
+
+        return _stepwise(step, _tensor)
+    numpy = functools.partial(engine.step, xp=np)
+    return _stepwise(recorded(engine) if backend == "recorded" else numpy, lambda x: x)
+
+
+def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -> Run:
+    """Calls the engine step by step; outputs are copied, so that nothing can change them later."""
+
+    def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
+        states, decisions = [], []
+        for i in range(length(trace)):
+            signals = Signals(*(None if x is None else wrap(x) for x in fuzz.at(trace, i)))
+            with np.errstate(all="ignore"):
+                state, decision = step(state, signals)
+            states.append(map_leaves(_copy, state))
+            decisions.append(map_leaves(_copy, decision))
+        return state, _stacked(states), _stacked(decisions)
+
+    return run
+
+
+def _jax(engine: Engine, *, one_by_one: bool) -> Run:
+    """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
+
+    def scan(state: Any, trace: Signals) -> Any:
+        def body(state: Any, signals: Signals) -> Any:
+            state, decision = engine.step(state, signals, xp=jax_namespace)
+            return state, (state, decision)
+
+        return jax.lax.scan(body, state, trace)
+
+    @jax.jit
+    def in_turn(state: Any, trace: Signals) -> Any:
+        by_lane = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), trace)
+        state, outputs = jax.lax.map(lambda each: scan(*each), (state, by_lane))
+        return state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs)
+
+    whole = in_turn if one_by_one else jax.jit(scan)
+
+    def run(state: Any, trace: Signals) -> tuple[Any, EngineState, Any]:
+        state, (states, decisions) = whole(state, map_leaves(jnp.asarray, trace))
+        return state, map_leaves(np.asarray, states), map_leaves(np.asarray, decisions)
+
+    return run
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    """Shares memory with the trace: nothing may write into a signal."""
+    return torch.from_numpy(np.asarray(x))
+
+
+def _owned(leaf: np.ndarray) -> torch.Tensor:
+    """A tensor with torch's own strides: NumPy's of an empty window mean one more compilation."""
+    source = torch.from_numpy(np.array(leaf))
+    return torch.empty(source.shape, dtype=source.dtype).copy_(source)
+
+
+def _copy(leaf: Any) -> np.ndarray:
+    return np.array(leaf.numpy() if isinstance(leaf, torch.Tensor) else leaf)
+
+
+def length(trace: Signals) -> int:
+    """Steps of a trace."""
+    return next(len(part) for part in trace if part is not None)
+
+
+def _stacked(trees: list[Any]) -> Any:
+    return map_leaves(lambda *parts: np.stack(parts), trees[0], *trees[1:])

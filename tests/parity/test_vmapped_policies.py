@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
 from healcore.core.tree import map_leaves
 from tests.core import fuzz, policies
-from tests.parity import backends, lockstep
+from tests.parity import lockstep
 
 VARIANTS, STEPS = 500, 120
 
@@ -22,50 +21,28 @@ VARIANTS, STEPS = 500, 120
 WHOLE = {"warmup_steps", "sustain", "first_steps", "escape", "records", "patience"}
 WHOLE |= {"hold_steps", "ramp_steps"}
 """Numbers that are counts."""
-Tables = dict[str, dict[str, tuple[float, float]]]
+Tables = dict[str, Any]
 """Table of a policy -> key -> the ends between which it is drawn."""
 ZCLIP: Tables = {
-    "clip": {
-        "z_threshold": (1.0, 6.0),
-        "ema_decay": (0.8, 0.999),
-        "max_norm": (0.1, 100.0),
-        "min_rel_std": (0.001, 0.1),
-        "warmup_steps": (1, 60),
-    }
+    "clip": {"z_threshold": (1, 6), "ema_decay": (0.8, 0.999), "max_norm": (0.1, 100.0)}
+    | {"min_rel_std": (0.001, 0.1), "warmup_steps": (1, 60)},
 }
 WATCHING: Tables = {
     "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
     "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
     "grad_ema": {"ratio": (1.5, 20), "sigmas": (2, 20), "ema_decay": (0.8, 0.999)},
     "grad_ceiling": {"ceiling": (1, 100), "first_ratio": (1.5, 10), "first_steps": (1, 40)},
-    "loss_ratio": {
-        "ratio": (1.01, 6),
-        "warmup_steps": (1, 24),
-        "sustain": (1, 6),
-        "escape": (1, 20),
-    },
+    "loss_ratio": {"ratio": (1.01, 6), "warmup_steps": (1, 24), "sustain": (1, 6)}
+    | {"escape": (1, 20)},
     "loss_ceiling": {"ceiling": (0, 12), "first_ratio": (1, 3), "first_steps": (0, 50)},
-    "instability": {
-        "growth": (0.0, 0.5),
-        "records": (2, 5),
-        "norm_ratio": (1, 6),
-        "patience": (1, 20),
-    },
-    "records": {
-        "alpha": (0.001, 0.3),
-        "record_rate": (0.1, 0.9),
-        "growth": (0.0, 0.5),
-        "warmup_steps": (1, 12),
-    },
+    "instability": {"growth": (0, 0.5), "records": (2, 5), "norm_ratio": (1, 6)}
+    | {"patience": (1, 20)},
+    "records": {"alpha": (0.001, 0.3), "record_rate": (0.1, 0.9), "growth": (0, 0.5)}
+    | {"warmup_steps": (1, 12)},
 }
 LR: Tables = {
-    "lr": {
-        "factor": (0.1, 0.9),
-        "floor": (0.01, 0.1),
-        "ceiling": (-0.3, 1.0),
-        "hold_steps": (0, 10),
-        "ramp_steps": (0, 20),
-    }
+    "lr": {"factor": (0.1, 0.9), "floor": (0.01, 0.1), "ceiling": (-0.3, 1.0)}
+    | {"hold_steps": (0, 10), "ramp_steps": (0, 20)},
 }
 
 
@@ -80,28 +57,14 @@ def drawn(tables: Tables, rng: np.random.Generator) -> Any:
     return {name: {key: of(key, *ends) for key, ends in t.items()} for name, t in tables.items()}
 
 
-def zclip(numbers: Any) -> EngineConfig:
-    """A ZClip policy; the rest as in the other tests."""
-    clip = ("zclip", RULES["zclip"](**numbers["clip"]))
-    return policies.full("zclip")._replace(clip=clip, detectors=policies.full().detectors[:2])
-
-
 def every_number(numbers: Any) -> EngineConfig:
     """ZClip, the catalogue's detectors, detectors of growth, and the way of the learning rate."""
     # In this order: a dict through jit is in the order of the alphabet.
     settings = {name: policies.SETTINGS[name] | numbers[name] for name in WATCHING}
     detectors = ((name, DETECTORS[name](**each)) for name, each in settings.items())
     config = policies.full(None, detectors=(*policies.full().detectors[:1], *detectors))
-    return config._replace(clip=zclip(numbers).clip, lr=config.lr._replace(**numbers["lr"]))
-
-
-def alone(policy: Callable[[Any], EngineConfig], numbers: Any, i: int, trace: Any) -> Any:
-    """States and decisions of one variant by itself; its numbers, as from a TOML file."""
-    plain = jax.tree.map(lambda v: v[i].item(), numbers)
-    engine = Engine(policy(plain))
-    alone = backends.runner("recorded", engine)
-    _, *outputs = alone(backends.start("recorded", engine.init()), trace)
-    return tuple(outputs), plain
+    clip = ("zclip", RULES["zclip"](**numbers["clip"]))
+    return config._replace(clip=clip, lr=config.lr._replace(**numbers["lr"]))
 
 
 def test_vmap_over_policies_equals_one_run_each():
@@ -127,7 +90,10 @@ def test_vmap_over_policies_equals_one_run_each():
     got = jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers))
     last, decisions = map_leaves(np.asarray, got)
     for i in rng.choice(VARIANTS, 15, replace=False):
-        (states, decided), plain = alone(every_number, numbers, i, trace)
+        plain = jax.tree.map(lambda v, i=i: v[i].item(), numbers)  # as from a TOML file
+        engine = Engine(every_number(plain))
+        fresh = lockstep.start("recorded", engine.init())
+        _, states, decided = lockstep.runner("recorded", engine)(fresh, trace)
         mine = map_leaves(lambda leaf, i=i: leaf[i : i + 1], last)
         theirs = map_leaves(lambda leaf: leaf[-1:], states)
         assert lockstep.first_difference(mine, theirs) is None, plain
@@ -138,16 +104,3 @@ def test_vmap_over_policies_equals_one_run_each():
         assert len({float(x) for x in values}) > VARIANTS // 2, "the variants do differ"
     for values, least in ((decisions.cause, VARIANTS // 10), (decisions.lr_scale, VARIANTS // 2)):
         assert len({tuple(each) for each in values}) > least, "and what they decide"
-
-
-def test_the_same_in_numpy_with_a_policy_per_lane():
-    rng = np.random.default_rng(71)
-    numbers = drawn(ZCLIP, rng)
-    one = fuzz.signals(rng, 60, 1, wild=False)
-    trace = map_leaves(lambda x: np.broadcast_to(x, (60, VARIANTS)).copy(), one)
-    engine = Engine(zclip(numbers))
-    _, *outputs = backends.runner("numpy", engine)(engine.init(batch=(VARIANTS,)), trace)
-    for i in rng.choice(VARIANTS, 15, replace=False):
-        single, _ = alone(zclip, numbers, i, lockstep.scalar(one, 0))
-        mine = map_leaves(lambda leaf, i=i: leaf[:, i], tuple(outputs))
-        assert lockstep.first_difference(mine, single) is None

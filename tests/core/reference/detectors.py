@@ -1,7 +1,4 @@
-"""The reference's detectors, from their docstrings.
-
-Each has `see(step: Step) -> tuple[bool, bool, cause]`: alarm, sustained, flags.
-"""
+"""The reference's detectors, from their docstrings."""
 
 from __future__ import annotations
 
@@ -17,11 +14,9 @@ from tests.core.reference.limits import (
     LossRatio,
     LossWindow,
 )
-from tests.core.reference.losses import Divergence, LossSpike, Outliers
+from tests.core.reference.losses import Divergence, LossSpike, NormSpike, UpdateSpike
 from tests.core.reference.records import Instability, Records
-from tests.core.reference.ties import Ties
-
-Finding = tuple[bool, bool, int]
+from tests.core.reference.ties import Detector, Finding, Ties
 
 
 class Step(NamedTuple):
@@ -41,11 +36,8 @@ class Step(NamedTuple):
     """The schedule's learning rate; None: not known."""
 
 
-class Nonfinite:
+class Nonfinite(Detector):
     """Reports what is not finite, at once."""
-
-    def __init__(self, config: Any, ties: Ties) -> None:
-        del config, ties
 
     def see(self, step: Step) -> Finding:
         bad_grad = step.bad_grad or step.bad_update  # the update is made of gradients
@@ -53,59 +45,28 @@ class Nonfinite:
         return flags != 0, flags != 0, int(flags)
 
 
-class NormSpike:
-    """Outliers of the gradient norm, by the same rule as those of the loss."""
+class Vanishing(Detector):
+    """A row of norms below a floor; a step at which a change is expected does not count."""
 
-    cause = Cause.GRAD_SPIKE
-
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.outliers = Outliers(config, ties)
-
-    def value(self, step: Step) -> float:
-        assert step.norm is not None
-        return step.norm
-
-    def see(self, step: Step) -> Finding:
-        x = self.value(step)
-        alarm, sustained = self.outliers.see(x, step.finite and x > 0, step.restart)
-        return alarm, sustained, int(self.cause) if alarm or sustained else 0
-
-
-class UpdateSpike(NormSpike):
-    """The same on the update's norm."""
-
-    cause = Cause.UPDATE_SPIKE
-
-    def value(self, step: Step) -> float:
-        assert step.update is not None
-        return step.update
-
-
-class Vanishing:
-    """A row of norms below a floor."""
-
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties, self.run = config, ties, 0
+    cause = Cause.GRAD_VANISHING
 
     def see(self, step: Step) -> Finding:
         assert step.norm is not None
         if step.restart:
-            self.run = 0
+            self.row = 0
         if not step.finite:
-            return False, False, 0
+            return self.found(False)
         gone = not self.ties.above(step.norm, self.config.threshold)
-        self.run = self.run + 1 if gone else 0
-        if step.restart:
-            self.run = 0
-        alarm = self.run >= self.config.patience
-        return alarm, alarm, int(Cause.GRAD_VANISHING) if alarm else 0
+        self.row = self.row + 1 if gone and not step.restart else 0
+        return self.found(self.row >= self.config.patience)
 
 
-class Plateau:
+class Plateau(Detector):
     """Lists of losses, one per window."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.PLATEAU
+
+    def begin(self) -> None:
         self.losses: list[float] = []
         self.best: float | None = None
         self.best_of = 0.0  # the largest loss of its window, by which its mean is rounded
@@ -130,7 +91,7 @@ class Plateau:
         if step.restart:
             self.losses, self.best, self.stale, self.at_chance = [], None, 0, False
             alarm = False
-        return alarm, alarm, int(Cause.PLATEAU) if alarm else 0
+        return self.found(alarm)
 
     def _close(self) -> None:
         c = self.config
@@ -153,13 +114,14 @@ class Plateau:
             self.at_chance = not far
 
 
-class Overfit:
+class Overfit(Detector):
     """A row of evaluations far above the smoothed training loss."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.OVERFIT
+
+    def begin(self) -> None:
         self.train: float | None = None
-        self.run = 0
+        self.row = 0
 
     def see(self, step: Step) -> Finding:
         c, x = self.config, step.loss
@@ -170,29 +132,28 @@ class Overfit:
         if step.evaluation is not None and self.train is not None:
             gap = step.evaluation - self.train
             wide = self.ties.above(gap, c.max_gap, step.evaluation, self.train)
-            self.run = self.run + 1 if wide else 0
+            self.row = self.row + 1 if wide else 0
         if step.restart:
-            self.run = 0
-        alarm = self.run >= c.patience
-        return alarm, alarm, int(Cause.OVERFIT) if alarm else 0
+            self.row = 0
+        return self.found(self.row >= c.patience)
 
 
-DETECTORS: dict[str, tuple[Any, frozenset[str]]] = {
-    "nonfinite": (Nonfinite, frozenset()),
-    "loss_spike": (LossSpike, frozenset({"loss"})),
-    "divergence": (Divergence, frozenset({"loss"})),
-    "instability": (Instability, frozenset({"loss", "norm"})),
-    "records": (Records, frozenset({"loss"})),
-    "grad_spike": (NormSpike, frozenset({"norm"})),
-    "vanishing": (Vanishing, frozenset({"norm"})),
-    "plateau": (Plateau, frozenset({"loss"})),
-    "overfit": (Overfit, frozenset({"loss", "eval_loss"})),
-    "update_spike": (UpdateSpike, frozenset({"update"})),
-    "loss_ratio": (LossRatio, frozenset({"loss"})),
-    "loss_ceiling": (LossCeiling, frozenset({"loss"})),
-    "loss_window": (LossWindow, frozenset({"loss"})),
-    "grad_window": (GradWindow, frozenset({"norm"})),
-    "grad_ema": (GradEma, frozenset({"norm"})),
-    "grad_ceiling": (GradCeiling, frozenset({"norm"})),
+DETECTORS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "nonfinite": (Nonfinite, ()),
+    "loss_spike": (LossSpike, ("loss",)),
+    "divergence": (Divergence, ("loss",)),
+    "instability": (Instability, ("loss", "grad_norm")),
+    "records": (Records, ("loss",)),
+    "grad_spike": (NormSpike, ("grad_norm",)),
+    "vanishing": (Vanishing, ("grad_norm",)),
+    "plateau": (Plateau, ("loss",)),
+    "overfit": (Overfit, ("loss", "eval_loss")),
+    "update_spike": (UpdateSpike, ("update_norm",)),
+    "loss_ratio": (LossRatio, ("loss",)),
+    "loss_ceiling": (LossCeiling, ("loss",)),
+    "loss_window": (LossWindow, ("loss",)),
+    "grad_window": (GradWindow, ("grad_norm",)),
+    "grad_ema": (GradEma, ("grad_norm",)),
+    "grad_ceiling": (GradCeiling, ("grad_norm",)),
 }
 """Class, and the signals without which it rests."""

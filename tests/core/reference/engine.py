@@ -9,6 +9,7 @@ import math
 from collections import deque
 from typing import Any, NamedTuple
 
+from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from tests.core.reference import clips, detectors
 from tests.core.reference.detectors import Step
@@ -177,7 +178,7 @@ class Engine:
 
     def __init__(self, config: Any, *, groups: int = 0) -> None:
         self.config, self.ties = config, Ties()
-        self.step, self.grace, self.change_expected = 0, 0, False
+        self.step = self.grace = 0
         self.clip = None
         if config.clip is not None:
             name, settings = config.clip
@@ -207,41 +208,15 @@ class Engine:
         group = [1.0] * self.groups if self.per_tensor else None
         return Verdict(1.0, False, lr_scale, 0, cause, 0, group)
 
-    def see(
-        self,
-        loss: float | None = None,
-        grad_norm: float | None = None,
-        update_norm: float | None = None,
-        eval_loss: float | None = None,
-        group_norms: list[float] | None = None,
-        change_expected: bool = False,
-        externally_skipped: bool = False,
-        learning_rate: float | None = None,
-    ) -> Verdict:
-        """One step."""
+    def see(self, seen: Signals) -> Verdict:
+        """One step, of Python numbers."""
         self.ties.forget()
-        if externally_skipped:
+        if seen.externally_skipped:
             return self.neutral(1.0 if self.config.mode == "observe" else self.lr.scale)
-        restart = change_expected or self.change_expected
-        self.change_expected = False
+        restart = bool(seen.change_expected)
         self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
-        step, groups = _observed(
-            loss,
-            grad_norm,
-            update_norm,
-            eval_loss,
-            group_norms,
-            restart,
-            learning_rate,
-            self.config.clip is not None,
-        )
-        absent = {
-            "loss": loss is None,
-            "norm": grad_norm is None,
-            "update": update_norm is None,
-            "eval_loss": eval_loss is None,
-        }
-        alarmed, sustained = self._causes(step, absent)
+        step, groups = _observed(seen, restart, self.config.clip is not None)
+        alarmed, sustained = self._causes(step, seen)
         cause = alarmed | sustained
         fired = [
             (rule.config, *rule.see(alarmed, sustained, self.config.incident.quiet_steps))
@@ -251,7 +226,7 @@ class Engine:
         skip = self._skip(step, skip_wished)
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
-        if self.clip is not None and grad_norm is not None:
+        if self.clip is not None and seen.grad_norm is not None:
             learn = step.finite and not skip
             clipped = self.clip.see(step.norm or 0.0, groups, learn, restart)
             if not skip and self.per_tensor:
@@ -276,10 +251,10 @@ class Engine:
             return self.neutral(1.0, cause)
         return Verdict(scale, skip, self.lr.scale, action, cause, depth, group_scale)
 
-    def _causes(self, step: Step, absent: dict[str, bool]) -> tuple[int, int]:
+    def _causes(self, step: Step, seen: Signals) -> tuple[int, int]:
         alarmed = sustained = 0
         for detector, needs, always in self.detectors:
-            if any(absent[each] for each in needs):
+            if any(getattr(seen, each) is None for each in needs):
                 continue
             alarm, lasting, flags = detector.see(step)
             if always or self.grace == 0:
@@ -350,51 +325,44 @@ class Engine:
         return action, depth if recover else 0
 
 
-def _observed(
-    loss: float | None,
-    norm: float | None,
-    update: float | None,
-    evaluation: float | None,
-    groups: list[float] | None,
-    restart: bool,
-    rate: float | None,
-    clips: bool,
-) -> tuple[Step, list[float] | None]:
+def _observed(seen: Signals, restart: bool, clips: bool) -> tuple[Step, list[float] | None]:
     """The numbers, made finite and small enough for float32 to square.
 
     A policy that clips takes no gradient that it cannot scale in float32.
     """
     most = 1e15 if clips else 3.4028234663852886e38
+    loss, norm, update = seen.loss, seen.grad_norm, seen.update_norm
     bad_loss = loss is not None and not math.isfinite(loss)
-    bad_grad = not all(_is_norm(each, most) for each in [norm, *(groups or [])])
+    bad_grad = not all(_is_norm(each, most) for each in [norm, *(seen.group_norms or [])])
     bad_update = not _is_norm(update)
     step = Step(
         loss=_bounded(loss),
         norm=_bounded(norm if _is_norm(norm, most) else 0.0),
         update=_bounded(update if _is_norm(update) else 0.0),
-        evaluation=_bounded(evaluation) if _is_finite(evaluation) else None,
+        evaluation=_bounded(seen.eval_loss) if _is_finite(seen.eval_loss) else None,
         bad_loss=bad_loss,
         bad_grad=bad_grad,
         bad_update=bad_update,
         finite=not (bad_loss or bad_grad or bad_update),
         restart=restart,
-        rate=_bounded(rate),
+        rate=_bounded(seen.learning_rate),
     )
-    if groups is None:
-        return step, None
-    return step, [_bounded(each if _is_norm(each, most) else 0.0) or 0.0 for each in groups]
+    groups = seen.group_norms
+    if groups is not None:
+        groups = [_bounded(each if _is_norm(each, most) else 0.0) for each in groups]
+    return step, groups
 
 
-def _is_finite(x: float | None) -> bool:
+def _is_finite(x: Any) -> bool:
     return x is not None and math.isfinite(x)
 
 
-def _is_norm(x: float | None, most: float = 3.4028234663852886e38) -> bool:
+def _is_norm(x: Any, most: float = 3.4028234663852886e38) -> bool:
     """Whether it is not negative (except by rounding) and at most `most`."""
     return x is None or -1e-12 < x <= most
 
 
-def _bounded(x: float | None) -> float | None:
+def _bounded(x: Any) -> Any:
     if x is None:
         return None
     if not math.isfinite(x) or abs(x) < 1e-12:

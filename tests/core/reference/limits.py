@@ -6,10 +6,7 @@ import math
 from typing import Any
 
 from healcore.core.verdict import Cause
-from tests.core.reference.ties import Ties, Watch, warmup
-
-Finding = tuple[bool, bool, int]
-NO_FINDING: Finding = (False, False, 0)
+from tests.core.reference.ties import Detector, Finding, Watch, warmup
 
 
 def flushed(square: float) -> float:
@@ -17,27 +14,26 @@ def flushed(square: float) -> float:
     return square if square >= 1e-30 else 0.0
 
 
-class LossWindow:
+class LossWindow(Detector):
     """A list of the last values, outliers among them as their limit."""
 
     cause, signal = Cause.LOSS_SPIKE, "loss"
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    def begin(self) -> None:
         self.held: list[float] = []
         self.row = 0
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, getattr(step, self.signal)
         if step.restart:
-            self.held, self.row = [], 0
+            self.begin()
         if not step.finite:
-            return NO_FINDING
+            return self.found(False)
         limit = self._limit()
         alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
         self.row = self.row + 1 if alarm else 0
         self.held = [*self.held, limit if alarm and limit is not None else x][-c.window :]
-        return alarm, alarm and self.row >= c.sustain, int(self.cause) if alarm else 0
+        return self.found(alarm, alarm and self.row >= c.sustain)
 
     def _limit(self) -> float | None:
         c, n = self.config, len(self.held)
@@ -56,29 +52,29 @@ class GradWindow(LossWindow):
     cause, signal = Cause.GRAD_SPIKE, "norm"
 
 
-class GradEma:
+class GradEma(Detector):
     """Weights that decay with each accepted norm: written out, not as a recursion."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.GRAD_SPIKE
+
+    def begin(self) -> None:
         self.count = 0
         self.weight = self.mean = self.var = 0.0
-        self.watch = Watch(config.shift, ties)
+        self.watch = Watch(self.config.shift, self.ties)
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.norm
         if step.restart:
-            self.count = 0
-            self.watch.clear()
+            self.begin()
         if not step.finite or x <= 0:
-            return NO_FINDING
+            return self.found(False)
         if self.count < c.warmup_steps:
             if self.count:
                 x, forget = warmup(x, self.mean, self.ties)
                 self.count = 0 if forget else self.count
             self._learn(x)
             self.count += 1
-            return NO_FINDING
+            return self.found(False)
         alarm = self._far(x)
         if not alarm:
             self._learn(x)
@@ -86,7 +82,7 @@ class GradEma:
         sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
         if escaped:
             self.mean, self.var = self.watch.level, self.watch.spread
-        return alarm, sustained, int(Cause.GRAD_SPIKE) if alarm else 0
+        return self.found(alarm, sustained)
 
     def _far(self, x: float) -> bool:
         c, far = self.config, False
@@ -109,20 +105,21 @@ class GradEma:
         self.weight, self.mean = after, mean
 
 
-class GradCeiling:
+class GradCeiling(Detector):
     """A list of the first norms."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.GRAD_SPIKE
+
+    def begin(self) -> None:
         self.first: list[float] = []
         self.row = 0
 
     def see(self, step: Any) -> Finding:
         c, x = self.config, step.norm
         if step.restart:
-            self.first, self.row = [], 0
+            self.begin()
         if not step.finite or x <= 0:
-            return NO_FINDING
+            return self.found(False)
         known = len(self.first) >= c.first_steps
         alarm = c.ceiling is not None and x > c.ceiling
         if c.first_ratio is not None and known:
@@ -132,34 +129,35 @@ class GradCeiling:
         self.row = min(self.row + 1, c.escape) if alarm else 0
         sustained = alarm and self.row >= c.sustain
         if c.first_ratio is not None and self.row >= c.escape:
-            self.first, self.row = [], 0
-        return alarm, sustained, int(Cause.GRAD_SPIKE) if alarm else 0
+            self.begin()
+        return self.found(alarm, sustained)
 
 
-class LossRatio:
+class LossRatio(Detector):
     """A list of the accepted losses; the mean of the last of them."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.LOSS_SPIKE
+
+    def begin(self) -> None:
         self.accepted: list[float] = []
         self.row = 0
         self.last = 0.0
 
-    def see(self, step: Any) -> tuple[bool, bool, int]:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
         if step.restart:
-            self.accepted, self.row = [], 0
+            self.begin()
         if not step.finite:
-            return False, False, 0
+            return self.found(False)
         if self._judge(x):
             self.row += 1
-            finding = True, self.row >= c.sustain, int(Cause.LOSS_SPIKE)
+            finding = self.found(True, self.row >= c.sustain)
             if self.row >= c.escape:
                 self.accepted, self.last, self.row = [x], x, 0
             return finding
         self.row, self.last = 0, x
         self.accepted = [*self.accepted, x][-c.window :]
-        return False, False, 0
+        return self.found(False)
 
     def _judge(self, x: float) -> bool:
         c, held = self.config, self.accepted
@@ -175,24 +173,25 @@ class LossRatio:
         return self.ties.above(x - mean, c.ratio * size, x, size) and x > self.last
 
 
-class LossCeiling:
+class LossCeiling(Detector):
     """The losses of the first steps."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
+    cause = Cause.DIVERGENCE
+
+    def begin(self) -> None:
         self.first: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> tuple[bool, bool, int]:
+    def see(self, step: Any) -> Finding:
         c, x = self.config, step.loss
         if step.restart:
-            self.first, self.row = [], 0
+            self.begin()
         if not step.finite:
-            return False, False, 0
+            return self.found(False)
         if len(self.first) < c.first_steps:
             self.first.append(x)
             self.row = 0
-            return False, False, 0
+            return self.found(False)
         alarm = c.ceiling is not None and x > c.ceiling
         if self.first and c.first_ratio == 1:
             alarm |= x > max(self.first)  # as they came in: no tie
@@ -200,4 +199,4 @@ class LossCeiling:
             top = max(self.first)
             alarm |= self.ties.above(x, top + (c.first_ratio - 1) * abs(top), top)
         self.row = self.row + 1 if alarm else 0
-        return alarm, alarm and self.row >= c.sustain, int(Cause.DIVERGENCE) if alarm else 0
+        return self.found(alarm, alarm and self.row >= c.sustain)

@@ -1,4 +1,4 @@
-"""The reference's loss detectors: what a loss spike and a divergence are, in Python floats."""
+"""The reference's spikes and divergence, in Python floats."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from typing import Any
 
 from healcore.core.verdict import Cause
-from tests.core.reference.ties import Ties
-
-Finding = tuple[bool, bool, int]
+from tests.core.reference.ties import Detector, Finding, Ties
 
 
 def clamp(x: float, low: float, high: float) -> float:
@@ -82,23 +80,41 @@ class Outliers:
         return alarm, enough and voting
 
 
-class LossSpike:
+class LossSpike(Detector):
     """Outliers of the loss."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.outliers = Outliers(config, ties)
+    cause = Cause.LOSS_SPIKE
+
+    def begin(self) -> None:
+        self.outliers = Outliers(self.config, self.ties)
 
     def see(self, step: Any) -> Finding:
-        alarm, sustained = self.outliers.see(step.loss, step.finite, step.restart)
-        return alarm, sustained, int(Cause.LOSS_SPIKE) if alarm or sustained else 0
+        return self.found(*self.outliers.see(step.loss, step.finite, step.restart))
 
 
-class Divergence:
+class NormSpike(LossSpike):
+    """Outliers of the gradient norm, by the same rule."""
+
+    cause, signal = Cause.GRAD_SPIKE, "norm"
+
+    def see(self, step: Any) -> Finding:
+        x = getattr(step, self.signal)
+        return self.found(*self.outliers.see(x, step.finite and x > 0, step.restart))
+
+
+class UpdateSpike(NormSpike):
+    """Outliers of the update's norm."""
+
+    cause, signal = Cause.UPDATE_SPIKE, "update"
+
+
+class Divergence(Detector):
     """A trend that rises above its best level and does not come back."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.ties = config, ties
-        self.noise = Noise(config.window)
+    cause = Cause.DIVERGENCE
+
+    def begin(self) -> None:
+        self.noise = Noise(self.config.window)
         self.trend = self.best = self.peak = 0.0
         self.run = 0
         self.doubt = math.inf
@@ -109,7 +125,7 @@ class Divergence:
         if step.restart:
             noise.count = 0
         if not step.finite:
-            return False, False, 0
+            return self.found(False)
         c, x = self.config, step.loss
         if noise.count == 0:
             self.trend = noise.last = x
@@ -133,9 +149,9 @@ class Divergence:
             self.doubt = math.inf
         if not elevated:
             self.run = max(self.run - 1, 0) if high else 0
-            return False, False, 0
+            return self.found(False)
         self.run += 1
         alarm = self.run >= c.patience
         if self.run >= 2 * c.patience:
             self.best, self.run = self.trend, 0
-        return alarm, alarm, int(Cause.DIVERGENCE) if alarm else 0
+        return self.found(alarm)

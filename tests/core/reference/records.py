@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.verdict import Cause
-from tests.core.reference.ties import Ties
-
-Finding = tuple[bool, bool, int]
+from tests.core.reference.ties import Detector, Finding, Ties
 
 
 class LossRecords:
@@ -36,16 +34,27 @@ class LossRecords:
         return True
 
 
-class Records:
-    """Bets on records at even odds against their probability 1/t in an exchangeable stream."""
+class WithHistory(Detector):
+    """A comparison too close to call, here in `ties`, bears on all that comes after it."""
 
     def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.shared_ties, self.ties = config, ties, Ties()
-        """A comparison too close to call, here in `ties`, bears on all that comes after it."""
-        self.begin()
+        self.shared_ties = ties
+        super().__init__(config, Ties())
+
+    def found(self, alarm: bool, sustained: bool | None = None) -> Finding:
+        if self.ties.close:
+            self.shared_ties.recall(self.ties.closest)
+        if alarm:
+            self.begin()
+        return super().found(alarm, sustained)
+
+
+class Records(WithHistory):
+    """Bets on records at even odds against their probability 1/t in an exchangeable stream."""
+
+    cause = Cause.RECORDS
 
     def begin(self) -> None:
-        """Forgets all losses."""
         self.history = LossRecords(self.config.growth, self.ties)
         self.t = 0
         """Losses, and steps without one that counted."""
@@ -62,12 +71,7 @@ class Records:
         self.t += 1
         if not step.bad_loss:
             self.after_record = self.history.add(step.loss)
-        alarm = self._bet(record=self.after_record)
-        if self.ties.close:
-            self.shared_ties.recall(self.ties.closest)
-        if alarm:
-            self.begin()
-        return alarm, alarm, int(Cause.RECORDS) if alarm else 0
+        return self.found(self._bet(record=self.after_record))
 
     def _bet(self, *, record: bool) -> bool:
         c, t = self.config, self.t
@@ -81,16 +85,12 @@ class Records:
         return total >= 1 / c.alpha or self.ties.above(total, 1 / c.alpha)
 
 
-class Instability:
+class Instability(WithHistory):
     """Records of the loss at which the gradient norm is many times its usual size."""
 
-    def __init__(self, config: Any, ties: Ties) -> None:
-        self.config, self.shared_ties, self.ties = config, ties, Ties()
-        """As in `Records`."""
-        self.begin()
+    cause = Cause.INSTABILITY
 
     def begin(self) -> None:
-        """Forgets all losses and norms."""
         self.history = LossRecords(self.config.growth, self.ties)
         self.usual: list[float] = []
         """The usual norm after each step."""
@@ -109,12 +109,7 @@ class Instability:
         if self.grew:
             recent = self.grown and at - self.grown[-1] <= self.config.patience
             self.grown = [*(self.grown if recent else []), at]
-        if self.ties.close:
-            self.shared_ties.recall(self.ties.closest)
-        alarm = self.grew and len(self.grown) >= self.config.records
-        if alarm:
-            self.begin()
-        return alarm, alarm, int(Cause.INSTABILITY) if alarm else 0
+        return self.found(self.grew and len(self.grown) >= self.config.records)
 
     def _grows(self, step: Any) -> bool:
         record = self.history.add(step.loss)

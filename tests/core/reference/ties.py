@@ -1,4 +1,4 @@
-"""Comparisons that remember how close they were, and the baselines that rest on them.
+"""Comparisons that remember how close they were, what rests on them, and the base of detectors.
 
 The reference computes in float64, the core in float32. Where two numbers are all but equal, either
 answer is right; everywhere else the two must agree.
@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import math
 from typing import Any
+
+from healcore.core.verdict import Cause
+
+Finding = tuple[bool, bool, int]
+"""Whether there is an alarm, whether it is sustained, and its causes."""
 
 TOLERANCE = 1e-4
 """Relative distance under which float32 may decide otherwise: a standard deviation of one percent
@@ -79,3 +84,20 @@ def warmup(value: float, mean: float, ties: Ties) -> tuple[float, bool]:
     if ties.above(value, 10 * mean):
         return 10 * mean, False
     return value, ties.above(mean, 10 * value)
+
+
+class Detector:
+    """Subclasses have `see(step) -> Finding`; `begin` forgets all values."""
+
+    cause = Cause(0)
+
+    def __init__(self, config: Any, ties: Ties) -> None:
+        self.config, self.ties = config, ties
+        self.begin()
+
+    def begin(self) -> None:
+        self.row = 0
+
+    def found(self, alarm: bool, sustained: bool | None = None) -> Finding:
+        lasting = alarm if sustained is None else sustained
+        return alarm, lasting, int(self.cause) if alarm or lasting else 0

@@ -5,8 +5,6 @@ Averages and teachers in the state are not replaced, and both sides have the sam
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +18,16 @@ from flax import nnx
 from jax.core import Tracer
 
 from healcore import Healer
-from healcore.events import read
-from healcore.jax import from_dict, metrics, protect, to_dict
+from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import averages, rivals
-from healcore.policy import engine_of, load
+from healcore.policy import engine_of
 from healcore.runtime.dominance import evidence
 from healcore.runtime.recovery.orders import limited
 from tests.healer.run_options import grouped
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
 
-STEPS, CHANGE = 400, 250
 TX = protect(optax.adam(1e-2), "default")
 
 
@@ -41,13 +37,9 @@ def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
-def data(number: int, *, relabelled: bool = False, bad: bool = False) -> Any:
-    random = np.random.default_rng(number)
-    x = random.standard_normal((64, 6)).astype(np.float32)
-    y = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
-    if bad:
-        x[0] = np.nan
-    return x, (y + 1) % 4 if relabelled else y
+def data(number: int) -> Any:
+    x = np.random.default_rng(number).standard_normal((64, 6)).astype(np.float32)
+    return x, (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
 
 
 def loss_of(params: Any, batch: Any) -> Any:
@@ -68,154 +60,59 @@ def reversed_layer(params: Any) -> Any:
     return {**params, "b": -4.0 * params["b"]}
 
 
-@functools.cache  # compiling takes seconds
-def program(parts: int = 1, scanned: int = 0) -> tuple[Any, Any]:
-    """The optimizer, which may accumulate `parts` batches, and a step or a scan of steps."""
+def program(kind: str) -> tuple[Any, Any]:
+    """The optimizer, which may accumulate four batches, and a scan over the batches of one call."""
     tx: Any = TX
-    if parts > 1:
-        tx = optax.MultiSteps(tx, parts, should_skip_update_fn=optax.skip_not_finite)
+    if kind == "accumulated":
+        tx = optax.MultiSteps(tx, 4, should_skip_update_fn=optax.skip_not_finite)
 
-    def step(state: Any, batch: Any, scale: Any = 1.0) -> Any:
-        params, opt, *rest = state
-        loss, grads = jax.value_and_grad(lambda p: scale * loss_of(p, batch))(params)
+    def step(state: Any, batch: Any) -> Any:
+        params, opt = state
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
         updates, opt = tx.update(grads, opt, params, value=loss)
-        return (optax.apply_updates(params, updates), opt, *rest)
+        return (optax.apply_updates(params, updates), opt), None
 
-    if scanned:
-        one = lambda state, batch: (step(state, batch), None)  # noqa: E731
-        return tx, jax.jit(lambda state, batches: jax.lax.scan(one, state, batches)[0])
-    return tx, jax.jit(step)
+    return tx, jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
 
 
 evaluate = jax.jit(loss_of)
 
 
-class Run:
-    """A run of 400 steps, or fewer with several batches a step. `edit` changes the state."""
-
-    def __init__(self, *, parts: int = 1, mask: bool = False) -> None:
-        self.tx, self.program = program(parts)
-        self.state: Any = (initial(), self.tx.init(initial()))
-        if mask:
-            self.state = (*self.state, jnp.full((3,), -jnp.inf))
-        self.batches = [data(number) for number in range(STEPS)]
-        self.scale = 1.0
-        self.edit: Callable[[int, Any], Any] = lambda step, state: state
-        self.compared: list[Any] = []
-
-    def loss_fn(self, state: Any, batch: Any) -> Any:
-        if not isinstance(batch[0], Tracer):
-            self.compared.append(batch)
-        return self.scale * evaluate(state[0], batch)
-
-    def train(self, folder: Path, *, asks: bool = True) -> Healer:
-        options = {"loss_fn": self.loss_fn if asks else None, "events": folder / "e.jsonl"}
-        with Healer("default", state=self.state, **grouped(options)) as healer:
-            for batch in healer.batches(self.batches):
-                state = self.edit(healer.step, healer.state)
-                healer.update(self.program(state, batch, self.scale))
-        self.state = healer.state
-        return healer
-
-    def compared_numbers(self) -> set[int]:
-        """The batches that were compared, by their place in the data."""
-        first = [batch[0][0, 0] for batch in self.batches]
-        return {first.index(batch[0][0, 0]) for batch in self.compared}
-
-
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [e for e in read(folder / "e.jsonl").events if e["kind"] == kind]
-
-
-# -- damage; a rate that jumps is in `trained_together` -----------------------------------------
-
-
-def test_damaged_weights_are_rolled_back(tmp_path):
-    run, done = Run(), []
-
-    def damage(step: int, state: Any) -> Any:
-        if step != CHANGE or done:
-            return state
-        done.append(step)
-        return (reversed_layer(state[0]), *state[1:])
-
-    run.edit = damage
-    healer = run.train(tmp_path)
-    (found,) = (e for e in events(tmp_path, "assessment") if e["verdict"] == "damage")
-    assert found["by"] == "earlier_weights"
-    assert healer.rollbacks == 1
-    assert events(tmp_path, "rollback")[0]["checkpoint"] == 200
-    assert healer.metrics()["heal/lr_scale"] == 1.0
-
-
-# -- healthy changes ------------------------------------------------------------------------------
-
-
-def relabelled(run: Run) -> None:
-    run.batches = [data(number, relabelled=number >= CHANGE) for number in range(STEPS)]
-
-
-def scaled(run: Run) -> None:
-    def scale(step: int, state: Any) -> Any:
-        run.scale = 1000.0 if step >= CHANGE else 1.0
-        return state
-
-    run.edit = scale
-
-
-@pytest.mark.parametrize(
-    ("change", "asks"), [(relabelled, False), (relabelled, True), (scaled, True)]
-)
-def test_a_healthy_change_costs_nothing(tmp_path, change, asks):
-    run = Run(mask=True)  # one that is meant to be infinite is no damage
-    change(run)
-    healer = run.train(tmp_path, asks=asks)
-    assert healer.rollbacks == 0
-    assert healer.metrics()["heal/lr_scale"] == 1.0
-    assert not events(tmp_path, "lr")
-
-
-@pytest.mark.parametrize("asks", [False, True])
-def test_steps_that_are_not_finite_have_changed_nothing(tmp_path, asks):
-    """The gradient's norms of such a step are in the state, for the diagnosis."""
-    run = Run()
-    run.batches = [data(number, bad=250 <= number < 264) for number in range(STEPS)]
-    healer = run.train(tmp_path, asks=asks)
-    assert {e["verdict"] for e in events(tmp_path, "assessment")} == {"unknown"}
-    assert healer.rollbacks == 0
-    assert all(np.isfinite(each).all() for each in jax.tree.leaves(healer.state[0]))
-
-
 # -- all batches of a step ------------------------------------------------------------------------
 
 
-def check_whole_steps(run: Run, size: int) -> None:
-    compared = run.compared_numbers()
-    assert compared
-    assert {size * (number // size) + i for number in compared for i in range(size)} == compared
+@pytest.mark.parametrize("kind", ["accumulated", "scanned"])
+def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(kind):
+    """Also where the weights are damaged in between."""
+    size, done, waiting = 4, False, []
+    tx, step = program(kind)
+    batches = [data(number) for number in range(400)]
+    numbers = {batch[0][0, 0]: number for number, batch in enumerate(batches)}
+    compared: set[int] = set()
 
+    def number_of(batch: Any) -> int:
+        return numbers[batch[0][0, 0]]
 
-def test_every_batch_of_an_accumulation_is_compared(tmp_path):
-    run = Run(parts=4)
-    run.train(tmp_path)
-    check_whole_steps(run, 4)
+    def loss_fn(state: Any, batch: Any) -> Any:
+        if not isinstance(batch[0], Tracer):
+            compared.add(number_of(batch))
+        return evaluate(state[0], batch)
 
-
-def test_every_batch_of_a_dispatch_of_many_steps_is_compared():
-    (tx, many), run, waiting, done = program(scanned=8), Run(), [], False
     state = (initial(), tx.init(initial()))
-    with Healer("default", state=state, loss_fn=run.loss_fn) as healer:
-        for batch in healer.batches(run.batches):
+    with Healer("default", state=state, loss_fn=loss_fn) as healer:
+        for batch in healer.batches(batches):
             waiting.append(batch)
-            if len(waiting) < 8:
+            if kind == "scanned" and len(waiting) < size:
                 continue
             state = healer.state
-            if healer.step == 248 and not done:
+            if 247 in map(number_of, waiting) and not done:
                 done, state = True, (reversed_layer(state[0]), state[1])
             stacked = jax.tree.map(lambda *each: jnp.stack(each), *waiting)
             waiting.clear()
-            healer.update(many(state, stacked))
-    check_whole_steps(run, 8)
+            healer.update(step(state, stacked))
+    compared -= {0}  # the Healer tries the first batch alone
+    assert compared
+    assert {size * (number // size) + i for number in compared for i in range(size)} == compared
     assert healer.rollbacks <= 1
 
 
@@ -243,32 +140,6 @@ def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
 
 
 # -- the limit on the rate ------------------------------------------------------------------------
-
-
-def test_the_limit_on_an_injected_rate_is_absolute():
-    """After a cut the multiplier is 1 where the schedule has decayed below the limit."""
-    policy = load(
-        "default",
-        detect={"instability": {}},
-        respond=[{"to": ["instability"], "do": ["rollback", "cut_lr"]}],
-    )
-    tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=3.0), policy)
-    curvature = jnp.linspace(0.1, 1.0, 8)
-
-    @jax.jit
-    def step(params: Any, state: Any, rate: Any) -> Any:
-        state = optax.tree.set(state, learning_rate=rate)
-        loss, grads = jax.value_and_grad(lambda w: (curvature * w**2).sum() / 2 + 1.0)(params)
-        updates, state = tx.update(grads, state, params, value=loss)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.ones(8)
-    state, scales = tx.init(params), []
-    for number in range(200):
-        params, state = step(params, state, jnp.float32(3.0 if number < 100 else 0.3))
-        scales.append(float(metrics(state)["heal/lr_scale"]))
-    assert 3.0 * scales[99] < 2.0
-    assert scales[-1] == 1.0
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -355,41 +226,22 @@ def test_an_earlier_copy_replaces_the_trained_parameters_only():
 # -- which part is trained ------------------------------------------------------------------------
 
 
-def moved(decay: float, *, before: int, rate: float = 0.999) -> tuple[Any, Any]:
-    """Parameters and their average, before and after 20 steps, late in a run with a decaying rate.
-
-    The average moves farther than the parameters.
-    """
-    random = np.random.default_rng(0)
-    start = random.standard_normal(200)
-    found: dict[str, Any] = {"params": start, "average": start}
-    kept = found
+@pytest.mark.parametrize(
+    ("before", "decay"),
+    [(0, 0.0), (3_000, 0.0), (0, 0.5), (300, 0.99), (0, 0.9999), (3_000, 0.9999)],
+)
+def test_an_average_follows_the_parameters(before, decay):
+    """In 20 steps, late in a run with a decaying rate: the average moves farther."""
+    random, candidates = np.random.default_rng(0), [[("average",), ("params",)]]
+    earlier: Any = dict.fromkeys(("params", "average"), random.standard_normal(200))
+    now = earlier
     for number in range(before + 20):
-        if number == before:
-            kept = dict(found)
-        params = found["params"] - 0.1 * rate**number * (1 + random.standard_normal(200))
-        average = decay * found["average"] + (1 - decay) * params
-        found = {"params": params, "average": average}
-    return kept, found
-
-
-@pytest.mark.parametrize("before", [0, 300, 3_000])
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
-def test_an_average_follows_the_parameters(decay, before):
-    candidates = [[("average",), ("params",)]]
-    earlier, now = moved(decay, before=before)
+        earlier = now if number == before else earlier
+        params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))
+        average = decay * now["average"] + (1 - decay) * params
+        now = {"params": params, "average": average}
     found = averages(rivals(candidates, now), earlier, now)
     assert found == (None if decay == 0 else {"average"})
-
-
-def test_two_networks_and_an_average_of_one():
-    first, second = moved(0.99, before=50), moved(0.99, before=70, rate=1.0)
-    earlier, now = (
-        {"g": one["params"], "average": one["average"], "d": -other["params"]}
-        for one, other in zip(first, second, strict=True)
-    )
-    parts = [("g",), ("average",), ("d",)]
-    assert averages(rivals([parts, parts], now), earlier, now) == {"average"}
 
 
 def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
@@ -402,8 +254,10 @@ def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
 # -- random keys ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize("uses_key", [False, True])
+@pytest.mark.parametrize(
+    ("make_key", "uses_key"),
+    [(jax.random.key, False), (jax.random.key, True), (jax.random.PRNGKey, True)],
+)
 @pytest.mark.usefixtures("free_comparisons")
 def test_both_sides_have_the_same_key(make_key, uses_key):
     """The loss of the step had another key, so it stands for neither side."""

@@ -1,6 +1,3 @@
-# optax and flax type every tree as the union of all trees.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false
 """Saving the live state and putting it back: bit for bit, in place, without compiling again."""
 
 from __future__ import annotations
@@ -27,21 +24,33 @@ from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_thir
 BATCHES = [batch(seed) for seed in range(6)]
 
 
+def without_side_state(driver: JaxDriver) -> dict[str, Any]:
+    return {name: item for name, item in driver.state().items() if name != SIDE_STATE}
+
+
 def saved(driver: JaxDriver) -> Any:
     """The bits of everything that goes into a checkpoint."""
-    items = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
-    return bits(items)
+    return bits(without_side_state(driver))
 
 
-@pytest.mark.parametrize(("where", "at"), [("memory", 0), ("memory", 2), ("disk", 2)])
-@pytest.mark.parametrize("kind", RUNS)
+def back_to(driver: JaxDriver, store: Any, step: int) -> None:
+    """Restores a checkpoint."""
+    restored = store.restore(step, driver.state())
+    driver.load(restored.state, restored.healing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "at"),
+    [("plain", "memory", 2), ("linen", "memory", 0), ("linen", "disk", 2), ("nnx", "disk", 2)],
+)
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
     """Also from the first state: a TrainState's step begins as the number 0, and is an array then.
 
-    A new process continues from the checkpoint as well.
+    A new process continues from the checkpoint as well. The norm of the last update is restored.
     """
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
+    policy = POLICY._replace(detectors=(*POLICY.detectors, *policies.UPDATES.detectors))
+    run = RUNS[kind](policy=policy)
+    driver = JaxDriver(run.state, policy)
     store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, BATCHES[:at])
     store.save(at, driver.state(), healing=driver.engines())
@@ -53,19 +62,18 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
     after, compiled, engines = saved(driver), run.compiled(), driver.engines()
 
     for _ in range(2):  # what is restored is donated, too
-        restored = store.restore(at, driver.state())
-        driver.load(restored.state, restored.healing)
+        back_to(driver, store, at)
         assert saved(driver) == begun
         assert driver.steps() is None  # no step was taken
         again = advance(driver, run, BATCHES[at:])
         assert saved(driver) == after
+        assert driver.engines() == engines
         assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
     assert run.compiled() == compiled
 
-    fresh = RUNS[kind]()
-    other = JaxDriver(fresh.state, POLICY)
-    restored = store.restore(at, other.state())
-    other.load(restored.state, restored.healing)
+    fresh = RUNS[kind](policy=policy)
+    other = JaxDriver(fresh.state, policy)
+    back_to(other, store, at)
     advance(other, fresh, BATCHES[at:])
     assert saved(other) == after
     assert other.engines() == engines
@@ -76,18 +84,16 @@ def test_nnx_objects_stay_the_users_own():
     model, optimizer = run.state["model"], run.state["optimizer"]
     kernel, moment = model.first.kernel, optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
     driver = JaxDriver(run.state, POLICY)
-    before = jax.tree.map(jnp.copy, {"a": kernel[...], "b": moment[...]})
     store = driver.store(None)
     store.save(0, driver.state())
+    before = jax.tree.map(jnp.copy, (kernel[...], moment[...]))
     advance(driver, run, BATCHES)
-    assert int(optimizer.step[...]) == 6
-    assert int(model.dropout.rngs.count[...]) == 6
+    assert (int(optimizer.step[...]), int(model.dropout.rngs.count[...])) == (6, 6)
     driver.load(store.restore(0, driver.state()).state)
     assert driver.live["model"] is model
     assert model.first.kernel is kernel
-    assert_same_bits(before, {"a": kernel[...], "b": moment[...]})
-    assert int(optimizer.step[...]) == 0
-    assert int(model.dropout.rngs.count[...]) == 0
+    assert_same_bits(before, (kernel[...], moment[...]))
+    assert (int(optimizer.step[...]), int(model.dropout.rngs.count[...])) == (0, 0)
 
 
 def test_python_numbers_come_back_as_they_were():
@@ -99,31 +105,9 @@ def test_python_numbers_come_back_as_they_were():
     assert store.steps()[0].finite
     driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
     driver.load(store.restore(0, driver.state()).state)
-    state = driver.live
-    assert {name: state[name] for name in extra} == extra
-    assert [type(state[name]) for name in extra] == [int, float, bool, int, float]
-
-
-def test_sharded_and_committed_arrays_stay_so():
-    mesh = jax.make_mesh((1,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    run = plain(optax.adamw(1e-3))  # compiled by nobody else
-    run = run._replace(state=jax.device_put(run.state, sharding))
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    advance(driver, run, BATCHES[:1])
-    store.save(1, driver.state(), healing=driver.engines())
-    advance(driver, run, BATCHES[1:3])
-    compiled, live = run.compiled(), jax.tree.leaves(driver.live)
-    restored = store.restore(1, driver.state())
-    driver.load(restored.state, restored.healing or {})
-    driver.expect_change()
-    for before, after in zip(live, jax.tree.leaves(driver.live), strict=True):
-        assert before.committed
-        assert after.committed
-        assert after.sharding == before.sharding
-    advance(driver, run, BATCHES[1:3])
-    assert run.compiled() == compiled
+    found = {name: driver.live[name] for name in extra}
+    assert found == extra
+    assert [*map(type, found.values())] == [*map(type, extra.values())]
 
 
 def test_a_state_that_does_not_fit_changes_nothing():
@@ -132,63 +116,40 @@ def test_a_state_that_does_not_fit_changes_nothing():
     items, before = driver.state(), saved(driver)
     wrong = jax.tree.map(lambda leaf: leaf, items["model"])
     wrong["first"]["kernel"] = jnp.zeros((9, 9))
-    with pytest.raises(StateMismatch, match="kernel"):
-        driver.load({**items, "model": wrong})
-    with pytest.raises(StateMismatch, match="metric"):
-        driver.load({name: item for name, item in items.items() if name != "metric"})
-    with pytest.raises(StateMismatch, match="another structure"):
-        driver.load({**items, "model": {"first": jnp.zeros(3)}})
+    for state, message in (
+        ({**items, "model": wrong}, "kernel"),
+        ({name: item for name, item in items.items() if name != "metric"}, "metric"),
+        ({**items, "model": {"first": jnp.zeros(3)}}, "another structure"),
+    ):
+        with pytest.raises(StateMismatch, match=message):
+            driver.load(state)
     assert saved(driver) == before
 
 
 def multisteps(inner: Any, policy: Any) -> Any:
-    steps = optax.MultiSteps(inner, every_k_schedule=3)
+    steps: Any = optax.MultiSteps(inner, every_k_schedule=3)
     return protect(optax.GradientTransformationExtraArgs(steps.init, steps.update), policy)
 
 
-@pytest.mark.parametrize("outside", [True, False])
-def test_accumulated_gradients_are_dropped_and_never_saved(outside):
-    run = plain(optax.sgd(0.1), wrap=every_third if outside else multisteps)
+@pytest.mark.parametrize("wrap", [every_third, multisteps])
+def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
+    run = plain(optax.sgd(0.1), wrap=wrap)
     driver = JaxDriver(run.state, POLICY)
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])
     assert driver.may_save()
-    items = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
-    saved = jax.tree.map(jnp.copy, items)
+    items = jax.tree.map(jnp.copy, without_side_state(driver))
     advance(driver, run, BATCHES[3:4])
     assert not driver.may_save()
     # As one NaN leaves it, in a run that was not protected then: 0 * NaN is NaN.
-    poisoned = optax.tree.set(
-        saved,
-        acc_grads=jax.tree.map(lambda x: x * jnp.nan, saved["params"]),
-        mini_step=jnp.int32(2),
-    )
+    nan = jax.tree.map(lambda x: x * jnp.nan, items["params"])
     compiled = run.compiled()
-    driver.load(poisoned)
+    driver.load(optax.tree.set(items, acc_grads=nan, mini_step=jnp.int32(2)))
     assert driver.may_save()
-    after = [driver.state()["params"]["hidden"]]
     advance(driver, run, BATCHES[:3])
-    after.append(driver.state()["params"]["hidden"])
-    assert jnp.isfinite(after[1]).all()
+    assert jnp.isfinite(driver.state()["params"]["hidden"]).all()
     assert driver.may_save()
     assert run.compiled() == compiled
-
-
-def test_the_norm_of_the_last_update_goes_back_with_the_engine():
-    run = plain(policy=policies.UPDATES)
-    driver = JaxDriver(run.state, policies.UPDATES)
-    store = driver.store(None)
-    advance(driver, run, BATCHES[:2])
-    norm = float(driver.live["opt_state"].heal_update_norm)
-    store.save(2, driver.state())
-    older = {name: item for name, item in driver.state().items() if name != SIDE_STATE}
-    store.save(1, older)  # before healcore saved it
-    advance(driver, run, BATCHES[2:4])
-    assert float(driver.live["opt_state"].heal_update_norm) != norm
-    driver.load(store.restore(2, driver.state()).state)
-    assert float(driver.live["opt_state"].heal_update_norm) == norm
-    driver.load(store.restore(1, driver.state()).state)
-    assert float(driver.live["opt_state"].heal_update_norm) == 0.0
 
 
 def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
@@ -203,8 +164,7 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     after = saved(driver)
     assert int(optax.tree.get(driver.state(), "count")) == 1  # of new moments
     for _ in range(2):
-        restored = store.restore(7, driver.state())
-        driver.load(restored.state, restored.healing)
+        back_to(driver, store, 7)
         advance(driver, run, BATCHES[1:2])
         assert saved(driver) == after
 
@@ -212,57 +172,53 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
 def test_a_state_without_its_healing_part_is_refused():
     run = plain()
     driver = JaxDriver(run.state, POLICY)
+    params = {"params": run.state["params"]}
     with pytest.raises(HealStateError, match="opt_state"):
-        driver.update({"params": run.state["params"]})
+        driver.update(params)
     assert driver.live is run.state
-    with pytest.raises(HealStateError, match="no healing state in this dict"):
-        JaxDriver({"params": run.state["params"]}, POLICY)
-    with pytest.raises(HealStateError, match="to another policy"):
-        JaxDriver(run.state, "default")
-    with pytest.raises(HealStateError, match='"optimizer": optimizer'):
-        JaxDriver((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY)
+    for state, policy, message in (
+        (params, POLICY, "no healing state in this dict"),
+        (run.state, "default", "to another policy"),
+        ((nnx.Linear(2, 3, rngs=nnx.Rngs(0)), run.state), POLICY, '"optimizer": optimizer'),
+    ):
+        with pytest.raises(HealStateError, match=message):
+            JaxDriver(state, policy)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)),
-        (0, jnp.float32(0.3)),
-        (jnp.asarray(0.0), jnp.bfloat16(0.3)),  # a weak type
-        (jnp.zeros((), jnp.int8), jnp.int32(1000)),
-    ],
-    ids=["bfloat16", "Python number", "weak", "integer"],
+    [(jnp.zeros(2, jnp.bfloat16), jnp.full(2, 0.3)), (0, jnp.float32(0.3))],
+    ids=["bfloat16", "Python number"],
 )
 def test_a_step_may_widen_a_leaf(before, after, tmp_path):
     healing = protect(optax.sgd(0.1), policies.SKIP).init(jnp.ones(2))
     live = live_state_of({"moment": before, "heal": healing})
     store = JaxDriver(live.state, policies.SKIP).store(tmp_path)
-    for step, leaf in enumerate((before, after)):
-        live.state = {"moment": leaf, "heal": healing}
-        live.check() if step else None
-        store.save(step, live.items())
+    store.save(0, live.items())
+    live.state = {"moment": after, "heal": healing}
+    live.check()
+    store.save(1, live.items())
     store.wait()
-    for step, leaf in enumerate((before, after)):
-        for drop in (False, True):
-            if drop:
-                store.ring.forget(step)
+    for _ in ("memory", "disk"):
+        for step, leaf in enumerate((before, after)):
             for fresh in (live, live_state_of({"moment": before, "heal": healing})):
                 restored = fresh.restored(store.restore(step, fresh.items()).state)["moment"]
                 assert bool(jnp.all(restored == leaf))
                 assert isinstance(leaf, int) or restored.dtype == leaf.dtype
+            store.ring.forget(step)
     live.state = {"moment": jnp.asarray(after, jnp.bool_), "heal": healing}
     with pytest.raises(HealStateError, match="moment"):
         live.check()
 
 
 def test_a_copy_of_weights_is_not_used_after_the_parameters_have_grown():
-    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    model, batches = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), [jnp.zeros((2, 3))]
     optimizer = nnx.Optimizer(model, protect(optax.sgd(0.1), POLICY), wrt=nnx.Param)
     driver = JaxDriver({"model": model, "optimizer": optimizer}, POLICY)
     copy = driver.copy_weights()
-    assert driver.losses_of(lambda batch: model(batch).sum(), [jnp.zeros((2, 3))], copy) == [0.0]
+    assert driver.losses_of(lambda batch: model(batch).sum(), batches, copy) == [0.0]
     model.kernel, model.bias = nnx.Param(jnp.ones((3, 5))), nnx.Param(jnp.ones(5))
     with pytest.raises(WeightsChanged):
-        driver.losses_of(lambda batch: pytest.fail("called"), [jnp.zeros((2, 3))], copy)
+        driver.losses_of(lambda batch: pytest.fail("called"), batches, copy)
     copy = driver.copy_weights()
-    assert driver.losses_of(lambda batch: model(batch).sum(), [jnp.zeros((2, 3))], copy) == [10.0]
+    assert driver.losses_of(lambda batch: model(batch).sum(), batches, copy) == [10.0]

@@ -61,9 +61,8 @@ for name, store in stores.items():
     if name == "memory":
         # Of replicas one is copied. (Every part is rounded up to 64 bytes.)
         assert store.steps()[0].bytes < 1500, store.steps()
-    like = fresh()
     for _ in range(2):
-        found = store.restore(1, {"x": like}).state["x"]
+        found = store.restore(1, {"x": fresh()}).state["x"]
         for key, leaf in fresh().items():
             assert found[key].sharding == leaf.sharding, (name, key, found[key].sharding)
             assert found[key].committed == leaf.committed, (name, key)

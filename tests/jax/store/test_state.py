@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -17,8 +15,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as orbax
 
-import healcore.jax
 from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
+from tests.jax.bit_comparison import bits
+from tests.jax.driver.small_runs import batch, linen
 from tests.runtime.store.programs import finish, start
 from tests.runtime.store.store_cases import (
     JAX_MEMORY,
@@ -35,53 +34,23 @@ PINNED = StoreCase("jax-pinned", lambda root: CheckpointStore(PinningFormat()), 
 CASES = (ORBAX, JAX_MEMORY, JAX_TIERS, PINNED)
 
 
-def optimizer() -> Any:
-    return healcore.jax.protect(
-        optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(1e-2, 50)),
-        ),
-        policy="zclip",
-    )
+@over(*CASES)
+def test_a_run_replays_bit_for_bit_though_every_step_donates(case, tmp_path):
+    run, store = linen(), case.make(tmp_path)
 
+    def after(state: Any, seeds: range) -> Any:
+        for seed in seeds:
+            state = run.step(state, batch(seed))
+        return state
 
-@jax.jit
-def loss_of(params: Any, key: Any) -> Any:
-    noise = jax.random.bernoulli(key, 0.5, params["w"].shape)
-    return jnp.mean((params["w"] * noise - 1) ** 2)
-
-
-TX = optimizer()
-
-
-# Donated: what was saved is overwritten by the very next step.
-@partial(jax.jit, donate_argnums=0)
-def step(run: dict[str, Any]) -> Any:
-    key, now = jax.random.split(run["key"])
-    loss, grads = jax.value_and_grad(loss_of)(run["params"], now)
-    updates, opt = TX.update(grads, run["opt"], run["params"], value=loss)
-    return {"params": optax.apply_updates(run["params"], updates), "opt": opt, "key": key}, loss
-
-
-def train(run: dict[str, Any], steps: int) -> tuple[dict[str, Any], list[float]]:
-    losses = []
-    for _ in range(steps):
-        run, loss = step(run)
-        losses.append(float(loss))
-    return run, losses
-
-
-def test_a_run_replays_bit_for_bit_though_every_step_donates(tmp_path):
-    for case in CASES:
-        params = {"w": jnp.linspace(-1, 1, 4096).reshape(64, 64)}
-        store = case.make(tmp_path / case.name)
-        run, _ = train({"params": params, "opt": TX.init(params), "key": jax.random.key(0)}, 3)
-        store.save(3, run)
-        run, losses = train(run, 4)
-        for _ in range(2):
-            run, again = train(store.restore(3, run).state, 4)
-            assert again == losses, case.name
-            store.verify(3)
+    state = after(run.state, range(3))
+    store.save(3, {"run": state})
+    state = after(state, range(3, 7))
+    expected = bits(state)
+    for _ in range(2):
+        state = after(store.restore(3, {"run": state}).state["run"], range(3, 7))
+        assert bits(state) == expected
+        store.verify(3)
 
 
 def back(case: StoreCase, root: Any, state: dict[str, Any], like: Any = None) -> dict[str, Any]:
@@ -92,14 +61,9 @@ def back(case: StoreCase, root: Any, state: dict[str, Any], like: Any = None) ->
     return store.restore(1, like or state).state
 
 
-class Trained(NamedTuple):
-    params: Any
-    opt_state: Any
-
-
 @flax.struct.dataclass
 class Carry:
-    trained: Trained
+    trained: Any
     step: int
 
 
@@ -110,7 +74,7 @@ def test_any_pytree_keeps_its_type(case, tmp_path):
     tx = optax.adamw(1e-3)
     tree = {
         "linen": TrainState.create(apply_fn=model.apply, params=params, tx=tx),
-        "own": Carry(Trained({"a": (jnp.ones(2), [None, jnp.zeros(())])}, tx.init(params)), 7),
+        "own": Carry(({"a": (jnp.ones(2), [None, jnp.zeros(())])}, tx.init(params)), 7),
         "nnx": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))),
         "bare": jnp.arange(3),
     }
@@ -120,62 +84,29 @@ def test_any_pytree_keeps_its_type(case, tmp_path):
         assert same(jax.tree.leaves(value), jax.tree.leaves(found[name])), name
 
 
-class Position(NamedTuple):
-    epoch: int
-    seen: jax.Array
-
-
-class Loader:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-
 @over(*CASES)
-def test_what_an_object_holds_keeps_its_type(case, tmp_path):
-    value = {
-        "defaults": defaultdict(int, a=1),
-        "named": Position(3, jnp.arange(2)),
-        "ordered": OrderedDict(a=(1, [2]), b=Counter("aba")),
-        "number": np.float32(0.5),
-        "array": np.arange(3),
-        "key": jax.random.key(0),
-    }
-    found = back(case, tmp_path, {"loader": Loader(value)})["loader"]
-    assert [type(each) for each in found.values()] == [type(each) for each in value.values()]
-    assert found["defaults"].default_factory is int
-    assert type(found["named"].seen) is type(value["named"].seen)
-    assert [type(each) for each in found["ordered"].values()] == [tuple, Counter]
-    for lost in (np.ma.masked_array([1.0], [True]), type("Settings", (dict,), {})(a=1)):
-        with pytest.raises(UnsavableState, match=r"state\['loader'\]\['last'\] is a "):
-            case.make(tmp_path).save(2, {"loader": Loader({"last": lost})})
-
-
-@over(*CASES)
-def test_jax_and_numpy_arrays_stand_for_each_other(case, tmp_path):
-    saved = {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32)}
-    like = {"a": np.zeros(3, np.int32), "b": jnp.zeros(3, jnp.int32)}
-    found = back(case, tmp_path, {"x": saved}, {"x": like})["x"]
-    assert type(found["a"]) is np.ndarray
-    assert isinstance(found["b"], jax.Array)
-    assert found["a"].tolist() == found["b"].tolist() == [0, 1, 2]
-
-
-@over(*CASES)
-def test_names_that_file_systems_do_not_like(case, tmp_path):
+def test_arrays_of_jax_and_numpy_stand_for_each_other_and_names_may_be_odd(case, tmp_path):
     names = ["a/b", "a.b", "..", "", " ", "%2F", "ü", "a", "A", "x" * 100, "[0]", "a#2", "\n"]
     tree: dict[str, Any] = {name: jnp.full(2, i) for i, name in enumerate(names)}
     tree["a "] = {"b": jnp.full(2, 99)}
-    found = back(case, tmp_path, {"tree": tree, "t/r": tree})
+    saved = {"a": jnp.arange(3), "b": np.arange(3, dtype=np.int32)}
+    like = {"a": np.zeros(3, np.int32), "b": jnp.zeros(3, jnp.int32)}
+    state = {"tree": tree, "t/r": tree}
+    found = back(case, tmp_path, {**state, "x": saved}, {**state, "x": like})
     assert same(tree, found["tree"])
     assert same(tree, found["t/r"])
+    assert type(found["x"]["a"]) is np.ndarray
+    assert isinstance(found["x"]["b"], jax.Array)
+    assert found["x"]["a"].tolist() == found["x"]["b"].tolist() == [0, 1, 2]
 
 
 @over(*CASES)
-def test_keys_of_another_kind_do_not_fit(case, tmp_path):
+def test_what_cannot_be_saved_or_does_not_fit_is_refused(case, tmp_path):
     store = case.make(tmp_path)
+    for bad in (lambda: 0, np.array(["text"]), np.array([object()])):
+        with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a"):
+            store.save(1, {"x": {"f": bad}})
+    assert store.steps() == []
     store.save(1, {"key": jax.random.key(1)})
     store.wait()
     with pytest.raises(StateMismatch, match="rbg"):
@@ -183,15 +114,6 @@ def test_keys_of_another_kind_do_not_fit(case, tmp_path):
     with pytest.raises(StateMismatch):
         store.restore(1, {"key": jnp.zeros(2, jnp.uint32)})
     assert same(jax.random.key(1), store.restore(1, {"key": jax.random.key(7)}).state["key"])
-
-
-@over(*CASES)
-def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
-    store = case.make(tmp_path)
-    for bad in (lambda: 0, np.array(["text"]), np.array([object()])):
-        with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a"):
-            store.save(1, {"x": {"f": bad}})
-    assert store.steps() == []
 
 
 def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
