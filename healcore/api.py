@@ -12,7 +12,7 @@ from healcore.runtime.faults import Fault as Fault
 from healcore.runtime.faults import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
-from healcore.runtime.loop.termination import RunStopped as RunStopped
+from healcore.runtime.run.termination import RunStopped as RunStopped
 from healcore.runtime.run_options import Checkpoints as Checkpoints
 from healcore.runtime.run_options import Hooks as Hooks
 from healcore.runtime.run_options import IncidentContext as IncidentContext
@@ -20,4 +20,4 @@ from healcore.runtime.run_options import Logging as Logging
 from healcore.runtime.store import CheckpointStore as CheckpointStore
 from healcore.runtime.store import Keep as Keep
 from healcore.runtime.store import StoreError as StoreError
-from healcore.runtime.trackers import Tracker as Tracker
+from healcore.runtime.story.trackers import Tracker as Tracker

@@ -19,9 +19,10 @@ from healcore.extras import MissingExtraError
 from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
 from healcore.runtime.driver import UnknownState
+from healcore.runtime.faults.microbatches import MicrobatchError
 from healcore.runtime.healer import HealerError
-from healcore.runtime.loop.start import StoreNotEmpty
-from healcore.runtime.loop.termination import (
+from healcore.runtime.run.start import StoreNotEmpty
+from healcore.runtime.run.termination import (
     AlreadyCompleted,
     EndRequested,
     IncompleteRun,
@@ -30,7 +31,6 @@ from healcore.runtime.loop.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.microbatches.parts import MicrobatchError
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,

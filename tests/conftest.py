@@ -109,7 +109,7 @@ SLOW = (
     "tests/hostile/test_resume.py::test_random_states_and_positions_of_a_checkpoint_run_no_code",
     "tests/events/test_killed_writers.py",
     "tests/events/test_real_runs.py",
-    "tests/runtime/recovery/test_random_histories.py::TestHistory",
+    "tests/runtime/run/test_random_histories.py::TestHistory",
     "tests/tools/report/test_read_reports.py::test_any_value_in_any_field_is_a_page_or_a_message",
     "tests/tools/report/test_read_reports.py::test_a_picture_of_anything",
     "tests/tools/report/test_read_reports.py::test_every_incident_and_rollback_is_reported",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
-from healcore.runtime.recovery.orders import HealthyRange
+from healcore.runtime.run.orders import HealthyRange
 from healcore.torch import gradients
 from healcore.torch.engines import StepOrder
 

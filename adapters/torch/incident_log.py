@@ -13,7 +13,7 @@ from healcore.core.engine import Engine
 from healcore.core.step_record import StepRecord
 from healcore.core.verdict import NONFINITE, Action, names
 from healcore.events.schema import alarm_text
-from healcore.runtime.incidents.steps import (
+from healcore.runtime.run.steps import (
     FROM_START,
     is_logged,
     nonfinite_row_text,

@@ -16,8 +16,8 @@ from healcore import adapter_registry
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.core.step_record import StepRecord
-from healcore.runtime.microbatches.parts import Gradients
-from healcore.runtime.recovery.orders import HealthyRange
+from healcore.runtime.faults.microbatches import Gradients
+from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.values import attribute

@@ -16,11 +16,11 @@ from healcore import console
 from healcore.core.verdict import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import RunEnd, explain
-from healcore.runtime.postmortem.postmortem import RankNote, RankNotes
-from healcore.runtime.run_log import RunLog
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.story import postmortem
+from healcore.runtime.story.diagnosis import RunEnd, explain
+from healcore.runtime.story.postmortem import RankNote, RankNotes
+from healcore.runtime.story.run_log import RunLog
 
 EXIT_STATUS = 62
 """Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""

@@ -14,16 +14,16 @@ from healcore.policy import Overrides, PolicyLike
 from healcore.policy.loader import check_keywords
 from healcore.runtime.data.loader_adapters import Loader
 from healcore.runtime.driver import trainer_limit
+from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.loop.end import close, ending_of
-from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.start import Options, open_run
-from healcore.runtime.microbatches.parts import Microbatch
+from healcore.runtime.run.end import close, ending_of
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run_options import CHECKPOINTS, LOGGING, NO_HOOKS, Checkpoints, Hooks, Logging
 from healcore.runtime.store import CheckpointStore
-from healcore.runtime.trackers import select
+from healcore.runtime.story.trackers import select
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -274,7 +274,7 @@ class Healer(Generic[State]):
 
         Args:
             batch: an array or a structure of arrays, split along their first axis, or a list of
-                samples; see `healcore.runtime.microbatches.parts`.
+                samples; see `healcore.runtime.faults.microbatches`.
             count: what the loss averages over, which weights the parts: the key of an entry whose
                 elements count unless they are -100, a function that returns the count of a part,
                 or None for samples. Used only if a batch is split.
@@ -345,7 +345,7 @@ class Healer(Generic[State]):
             )
         weight = 1.0 if run.memory.part is None else run.memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
-            run.recovery.dominance.loss_function.gives_loss = True
+            run.recovery.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
         driver.observe(loss, optimizer, weight=weight)
 
@@ -383,7 +383,7 @@ class Healer(Generic[State]):
         Drops the earlier weights that the Healer compares with. Call it on every rank.
         """
         self._live.driver.expect_change()
-        self._live.recovery.dominance.accept(self._live.data.step + 1)
+        self._live.recovery.comparisons.accept(self._live.data.step + 1)
 
     def save(self) -> None:
         """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""

@@ -13,12 +13,12 @@ from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.history.incident import by_name
 from healcore.runtime.data import BatchId
-from healcore.runtime.incidents.ledger import IncidentRecord
-from healcore.runtime.loop.loop import Loop
-from healcore.runtime.loop.termination import RunStopped
-from healcore.runtime.postmortem.diagnosis import why_no_good_checkpoint, with_undone
-from healcore.runtime.postmortem.postmortem import path_for
-from healcore.runtime.recovery.orders import RollbackRecord
+from healcore.runtime.run.ledger import IncidentRecord
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.story.diagnosis import why_no_good_checkpoint, with_undone
+from healcore.runtime.story.postmortem import path_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from healcore import adapter_registry
 from healcore import policy as policies
-from healcore.demo.scenario import (
+from healcore.demo import (
     ARMS,
     FIXED_CLIP,
     SAVE_EVERY,

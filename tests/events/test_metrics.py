@@ -15,7 +15,7 @@ from healcore import Logging
 from healcore.core.verdict import Cause
 from healcore.events.metrics import Metrics
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
+from healcore.runtime.run.run_metrics import ChangedMetrics
 from tests.healer.step_records import record
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 

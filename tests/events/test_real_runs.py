@@ -14,8 +14,8 @@ from healcore.core.verdict import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import LastStateNotSaved, RunStopped
-from healcore.runtime.postmortem.postmortem import path_for
+from healcore.runtime.run.termination import LastStateNotSaved, RunStopped
+from healcore.runtime.story.postmortem import path_for
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.events import read
-from healcore.runtime.loop.recovery import Recovery
-from healcore.runtime.loop.saver import Saver
-from healcore.runtime.postmortem import postmortem
+from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore
+from healcore.runtime.story import postmortem
 
 NAME = "healcore.events.jsonl"
 TIMEOUT = 60

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from healcore.runtime.loop import start
+from healcore.runtime.run import start
 
 
 def new_process() -> None:

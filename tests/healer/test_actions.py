@@ -15,7 +15,7 @@ from healcore import Checkpoints, Healer, Hooks
 from healcore import policy as policies
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyError
-from healcore.runtime.loop.termination import IncompleteRun
+from healcore.runtime.run.termination import IncompleteRun
 from tests.healer.run_directory import events, events_of
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from healcore import Healer
 from healcore.errors import IncompleteRun
-from healcore.runtime.loop import termination
-from healcore.runtime.loop.termination import EndRequested, RunStopped, Terminated
+from healcore.runtime.run import termination
+from healcore.runtime.run.termination import EndRequested, RunStopped, Terminated
 from healcore.runtime.store import Keep
 from healcore.runtime.store.claim import LOCK
 from tests import forked_programs

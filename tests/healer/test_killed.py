@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from healcore.runtime.loop.termination import AlreadyCompleted
+from healcore.runtime.run.termination import AlreadyCompleted
 from tests.events import processes
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
 from tests.healer.training_loops import Faults, loop_of, rules, train

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.incidents.steps import FROM_START
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.run.steps import FROM_START
+from healcore.runtime.run.termination import RunStopped
 from healcore.torch import LightningHealingCallback, attach, heal_trainer
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import RULES, Faults, breaks_off, loop_of, rules, train

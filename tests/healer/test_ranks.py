@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore import Checkpoints, Healer
 from healcore.core.verdict import Action
 from healcore.events import read
-from healcore.runtime.loop import termination
-from healcore.runtime.loop.rank_group import Proposal
-from healcore.runtime.loop.termination import EndRequested, Interrupted, RunStopped, Terminated
+from healcore.runtime.run import termination
+from healcore.runtime.run.rank_group import Proposal
+from healcore.runtime.run.termination import EndRequested, Interrupted, RunStopped, Terminated
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.events import processes

@@ -13,9 +13,9 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.loop.end import release
-from healcore.runtime.loop.saver import Saver
-from healcore.runtime.recovery.restoring import Restorer
+from healcore.runtime.run.end import release
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore, files
 from tests.healer.run_directory import events
 from tests.healer.training_loops import (

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from healcore import Healer
 from healcore.errors import StateMismatch
 from healcore.jax import protect
-from healcore.runtime.loop import saver
-from healcore.runtime.loop.start import StoreNotEmpty
-from healcore.runtime.loop.termination import AlreadyCompleted, LastStateNotSaved
+from healcore.runtime.run import saver
+from healcore.runtime.run.start import StoreNotEmpty
+from healcore.runtime.run.termination import AlreadyCompleted, LastStateNotSaved
 from healcore.runtime.store import Keep, NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems

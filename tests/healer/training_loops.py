@@ -25,7 +25,7 @@ import torch
 from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.jax import protect
-from healcore.runtime.recovery.monitor import IncidentMonitor
+from healcore.runtime.run.monitor import IncidentMonitor
 from tests.healer.run_options import grouped
 
 EVERY_5 = Checkpoints(every=5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from healcore.events.log import Event
 from healcore.history import IncidentOutcome, Mode, Run, RunState, runs_of
 from healcore.history.curves import thin
-from healcore.runtime.postmortem.diagnosis import STATES
+from healcore.runtime.story.diagnosis import STATES
 from healcore.tools.report.page import outcome
 
 START = ("start", 0, {"mode": "heal", "store": "there", "host": "h", "pid": 1})

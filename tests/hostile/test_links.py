@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from healcore.events.models import Ending
-from healcore.runtime.postmortem.postmortem import RankNote, RankNotes
 from healcore.runtime.store import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import HEALING, MANIFEST
+from healcore.runtime.story.postmortem import RankNote, RankNotes
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train

@@ -28,7 +28,7 @@ from healcore.jax import (
     scale_by_heal_lr,
 )
 from healcore.jax.driver.driver import JaxDriver
-from healcore.runtime.recovery.orders import after_rollback
+from healcore.runtime.run.orders import after_rollback
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 from tests.jax.driver.small_runs import POLICY, advance, batch, plain

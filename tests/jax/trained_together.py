@@ -272,7 +272,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         logging=healcore.Logging(console=False),
     )
     with healer:
-        watched(healer._loop.recovery.dominance, seen)
+        watched(healer._loop.recovery.comparisons, seen)
         for number in healer.batches(list(range(COMPARED_STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages

@@ -29,7 +29,7 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.loop.termination import RunStopped, Terminated
+from healcore.runtime.run.termination import RunStopped, Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped

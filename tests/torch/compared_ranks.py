@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from healcore import Checkpoints, Hooks, Logging
-from healcore.runtime.dominance import dominance
 from healcore.runtime.healer import Healer
+from healcore.runtime.run.comparisons import Comparisons
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -24,7 +24,7 @@ A fourth one is "raises": damage, and comparisons for which the `loss_fn` fails 
 """
 
 
-def watched(comparisons: dominance.Dominance, seen: list[Any]) -> None:
+def watched(comparisons: Comparisons, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor.
 
     An evaluation costs as much as a step: the measured price would set the distance of regular
@@ -82,7 +82,7 @@ def run(case: str) -> dict[str, Any]:
         hooks=Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
         logging=Logging(console=False),
     ) as healer:
-        comparisons: Any = healer._loop.recovery.dominance
+        comparisons: Any = healer._loop.recovery.comparisons
         if fault != "raises":
             watched(comparisons, compared)
         comparisons.loss_function._warn = problems.append

@@ -65,7 +65,7 @@ def mesh(*names: str) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
 
 
-def shard(net: nn.Module, over: Any, **options: Any) -> nn.Module:
+def shard(net: nn.Module, over: Any, **options: Any) -> Any:
     """FSDP2 of each linear layer, and of the rest."""
     for layer in net:  # type: ignore[attr-defined]
         if isinstance(layer, nn.Linear):

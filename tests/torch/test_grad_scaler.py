@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.run.termination import RunStopped
 from healcore.torch import attach
 from healcore.torch.measurement import SEARCH
 from tests.torch import policies

@@ -286,7 +286,7 @@ class JaxDriver(Driver):
 
 
 class SummedGradients:
-    """Implements `healcore.runtime.microbatches.parts.Gradients`: the loop sums the gradients.
+    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
 
     `counters` returns arrays that every optimizer step replaces.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from healcore.runtime.microbatches.parts import MicrobatchError
+from healcore.runtime.faults.microbatches import MicrobatchError
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
@@ -105,7 +105,7 @@ class Accumulation:
 
 
 class GradientWindow:
-    """Implements `healcore.runtime.microbatches.parts.Gradients`.
+    """Implements `healcore.runtime.faults.microbatches.Gradients`.
 
     A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
     has already saved the statistics, so only the states of random generators are saved here. A

@@ -30,8 +30,7 @@ class PendingEntry(NamedTuple):
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
-    lr: float
-    """The largest learning rate of a group, or 0.0 if it is a tensor or absent."""
+    lr: float  # the largest of the groups; 0.0 without one, and for tensors
 
 
 class Recorder:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
-from healcore.runtime.dominance.loss_function import undone
 from healcore.runtime.driver import SAMPLE, WeightsChanged
+from healcore.runtime.run.loss_function import undone
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation

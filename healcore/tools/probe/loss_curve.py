@@ -179,9 +179,11 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Returns heights in standard deviations and sustained flags, each (n,)."""
     state, rows, update = map_leaves(_scalar, config.init()), [], None
     true, false = np.bool_(True), np.bool_(False)
+    blank = Observed._make([None] * len(Observed._fields))
+    blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
     with np.errstate(all="ignore"):  # as in the engine
         for loss in numerics.split(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
-            observed = Observed(loss, *[None] * 4, false, None, None, false, true, None, false)
+            observed = blank._replace(loss=loss)
             update = update or record(config.update, state, observed)
             state, reading = update(state, observed)
             # `lasting` keeps an event open over single steps that return to the level.

@@ -21,8 +21,8 @@ from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode, Ru
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.incident import count_incidents
 from healcore.history.run import RunAttempt
-from healcore.runtime.postmortem import postmortem
-from healcore.runtime.postmortem.diagnosis import STATES
+from healcore.runtime.story import postmortem
+from healcore.runtime.story.diagnosis import STATES
 
 _MAX_LINES = 20
 """Limit of the lines of one kind that a report lists."""

@@ -22,8 +22,8 @@ from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import averages, rivals
 from healcore.policy import engine_of
-from healcore.runtime.dominance import evidence
-from healcore.runtime.recovery.orders import limited
+from healcore.runtime.run import evidence
+from healcore.runtime.run.orders import limited
 from tests.healer.run_options import grouped
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
@@ -196,7 +196,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     healer, compared = averaged_run(tmp_path / "compared", compares=True)
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
-    comparison: Any = healer._loop.recovery.dominance
+    comparison: Any = healer._loop.recovery.comparisons
     assert comparison._budget._prices, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
@@ -284,7 +284,7 @@ def test_both_sides_have_the_same_key(make_key, uses_key):
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
         for batch in healer.batches([data(number) for number in range(310)]):
             healer.update(step(healer.state, batch))
-    comparison: Any = healer._loop.recovery.dominance
+    comparison: Any = healer._loop.recovery.comparisons
     assert healer.rollbacks == 0
     assert comparison.loss_function.draws is uses_key
     assert comparison.loss_function.gives_loss is not uses_key

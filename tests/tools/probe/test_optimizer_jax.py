@@ -93,7 +93,8 @@ def test_a_train_state_in_every_kind_of_orbax_checkpoint(tmp_path):
     train_state = train_state.replace(opt_state=state_of(tx), step=60)
     ocp.save(tmp_path / "v1", train_state)
     legacy.PyTreeCheckpointer().save(tmp_path / "v0", train_state)
-    for kind, option in (("files", {"use_ocdbt": False}), ("zarr3", {"use_zarr3": True})):
+    options: dict[str, Any] = {"files": {"use_ocdbt": False}, "zarr3": {"use_zarr3": True}}
+    for kind, option in options.items():
         handler = legacy.PyTreeCheckpointHandler(**option)
         legacy.Checkpointer(handler).save(tmp_path / kind, args=legacy.args.PyTreeSave(train_state))
     with legacy.CheckpointManager(tmp_path / "manager") as manager:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +90,7 @@ def test_one_attempt(tmp_path):
     path = logs.write(tmp_path / "a.csv", run)
     rows, engine = rows_of(path), load("pretraining").engine()
     wanted, _ = by_hand(engine, engine.init(), rows, range(900))
+    got: list[Any]
     got, result = replayed(logs.trace(path), "pretraining")
     assert got == wanted
     summary, decisions = result.summary, [line for _, line in got]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from healcore.runtime.dominance import evidence
+from healcore.runtime.run import evidence
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ cross_entropy = nn.functional.cross_entropy
 @pytest.mark.parametrize("gives_loss", [False, True], ids=["observe", "loss"])
 def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     """A training loss had other draws than a comparison has, so it is evaluated again."""
-    run, drawn = Run(), list[tuple[int, ...]]()
+    run, drawn = Run(), list[tuple[float, ...]]()
 
     def loss_fn(number: int) -> Tensor:
         draws = float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: NPY002
@@ -55,7 +55,7 @@ def test_a_loss_fn_that_differentiates_is_compared_and_changes_nothing(tmp_path)
         healer = run.train(folder, asks=asks, steps=250)
         left_alone(folder, healer)
         ended.append(run.model.state_dict().values())
-    comparison: Any = healer._loop.recovery.dominance
+    comparison: Any = healer._loop.recovery.comparisons
     assert comparison.is_enabled
     assert comparison._budget._prices, "weights were compared"
     assert all(map(torch.equal, *ended))
@@ -95,14 +95,14 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not healer._loop.recovery.dominance.anchors
+            assert not healer._loop.recovery.comparisons.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    anchors = healer._loop.recovery.dominance.anchors
+    anchors = healer._loop.recovery.comparisons.anchors
     assert anchors
     assert all(each.step > CHANGE for each in anchors)
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.microbatches.parts import count_samples
+from healcore.runtime.run.run_metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced

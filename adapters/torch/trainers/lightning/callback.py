@@ -18,8 +18,8 @@ from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.incidents.run_metrics import ChangedMetrics
-from healcore.runtime.loop.loop import Loop
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.run_metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import TrainerOptions, load_engines, replaced, resolve_options

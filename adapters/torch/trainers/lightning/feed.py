@@ -13,7 +13,7 @@ from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch
 from healcore.runtime.driver import json_setting
-from healcore.runtime.loop.loop import Loop
+from healcore.runtime.run.loop import Loop
 from healcore.torch.trainers import replaced
 
 _END = object()
@@ -123,20 +123,14 @@ class Feed:
         return self.as_passed(batch), index, 0
 
     def _reload(self, run: Loop) -> None:
-        """Makes the dataloader of the epoch at which a restart continues, as Lightning would.
-
-        Lightning has made that of epoch 0, because it asks for the first batch afterwards.
-        """
+        """Makes the dataloader of the epoch at which a restart continues, instead of epoch 0's."""
         fit = self._fit
-        if not fit._should_reload_train_dl:
-            return
-        fit.setup_data()  # with another Feed
-        self.combined_loader, fit._data_fetcher = fit._combined_loader, self
-        period, since = divmod(
-            fit.trainer.current_epoch, fit.trainer.reload_dataloaders_every_n_epochs
-        )
-        fit._last_train_dl_reload_epoch -= since
-        run.data.loaders.count_from(period)
+        if fit._should_reload_train_dl:
+            fit.setup_data()  # with another Feed
+            self.combined_loader, fit._data_fetcher = fit._combined_loader, self
+            epoch, every = fit.trainer.current_epoch, fit.trainer.reload_dataloaders_every_n_epochs
+            fit._last_train_dl_reload_epoch -= epoch % every
+            run.data.loaders.count_from(epoch // every)
 
     def as_passed(self, batch: Any) -> Any:
         """The batch of the Healer as Lightning passes it, in the structure of the dataloaders."""

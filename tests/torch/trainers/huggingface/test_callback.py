@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from healcore.runtime.loop.termination import RunStopped
+from healcore.runtime.run.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
@@ -215,7 +215,7 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
 @pytest.mark.parametrize(("engine", "accumulated"), [("host", 2), ("device", 1)])
 def test_no_sync_is_added_to_a_step(tmp_path: Path, engine: Any, accumulated: int):
     counted: list[int] = []
-    arguments = {"logging_steps": 500, "gradient_accumulation_steps": accumulated}
+    arguments: Any = {"logging_steps": 500, "gradient_accumulation_steps": accumulated}
     for healed in (False, True):
         for steps in (4, 8):
             own = [HealingCallback(attach={"engine": engine})] if healed else []

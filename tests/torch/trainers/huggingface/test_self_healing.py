@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 
 from healcore import Checkpoints
-from healcore.runtime.loop.start import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import AttachError, heal_trainer
 from tests import forked_programs
 from tests.forked_programs import TRANSFORMERS

@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from healcore import Checkpoints, RunStopped
 from healcore.core.verdict import Cause
 from healcore.policy import load
-from healcore.runtime.loop.start import StoreNotEmpty
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import AttachError, LightningHealingCallback
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped

@@ -26,7 +26,7 @@ class Reloaded(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == self.killed_at:
-            callback = self.trainer.callbacks[0]
+            callback = self.trainer.callbacks[0]  # type: ignore[attr-defined]
             assert isinstance(callback, LightningHealingCallback)
             assert callback.healer
             callback.healer._live.saver.store.wait()

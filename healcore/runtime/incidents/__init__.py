@@ -1,1 +1,0 @@
-"""Reads the records of steps: incidents, metrics and console lines."""

@@ -1,1 +1,0 @@
-"""Splits batches into parts that fit into memory."""

@@ -1,1 +1,0 @@
-"""Rollbacks: orders, evidence, the choice of a checkpoint, the record and the restoring."""

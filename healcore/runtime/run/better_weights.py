@@ -1,0 +1,200 @@
+"""`BetterWeights`: compares weights, and answers the verdict that earlier weights are better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from healcore.console import counted
+from healcore.core.verdict import Cause
+from healcore.runtime.data import BatchId
+from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.data import Data
+from healcore.runtime.run.evidence import TrainedStep, Verdict
+from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.orders import (
+    MAX_ACCEPTED,
+    Facts,
+    Order,
+    RollbackRecord,
+    Trial,
+    decide,
+    lr_states,
+    with_lr_states,
+)
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.steps import StepResult
+from healcore.runtime.store.ranks import agreed
+
+_LASTING = Cause.PLATEAU | Cause.OVERFIT
+"""Causes with an alarm at every step until they end: no reason to compare weights at each."""
+
+
+class BetterWeights:
+    """Tries, verifies and undoes, see `recovery.orders`. `comparisons` compares the weights."""
+
+    def __init__(
+        self,
+        data: Data,
+        restorer: Restorer,
+        monitor: IncidentMonitor,
+        roll_back: Callable[[Order], RollbackRecord | None],
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        self._data, self._restorer, self._monitor = data, restorer, monitor
+        self._policy, self._driver, self._ledger = restorer.policy, restorer.driver, restorer.ledger
+        self._log, self._ranks = restorer.log, restorer.ranks
+        self._carry_out = roll_back
+        self.comparisons = Comparisons(
+            driver=self._driver,
+            loss_fn=loss_fn,
+            ranks=self._ranks,
+            threshold=self._policy.rollback.evidence,
+            interval=restorer.saver.every,
+            warn=lambda problem: self._log.problem(data.step, problem),
+            log=self._log,
+            learning_rate=self._rate_in_force,
+            numbers=self._numbers_in_force,
+        )
+        self._driver.hold_numbers(lambda: self._ledger.numbers)
+
+    def compare(self, step: StepResult) -> Verdict | None:
+        """Compares the current weights with earlier ones, if there is a reason to."""
+        records, taken = step.records, step.records[0].taken
+        if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
+            return None
+        repeated = step.index < self._last_trial()
+        if self._ledger.numbers and not repeated:  # a hold ends with the unusual value
+            held, now = self._ledger.numbers, self._driver.numbers()
+            self._ledger.numbers = {
+                n: each for n, each in held.items() if n in now and not each.contains(now[n])
+            }
+        bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
+        loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        norm = max((each.grad_norm for each in records if each.judged), default=math.nan)
+        return self.comparisons.observe(
+            TrainedStep(step.index, step.contents, norm),
+            loss,
+            alarm=not taken or any(each.cause & ~_LASTING for each in records),
+            trained=taken and not all(each.skip for each in records),
+            repeated=repeated,
+        )
+
+    def _numbers_in_force(self) -> dict[str, float]:
+        numbers, held = self._driver.numbers(), self._ledger.numbers
+        return {n: held[n].held(each) if n in held else each for n, each in numbers.items()}
+
+    def _rate_in_force(self) -> float | None:
+        rate = self._driver.learning_rate()
+        return None if rate is None else rate * self._monitor.lr_scale
+
+    def roll_back(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
+        """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
+
+        After several places that were accepted one after another, only alerts. Weights that are not
+        `finite` cannot be accepted: then nothing is done.
+        """
+        self._log.event(
+            "assessment",
+            step=verdict.index,
+            onset=verdict.onset,
+            cause=[],
+            verdict="damage",
+            by="earlier_weights",
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+        )
+        past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
+        order = self._order_of(verdict, past)
+        if order.trial == Trial.ACCEPT:
+            return self._accept(order, verdict, past) if finite else None
+        done = self._carry_out(order)
+        if done is None and finite:
+            self.comparisons.accept(verdict.index + 1)
+        return done
+
+    def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
+        """The order for a verdict; `past` are the trials at this place that have not helped."""
+        order = Order(
+            # At the end of the data, the verdict has the number of steps done.
+            index=min(verdict.index, self._data.step - 1),
+            onset=verdict.onset,
+            since=verdict.onset,
+            forced=True,
+            better=verdict.anchor,
+            trial=Trial.ACCEPT,
+        )
+        tried = [Trial(each.trial) for each in past]
+        if not tried and self._last_trial() > self._ledger.accepted_until:
+            self._ledger.accepted = 0  # the trials at the last place have helped
+        if not tried and self._ledger.accepted >= MAX_ACCEPTED:
+            return order
+        unusual = agreed(self._ranks, self.comparisons.unusual(verdict)) if tried else []
+        numbers = agreed(self._ranks, self.comparisons.unusual_numbers(verdict))
+        cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
+        facts = Facts(
+            rates=verdict.rates,
+            healthy_rate=verdict.healthy_rate,
+            from_start=verdict.anchor <= self._restorer.record.first_step,
+            unusual=bool(unusual),
+            numbers=bool(numbers),
+            may_limit=cuts,
+            can_rewind=self._restorer.loaders.can_rewind,
+        )
+        trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        order = replace(order, trial=trial)
+        if trial == Trial.RATE:
+            rates = verdict.rates[:1] if facts.from_start else verdict.rates
+            rate = agreed(self._ranks, max(rates, default=math.nan))
+            return replace(order, lr_at_fault=rate, lr_states=lr_states(self._driver.engines()))
+        if trial == Trial.LEAVE_OUT:
+            return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
+        if trial == Trial.NUMBERS:
+            return replace(order, numbers=numbers, read_again=_batches_of(past))
+        return order
+
+    def _last_trial(self) -> int:
+        """The step at which the last trial began, or 0."""
+        return max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
+
+    def _accept(
+        self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
+    ) -> RollbackRecord | None:
+        """Undoes what was tried, and never rolls back for this trouble again."""
+        until = self._data.step + 1
+        self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
+        rates = [each for each in past if each.trial == Trial.RATE]
+        order = replace(
+            order,
+            better=min([verdict.anchor, *(each.target for each in past)]),
+            lr_states=rates[0].lr_states if rates else {},
+            read_again=_batches_of(past),
+            numbers=dict.fromkeys(name for each in past for name in each.numbers),
+        )
+        undone = bool(rates or order.read_again or order.numbers)
+        done = self._carry_out(order) if undone else None
+        if done is None:
+            states = with_lr_states(self._driver.engines(), order.lr_states)
+            self._driver.load(None, states)
+            for name in order.numbers:
+                self._ledger.numbers.pop(name, None)
+        self.comparisons.accept(until)
+        tries = (
+            f"after {counted(len(past), 'rollback')}, so the program means it"
+            if past
+            else (f"and {MAX_ACCEPTED} places before it came back after all that was tried")
+        )
+        changes = "what was tried is undone, and " if undone else ""
+        self._log.warning(
+            f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
+            "another rollback for it"
+        )
+        return done
+
+
+def _batches_of(past: Sequence[RollbackRecord]) -> tuple[BatchId, ...]:
+    """The batches that trials have left out."""
+    return tuple(batch for each in past for batch in each.batches)

@@ -1,0 +1,432 @@
+"""`Comparisons`: tests whether earlier weights are better than the current on the same batches.
+
+A loss and a gradient norm do not distinguish a damaged model from different data. Two sets of
+weights on the same batch do: a new term of the loss, another scale of the targets or a new task
+changes both losses alike. So the current weights are compared with earlier weights (anchors) on the
+batch of the step and on one batch trained on since the anchor. If the earlier weights are better on
+both, at comparison after comparison, the run rolls back to them.
+
+docs/how-it-decides.md has the theorem and the limits of the comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.run.evidence import (
+    BEFORE,
+    HEARTBEAT,
+    MAX_CREDIT,
+    SAMPLE,
+    Anchor,
+    ComparisonState,
+    Credit,
+    StepHistory,
+    TrainedStep,
+    Verdict,
+)
+from healcore.runtime.run.loss_function import LossFunction
+from healcore.runtime.run.orders import HealthyRange
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.story.run_log import RunLog
+
+MAX_ANCHORS = 3
+"""Max number of anchors."""
+MIN_AGE = 0.5
+"""Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
+RESTART_POWER = 0.5
+"""While a verdict is pending, the evidence restarts at this power of the threshold."""
+ROUNDING = 1e-6
+"""Relative difference up to which two float32 losses are equal."""
+UNUSUAL_NORM = 3.0
+"""A gradient norm is unusual above this many times the largest healthy one."""
+
+
+class Comparisons:
+    """Compares the current weights with earlier weights, and returns a verdict if these are better.
+
+    Several ranks call the same methods with the same steps, compare their own batches and decide
+    by the mean. Comparisons are collective, so they depend only on values that are equal on all
+    ranks: reduced losses, alarms and the price.
+
+    Args:
+        driver, ranks, log: of the run.
+        loss_fn: the user's function, or None to compare nothing.
+        threshold: evidence for a rollback, `[rollback] evidence` of the policy.
+        interval: steps between two checkpoints.
+        warn: called with a problem of the `loss_fn`.
+        learning_rate: returns the learning rate in force, or None if it is unknown.
+        numbers: returns the other numbers of the optimizers in force, by name.
+    """
+
+    def __init__(
+        self,
+        *,
+        driver: Driver,
+        loss_fn: Callable[..., Any] | None,
+        ranks: Ranks,
+        threshold: float,
+        interval: int,
+        warn: Callable[[str], object],
+        log: RunLog,
+        learning_rate: Callable[[], float | None],
+        numbers: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        self.state = ComparisonState()
+        """What a checkpoint holds."""
+        self.silent_until = 0
+        """Step before which weights are neither compared nor copied."""
+        self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
+        self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
+        self._learning_rate, self._numbers = learning_rate, numbers
+        self._history = StepHistory()
+        self._budget = Credit(ranks)
+        self._wanted = False
+        """Whether a step of the current dispatch gives a reason to compare."""
+        self._dispatch_losses: list[float] = []
+        """Losses of the steps of the current dispatch."""
+        self._mean_quiet_until = 0
+        """Step before which a high mean loss is no reason to compare: it was compared."""
+
+    # -- what the loop calls --------------------------------------------------------------------
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether weights are compared, which requires a `loss_fn`."""
+        return self.loss_function.function is not None
+
+    @property
+    def anchors(self) -> list[Anchor]:
+        """The earlier weights, see `ComparisonState`."""
+        return self.state.anchors
+
+    @property
+    def suspects(self) -> bool:
+        """Whether an anchor has evidence, or a verdict is pending."""
+        return self.state.verdict is not None or any(each.evidence > 1 for each in self.anchors)
+
+    def keep(self, step: int, restorable: Container[int]) -> None:
+        """Adds the current weights as an anchor, unless they are suspect.
+
+        Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
+        """
+        if not self.is_enabled or self.suspects or step < self.silent_until:
+            return
+        rate = self._rate()
+        self.state.healthy_rate = max(self.state.healthy_rate, rate or 0.0)
+        self.state.anchors = [each for each in self.anchors if each.step in restorable]
+        if step not in restorable or self._anchor_of(step) is not None:
+            return
+        level, spread = self._history.level() or (None, 0.0)
+        numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
+        new = Anchor(step, rate, level=level, spread=spread, numbers=numbers)
+        new.weights = self._driver.copy_weights()
+        older = self.anchors[:-1]
+        if len(self.anchors) == MAX_ANCHORS:
+            older = [min(older, key=lambda each: (each.mean, -each.step))]
+        self.state.anchors = [*older, *self.anchors[-1:], new]
+
+    def observe(
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool, repeated: bool = False
+    ) -> Verdict | None:
+        """Compares weights after a step if there is a reason.
+
+        The reasons: an alarm, a loss above the last hundred, a mean loss above the best copy's mean
+        by more than its spread, and the regular distance.
+
+        Args:
+            step: the step and its batches. In a dispatch of several steps the last step has the
+                batches of all steps, and the others have none.
+            loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
+            alarm: whether a detector has raised an alarm.
+            trained: whether the step was not skipped.
+            repeated: whether a trial repeats the step.
+
+        Returns:
+            A verdict if the run has to roll back, or None.
+        """
+        if not self.is_enabled:
+            return None
+        state, index = self.state, step.index
+        self._budget.after_step()
+        state.numbers = self._with_numbers(state.numbers) if repeated or self.suspects else {}
+        if alarm:
+            first, last = state.alarms
+            state.alarms = (first if index - last <= SAMPLE else index, index)
+        sign = alarm or self._history.is_high(loss)
+        is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
+        if is_first and alarm:  # an alarm after a quiet time is compared even on debt
+            self._budget.credit = max(self._budget.credit, 1.0)
+        best = self._best_below(index)
+        self._wanted |= sign or self._budget.is_regular(index) or best is not None
+        self._dispatch_losses.append(loss)
+        if not step.batches:
+            return None
+        losses, self._dispatch_losses = self._dispatch_losses, []
+        if not self.loss_function.is_checked:
+            first, single = self._anchor_of(index), loss if len(losses) == 1 else math.nan
+            self.loss_function.learn_first_step(step, single, first and first.weights)
+            self._budget.charge(0)  # the check is no part of a step's time
+            if not self.is_enabled:
+                self.anchors.clear()
+        wanted, self._wanted = self._wanted and self._budget.credit > 0, False
+        if state.verdict is not None:
+            wanted, best = index >= state.verdict.due, None
+        else:
+            wanted = index >= self.silent_until and (wanted or self.suspects)
+        verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
+        if wanted and best is not None and best.evidence <= 1:
+            self._mean_quiet_until = index + HEARTBEAT
+        if trained:
+            for each in self.anchors:
+                each.add(step)
+        return verdict
+
+    def pending(self, index: int) -> Verdict | None:
+        """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
+        verdict = self.state.verdict
+        return None if verdict is None else verdict._replace(index=index)
+
+    def at_end(self, index: int) -> Verdict | None:
+        """Decides about a pending verdict at the end of the run, after which no step can recover.
+
+        Returns:
+            The verdict with `index`, if the anchor's mean loss on its sampled batches is lower.
+        """
+        if self.state.verdict is None or not self.is_enabled:
+            return None
+        [anchor] = self._eligible_anchors(index)
+        losses = self._losses_of(anchor.sample, anchor)
+        is_better = losses is not None and _rise(*map(sum, losses)) > 0
+        return self.pending(index) if is_better else None
+
+    def on_rollback(self, target: int) -> None:
+        """Drops all evidence, and the anchors and samples from step `target` on."""
+        self.state.anchors = [each for each in self.anchors if each.step <= target]
+        for each in self.anchors:
+            each.rewind(target)
+        self._forget_trouble()
+        self._history.forget()
+
+    def accept(self, until: int) -> None:
+        """Drops copies and losses, and compares and copies no weights before step `until`."""
+        self.silent_until = max(self.silent_until, until)
+        self.anchors.clear()
+        self._forget_trouble()
+        self._history.forget()
+
+    def unusual(self, verdict: Verdict) -> list[int]:
+        """Steps at the onset that are unusual: batches for the better weights, or gradient norms.
+
+        A batch is unusual if its loss exceeds the largest loss of ordinary batches, a sample from
+        before the onset, by more than their range. Collective.
+        """
+        window = self._history.window(verdict.onset, verdict.found)
+        anchor = self._anchor_of(verdict.anchor)
+        if window is None or anchor is None:
+            return []
+        largest = UNUSUAL_NORM * window.largest_norm
+        found = {each.index for each in window.steps if each.norm > largest}
+        usual = [each for each in anchor.sample if each.index < window.start - BEFORE]
+        steps = [each for each in window.steps if each.batches and each.index >= anchor.step]
+        both = [*usual, *steps]
+        losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None
+        if losses is not None:
+            ordinary, rest = losses[1][: len(usual)], losses[1][len(usual) :]
+            limit = max(ordinary) + (max(ordinary) - min(ordinary))
+            pairs = zip(steps, rest, strict=True)
+            found |= {each.index for each, loss in pairs if not loss <= limit}
+        return sorted(found)
+
+    def unusual_numbers(self, verdict: Verdict) -> dict[str, HealthyRange]:
+        """Healthy values of the numbers that had other values in the steps of the trouble."""
+        anchor = self._anchor_of(verdict.anchor)
+        healthy = {} if anchor is None else anchor.numbers
+        return {
+            name: healthy[name]
+            for name, seen in self.state.numbers.items()
+            if name in healthy and not all(map(healthy[name].contains, seen))
+        }
+
+    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
+        """Continues an earlier process; `weights` are copies by the step of their checkpoint.
+
+        An anchor without weights is dropped, and with it a verdict about it.
+        """
+        verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
+        anchors = [each for each in saved.anchors if each.step in weights]
+        self.state = replace(saved, anchors=anchors, verdict=verdict)
+        for each in anchors:
+            each.weights = weights[each.step]
+
+    # -- within ---------------------------------------------------------------------------------
+
+    def _anchor_of(self, step: int) -> Anchor | None:
+        return next((each for each in self.anchors if each.step == step), None)
+
+    def _forget_trouble(self) -> None:
+        self.state.verdict = None
+        self.state.rates.clear()
+        self.state.numbers = {}
+        self.state.alarms = (-1, -1)
+        self._budget.credit = MAX_CREDIT
+        self._dispatch_losses.clear()
+
+    def _rate(self) -> float | None:
+        """The learning rate in force, or None if it is unknown or not finite."""
+        rate = self._learning_rate()
+        return rate if rate is not None and math.isfinite(rate) else None
+
+    def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
+        """The ranges `before`, extended by the values in force."""
+        now = self._numbers().items()
+        return {**before, **{name: HealthyRange.of(each, before.get(name)) for name, each in now}}
+
+    def _best_below(self, index: int) -> Anchor | None:
+        """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.
+
+        None within `HEARTBEAT` steps after such a comparison without evidence.
+        """
+        level = self._history.level()
+        if level is None or index < self._mean_quiet_until:
+            return None
+        best = min(self.anchors, key=lambda each: each.mean, default=None)
+        if best is None or index - best.step < SAMPLE:
+            return None
+        return best if level[0] > best.mean + best.spread else None
+
+    def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
+        """The anchors to compare with: the newest that is old enough, `best`, and with evidence.
+
+        Weights of a few steps ago differ too little, and are as damaged as the current weights.
+        After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
+        """
+        if self.state.verdict is not None:
+            return [each for each in self.anchors if each.step == self.state.verdict.anchor]
+        age = max(SAMPLE, min(self._interval, int(MIN_AGE * index)))
+        old = [each for each in self.anchors if index - each.step >= age]
+        return [
+            each
+            for each in self.anchors
+            if each is best or (each in old and (each is old[-1] or each.evidence > 1))
+        ]
+
+    def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
+        """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
+        if not self._driver.may_save():
+            return None  # within an accumulation: the weights have not changed since the last step
+        evaluations, verdict, loss_fn = 0, None, self.loss_function
+        known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
+        for anchor in self._eligible_anchors(step.index, best):
+            losses = self._losses_of([step], anchor, known)
+            if losses is None:
+                return None
+            [now], [then] = losses
+            evaluations += 1 + (known is None)
+            if not math.isfinite(now) and not math.isfinite(then):
+                continue  # a bad batch is no evidence
+            rise, remembered = _rise(now, then), math.nan
+            if 0 < rise < math.inf:
+                past = anchor.draw()
+                if past is None:
+                    continue  # no batch was trained on since the anchor
+                losses = self._losses_of([past], anchor)
+                if losses is None:
+                    return None
+                [now_past], [then_past] = losses
+                evaluations += 2
+                if not math.isfinite(now_past) and not math.isfinite(then_past):
+                    continue  # a bad batch is no evidence
+                if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
+                    continue  # on equal batches an oscillation of the loss looks like damage
+                rise, remembered = min(rise, _rise(now_past, then_past)), now_past - then_past
+            anchor.learn(step.index, rise)
+            if anchor.evidence >= self._threshold:
+                newest = self._newest_better(anchor)
+                verdict = self._verdict(step.index, newest, now - then, remembered)
+            elif self.state.verdict is not None and anchor.evidence <= 1:
+                at, onset = step.index, self.state.verdict.onset
+                self._log_assessment(at, "recovered", onset)
+                self._log.info(f"step {at}: the run has recovered from the damage of step {onset}")
+                self._forget_trouble()
+        if verdict is not None and step.index < verdict.due:
+            self._postpone(verdict)
+            verdict = None
+        if not self.suspects:
+            self.state.rates.clear()
+        elif (rate := self._rate()) is not None:
+            self.state.rates.append(rate)
+        self._budget.charge(evaluations)
+        return verdict
+
+    def _newest_better(self, anchor: Anchor) -> Anchor:
+        """The newest copy from before the trouble with half of a verdict's wins, or `anchor`.
+
+        A rollback to it repeats fewer steps.
+        """
+        onset = anchor.onset or anchor.step
+        strong = self._threshold**RESTART_POWER
+        better = [e for e in self.anchors if anchor.step < e.step <= onset and e.evidence >= strong]
+        if not better:
+            return anchor
+        better[-1].onset = anchor.onset
+        return better[-1]
+
+    def _postpone(self, verdict: Verdict) -> None:
+        """Keeps a verdict pending until its step `due`."""
+        self.state.verdict = verdict
+        for each in self.anchors:
+            each.evidence, each.onset = 1.0, None
+            if each.step == verdict.anchor:
+                each.onset, each.evidence = verdict.onset, self._threshold**RESTART_POWER
+        self._log_assessment(verdict.index, "worse", verdict.onset)
+        self._log.warning(
+            f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
+            f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
+            f"at step {verdict.due}, or at the end of the data"
+        )
+
+    def _log_assessment(self, index: int, verdict: str, onset: int) -> None:
+        self._log.event(
+            "assessment", step=index, onset=onset, cause=[], verdict=verdict, by="earlier_weights"
+        )
+
+    def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
+        rises = [each if math.isfinite(each) else None for each in (rise, remembered)]
+        verdict = self.state.verdict
+        if verdict is None:
+            onset = index if anchor.onset is None else anchor.onset
+            first, last = self.state.alarms
+            if last >= onset - SAMPLE:
+                onset = min(onset, first)
+            rate = max(self.state.healthy_rate, anchor.learning_rate or 0.0)
+            rates = tuple(self.state.rates)
+            onset = max(onset, anchor.step)
+            verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, rate, rates)
+        return verdict._replace(
+            index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
+        )
+
+    def _losses_of(
+        self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
+    ) -> tuple[list[float], list[float]] | None:
+        """`LossFunction.losses` of the current weights and an anchor's weights, or None."""
+        losses = self.loss_function.losses(steps, anchor.weights, known)
+        if not self.is_enabled:
+            self.anchors.clear()
+        elif losses is None:  # the parameters have changed: the next checkpoint makes an anchor
+            self.anchors.remove(anchor)
+            if self.state.verdict is not None:
+                self._forget_trouble()
+        return losses
+
+
+def _rise(now: float, then: float) -> float:
+    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest."""
+    if math.isfinite(then):
+        return now - then if math.isfinite(now) else math.inf
+    return -math.inf

@@ -1,0 +1,345 @@
+"""`Data`: the batches of a run, from its loaders to the steps that use them."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import MutableMapping, MutableSequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from healcore.console import counted
+from healcore.core.verdict import Cause
+from healcore.runtime.data import BatchId
+from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
+from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.retry import CallAttempt, Retries
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run.evidence import ObservedBatch
+from healcore.runtime.run.record import HostParts, HostState, Record
+from healcore.runtime.run.run_settings import change_of_batch_size
+from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run.termination import TerminationWatch
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.story.run_log import RunLog
+
+
+class _Unreadable(NamedTuple):
+    """A batch that the policy skips because it cannot be read."""
+
+    batch: BatchId
+    fault: Fault
+    error: Exception
+
+
+class Data:
+    """Reads batches, counts steps, and assigns batches to steps.
+
+    `host` has the random generators that loaders draw from, and `record` the loaders' batch sizes.
+    `keeps_batches` says whether weights are compared on the batches.
+
+    Attributes:
+        step: Steps done. A rollback decreases the number.
+        steps_taken: Steps of this process, including steps that a rollback has undone.
+        loader_exhausted: Whether the training loader is exhausted.
+        had_completed: Whether the run in the store had completed, and this process has its last
+            state.
+        current: The loader of the last batch, or None before the first batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        loaders: LoaderRegistry,
+        host: HostState,
+        policy: HostPolicy,
+        ranks: Ranks,
+        termination: TerminationWatch,
+        log: RunLog,
+        record: Record,
+        keeps_batches: bool = False,
+    ) -> None:
+        self.loaders = loaders
+        self.host = host
+        self.step = self.steps_taken = 0
+        self.loader_exhausted = self.had_completed = False
+        self.passes = 0  # calls of `batches` in this process
+        self.current: RunLoader | None = None
+        self._termination = termination
+        self._log = log
+        self._record = record
+        self._policy = policy
+        self._single_rank = ranks.world == 1
+        self._reads = self._consecutive_failures = 0
+        self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
+        self._keeps_batches = keeps_batches
+        self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
+        self._last_ids: list[BatchId] = []  # of the last step's batches
+        # Largest number of batches of a step so far. No more contents are kept, because an
+        # evaluation takes no step.
+        self._most = 1
+        self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
+        self._generators: HostParts | None = None  # of the checkpoint, until the first batch
+        self._started_at = 0
+        self._resumed = False
+
+    def start(self, *, resumed: bool, completed_at: int | None = None) -> None:
+        """Starts this process; `completed_at` is the step of a completed run in the store."""
+        self._started_at, self._resumed = self.step, resumed
+        self.had_completed = resumed and self.step == completed_at
+
+    def restore(self, step: int, generators: HostParts | None) -> None:
+        """Sets the step and the random states of an earlier process's checkpoint."""
+        self.step, self._generators = step, generators
+        self._restore_generators()
+
+    @property
+    def resumed_here(self) -> bool:
+        """Whether this process has resumed a run and taken no step since."""
+        return self._resumed and self.step == self._started_at
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def count_pass(self) -> None:
+        """Counts a call of `batches`, also for later processes."""
+        self.passes += 1
+        self._record.passes = max(self._record.passes, self.passes)
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the loop has repeated all passes of earlier processes.
+
+        A loop that begins at an epoch of its own after a restart makes fewer passes.
+        """
+        return 0 < self.passes >= self._record.passes and self.loaders.at_epochs
+
+    def begin(self, loader: Any, *args: Any) -> RunLoader:
+        """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
+        saved = self.loaders.has_saved(loader)
+        if not saved:
+            self._restore_generators()  # the loader began after the checkpoint
+        begun = self.loaders.begin(loader, *args)
+        if saved:
+            self._restore_generators()
+        before = {*self._record.settings}
+        change = change_of_batch_size(self._record.settings, begun.number, loader)
+        if new := {n: v for n, v in self._record.settings.items() if n not in before}:
+            self._log.event("data", step=self.step, outcome="a loader is read", settings=new)
+        if change:
+            self._log.problem(
+                self.step,
+                f"{change} (saved -> given): the loader continues at the same number of batches, "
+                "which is another position in the data; to start from the first batch, pass an "
+                "empty directory",
+            )
+        for line in self.loaders.notices:
+            self._log.event("data", step=self.step, outcome=line)
+            self._log.info(f"data: {line}")
+        self.loaders.notices.clear()
+        return begun
+
+    def next(self, loader: RunLoader) -> Any:
+        """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
+        alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
+        with alone:
+            batch, batch_id = self._read(loader)
+        self.current, self._generators = loader, None
+        loader.unused.append(batch_id)
+        keeps = self._keeps_batches and not self._loop_names_batches
+        if keeps and len(loader.unused) <= self._most:
+            loader.contents.append(ObservedBatch(batch))
+        loader.in_use = True
+        return batch
+
+    def _read(self, loader: RunLoader) -> tuple[Any, BatchId]:
+        """The next readable batch and its id. Raises StopIteration after the last batch.
+
+        With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
+        would end its epoch early, and the other ranks would wait for it.
+        """
+        skip: _Unreadable | None = None  # carried out once the loader has yielded the batch after
+        while True:
+            self._reads += 1
+            try:
+                result = loader.next()
+            except Exception as error:
+                if skip is not None and error is not skip.error:
+                    self._skip(loader, skip)
+                skip = self._skip_for(loader, error)
+                if skip is None:
+                    raise
+                if not self._single_rank:
+                    self._skip(loader, skip)
+                    loader.unreadable = None  # it counts as read
+                    return _copied(loader.last_batch), skip.batch
+            else:
+                if skip is not None:
+                    self._skip(loader, skip)
+                self._consecutive_failures = 0
+                if not self._single_rank:
+                    loader.last_batch = _copied(result[0])
+                return result
+
+    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
+        """The batch to skip, whose read has raised, or None if the error propagates."""
+        batch = loader.unreadable
+        if batch is None or self._termination.signal_number is not None:
+            return None  # no batch is at fault; a signal kills a loader's workers too
+        fault = classify(error)
+        skips = "skip_batch" in self._policy.answers(Cause.DATA)
+        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return None
+        limits, failed = self._policy.skip_batch, self._failed_reads
+        in_a_row = self._consecutive_failures
+        while failed and failed[0] <= self._reads - limits.within:
+            failed.popleft()
+        if in_a_row >= limits.consecutive or len(failed) >= limits.count:
+            done = "skipped" if self._single_rank else "replaced by the batch before"
+            error.add_note(
+                f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
+                f"{limits.within} were {done}, which is the limit of [skip_batch]"
+            )
+            return None
+        if not self._single_rank and loader.last_batch is None:
+            return None
+        failed.append(self._reads)
+        self._consecutive_failures += 1
+        # An unknown error of a batch is one of its data.
+        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
+
+    def _skip(self, loader: RunLoader, skip: _Unreadable) -> None:
+        """Skips the batch, unless another batch has replaced it, and logs the fault."""
+        batch, fault, error = skip
+        problem = f"{batch} cannot be read: {_one_line(error)}"
+        if self._single_rank:
+            loader.left_out.add(batch)
+        else:
+            problem += "; the batch before comes again in its place"
+        rows = batch.rows and [batch.rows]
+        self._log.fault(
+            self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
+        )
+
+    def end(self, loader: RunLoader) -> None:
+        """Ends the loop over a loader that has no further batch."""
+        if loader is self.loaders.current:
+            self.loader_exhausted = True
+            if self.loaders.names_epochs:  # code after the epoch draws from here on
+                self._generators = None
+        else:  # an evaluation, whose batches belong to no step
+            loader.unused = []
+            loader.contents.clear()
+        loader.in_loop = False
+
+    def log_skipped(self, loader: RunLoader) -> None:
+        """Logs the batches that the loader has skipped since the last call."""
+        if batches := [list(each) for each in loader.skipped()]:
+            self._log.event("skipped_batches", step=self.step, batches=batches)
+            text = counted(len(batches), "batch", "batches")
+            self._log.info(f"step {self.step}: {text} skipped")
+
+    def retries(self, name: str) -> Retries:
+        """The retries of a call under the run's policy."""
+        return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
+
+    def _report_attempt(self, attempt: CallAttempt) -> None:
+        line, number, fault, wait = attempt
+        if fault is None:
+            self._log.event("retried", step=self.step, attempt=number, why=line)
+            self._log.info(line)
+            return
+        answer = None if wait is None else "retry"
+        self._log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
+
+    def _restore_generators(self) -> None:
+        """Restores random states after a restart, because rewinding a loader draws from them.
+
+        Called for each loader until the first batch.
+        """
+        if self._generators is not None:
+            self.host.put_back(self._generators)
+
+    # -- the batches of a step ------------------------------------------------------------------
+
+    def observed(self, batch: Any, weight: float) -> bool:
+        """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
+
+        Returns whether this is the first such batch.
+        """
+        if not self._keeps_batches:
+            return False
+        first, self._loop_names_batches = not self._loop_names_batches, True
+        if first:
+            self._forget_contents()
+        self._contents.append(ObservedBatch(batch, weight))
+        return first
+
+    def forget_parts(self) -> None:
+        """Forgets the parts of batches since the last step, which come again in smaller parts."""
+        if self._loop_names_batches:
+            self._forget_contents()
+
+    def take(self, pending: PendingDispatch) -> StepResult:
+        """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
+        current = self.current
+        if current is not None:
+            if current.unused or not current.in_use:  # else a second update on the same batch
+                self._last_ids = current.unused
+            self.loaders.current = current
+        ids = self._last_ids
+        self.loaders.last = ids[-1] if ids else None
+        self._most = max(self._most, len(ids))
+        first = StepResult(self.step, [], tuple(ids), tuple(self._contents))
+        self._forget_unused()  # a step may take batches of several loaders
+        self.step += pending.count
+        self.steps_taken += pending.count
+        return first
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets the batches of the steps from `target` on."""
+        self.step = target
+        self._last_ids = []
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        self._forget_contents()
+        for loader in self.loaders:
+            loader.unused = []
+
+    @property
+    def _contents(self) -> list[ObservedBatch]:
+        """The batches since the last step of the current loader, or of a loop without a loader."""
+        return self._own_batches if self.current is None else self.current.contents
+
+    def _forget_contents(self) -> None:
+        self._own_batches.clear()
+        for loader in self.loaders:
+            loader.contents.clear()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no batch was read since the last step: state and loader positions match."""
+        return not self.unused
+
+    @property
+    def unused(self) -> tuple[BatchId, ...]:
+        """Ids of the current loader's batches since the last step."""
+        return () if self.current is None else tuple(self.current.unused)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Approximate number of steps whose batches rollbacks have skipped."""
+        skipped = sum(map(len, self.loaders.left_out().values()))
+        return skipped // max(1, len(self._last_ids))
+
+
+def _one_line(error: Exception) -> str:
+    """An exception in one line; torch puts the traceback of a loader's worker into its message."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+
+
+def _copied(batch: Any) -> Any:
+    """A shallow copy of a mutable batch, from which the loop may remove entries."""
+    return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch

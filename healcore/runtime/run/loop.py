@@ -1,0 +1,273 @@
+"""`Loop`: what happens between two steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from healcore.core.verdict import Action, names
+from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.rank_group import RankGroup
+from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.store.claim import Claim
+from healcore.runtime.story.postmortem import RankNotes
+
+_MAX_WITHOUT_STEP = 100
+"""Batches without a step after which a run may end: fewer may be gradient accumulation."""
+
+_MAX_ITERATIONS = 1000
+"""Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
+
+
+class Loop:
+    """The running part of a `Healer`. Not thread-safe.
+
+    The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
+    (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
+    console), `notes` (files of the other ranks for rank 0), `claim` (the lock of the store's
+    directory). With `has_trainer`, a loop that ends early was not left by `break`.
+    """
+
+    def __init__(
+        self,
+        *,
+        recovery: Recovery,
+        ranks: RankGroup,
+        notes: RankNotes,
+        claim: Claim | None,
+        has_trainer: bool,
+    ) -> None:
+        self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
+        self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
+        self.record = recovery.saver.record
+        self.ranks, self.notes, self.claim = ranks, notes, claim
+        self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
+        self.memory = OutOfMemory(
+            policy=self.policy,
+            driver=self.driver,
+            data=self.data,
+            recovery=recovery,
+            ranks=ranks.processes,
+            log=self.log,
+        )
+        self.polled = False
+        """Whether the program has called `batches`, `after_step` or `update`."""
+        self.reached_end = False
+        """Whether `epochs` or `steps` has come to its end."""
+        self.has_trainer = has_trainer
+        self._update_rolled_back = False
+        """Whether an `update` since the last `after_step` has rolled back."""
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """See `Healer.epochs`."""
+        yield from range(self.data.loaders.next_epoch, total)
+        self.reached_end = True
+
+    def steps(self, total: int) -> Iterator[int]:
+        """See `Healer.steps`."""
+        without_step, last = 0, -1
+        while True:
+            rolled_back = self.after_step()
+            without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
+            last = self.data.step
+            if without_step > _MAX_ITERATIONS:
+                raise IncompleteRun(
+                    f"healcore: step {self.data.step} was not taken in {_MAX_ITERATIONS} "
+                    "iterations of healer.steps: each iteration takes one step of an optimizer"
+                )
+            if self.data.step < total:
+                yield self.data.step
+            elif not self.after_step(last=True):
+                self.reached_end = True
+                return
+
+    def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
+        """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
+        data, guard = self.data, self.guard
+        data.count_pass()
+        self.after_step()  # for the last step of a loop that was left by `break`
+        begun = data.begin(loader, *args)
+        while True:
+            try:
+                guard.watch()
+                batch = data.next(begun)
+            except StopIteration:
+                guard.pause()
+                if not self._roll_back_at_end(begun):
+                    break
+                continue
+            finally:
+                data.log_skipped(begun)
+            guard.watch()
+            try:
+                yield batch
+            except GeneratorExit:  # the loop was left by `break`
+                guard.pause()
+                raise
+            finally:
+                begun.in_use = False
+            self.after_step()
+        data.end(begun)
+
+    def after_step(self, *, last: bool = False) -> bool:
+        """See `Healer.after_step`."""
+        rolled_back = self._between_steps(last=last) or self._update_rolled_back
+        self._update_rolled_back = False
+        return rolled_back
+
+    def update(self, take_state: Callable[[], None]) -> None:
+        """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
+        take_state()
+        loader = self.data.loaders.current
+        rolled_back = self._between_steps()
+        if not rolled_back and loader is not None and loader.in_use and loader.at_end:
+            rolled_back = self._roll_back_at_end(loader)
+        self._update_rolled_back |= rolled_back
+
+    def _between_steps(self, *, last: bool = False) -> bool:
+        """The work between two steps. Returns whether the run was rolled back."""
+        self.guard.pause()
+        self.polled = True
+        has_stepped = self._count_dispatch()
+        if last:
+            return self._roll_back_at_end()
+        data = self.data
+        if has_stepped:
+            if self.read() or self._save_when_due():
+                return True
+            self.ranks.vote_when_due(data.step, self.log)
+            self.saver.poll()
+        self.log_warnings()
+        # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
+        may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
+        self.ranks.raise_if_asked(may_end=may_end)
+        return False
+
+    def _count_dispatch(self) -> bool:
+        """Counts and queues the dispatch since the last call, if there was one."""
+        pending = self.driver.steps()
+        if pending is None:
+            return False
+        loader = self.data.loaders.current
+        first = self.data.take(pending)
+        if loader != self.data.loaders.current:
+            self.recovery.monitor.begin_loader(first.index)
+        self.recovery.reader.push(pending, first)
+        self.guard.stepped(self.data.step)
+        self.saver.after_step()
+        return True
+
+    def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
+        """Rolls back at the end of the data if the last steps require it. True if it did."""
+        alone, of_training = self.ranks.world == 1, loader in (None, self.data.loaders.current)
+        if not alone and not of_training:
+            return False  # one rank may evaluate alone, and reading steps is collective
+        if self.read(all=True):
+            return True
+        recovery = self.recovery
+        verdict = recovery.comparisons.at_end(self.data.step) if of_training else None
+        if verdict is not None and self._rewound(recovery.better_weights.roll_back(verdict)):
+            return True
+        return alone and self._rewound(recovery.roll_back_if_nonfinite(at_end=of_training))
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def read(self, *, all: bool = False) -> bool:
+        """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
+        for step, order in self._steps(all=all):
+            if self._rewound(self.recovery.act(step, order)):
+                return True
+            if order is not None and order.action & Action.SAVE:
+                self.saver.save("ordered")
+        return False
+
+    def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
+        """Yields the steps that are due with their orders, which the caller carries out."""
+        self.guard.watch()  # reading waits for the device
+        for step in self.recovery.reader.due(all=all):
+            self.guard.pause()
+            order = self.recovery.process(step)
+            self.ranks.read(step)
+            yield step, order
+            self.guard.watch()
+        self.guard.pause()
+
+    def _rewound(self, done: RollbackRecord | None) -> bool:
+        """Whether there was a rollback, after which the marks of undone steps mean nothing."""
+        if done is not None:
+            self.ranks.on_rollback()
+        return done is not None
+
+    def _save_when_due(self) -> bool:
+        """Saves if a save is due. Returns whether the run was rolled back instead."""
+        if not self.saver.due():
+            return False
+        # Unread steps may lead to an order, which a restart from this save would never see. Reading
+        # them costs no extra time, because the save waits for the device anyway.
+        if self.read(all=True):
+            return True
+        if not self.saver.delayed:
+            if self._rewound(self.recovery.roll_back_if_nonfinite()):
+                return True
+            self.saver.save("regular")
+        return False
+
+    # -- the end, see `end` ---------------------------------------------------------------------
+
+    def count_last_step(self) -> bool:
+        """Counts the last step of a loop that was left. False if an update was interrupted."""
+        if self.driver.interrupted():
+            return False
+        self._count_dispatch()
+        return True
+
+    def act_on_last_steps(self) -> None:
+        """Reads the unread steps and carries out their orders, unless an update was interrupted."""
+        if self.count_last_step():
+            self.read(all=True)
+
+    def read_last_steps(self) -> list[tuple[StepResult, Order | None]]:
+        """Reads the unread steps without carrying out their orders."""
+        return list(self._steps(all=True))
+
+    def read_remaining(self) -> None:
+        """Reads the unread steps at the end of a run, and only reports their orders."""
+        self._count_dispatch()
+        self.log_warnings()
+        data = self.data
+        if data.resumed_here and not data.had_completed:
+            exhausted = data.loader_exhausted and data.between_steps
+            why = "the data were exhausted" if exhausted else "the loop ended without a step"
+            self.warn(f"no step was taken: {why} at step {data.step}")
+        for step, order in self.read_last_steps():
+            if order is not None:
+                what = ", ".join(names(Action(order.action)))
+                problem = f"{what} was ordered by the last steps of the run and not carried out"
+                self.log.problem(step.index, problem)
+
+    @property
+    def break_place(self) -> str:
+        """Place at which a `break` has left the loop before its last epoch ended, or ""."""
+        current = self.data.loaders.current
+        if self.has_trainer or current is None or not current.in_loop:
+            return ""
+        return current.break_place
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def warn(self, problem: str) -> None:
+        """Reports a problem of the current step."""
+        self.log.problem(self.data.step, problem)
+
+    def log_warnings(self) -> None:
+        """Reports the driver's warnings and the failures of trackers."""
+        self.log.report_trackers(self.data.step)
+        while self.driver.warnings:
+            self.warn(self.driver.warnings.pop(0))

@@ -1,0 +1,218 @@
+"""`LossFunction`: evaluates the user's `loss_fn` with current and with earlier weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+
+from healcore.core.signals import SignalError, check_scalar
+from healcore.core.verdict import Cause
+from healcore.runtime.driver import Driver, WeightsChanged
+from healcore.runtime.faults import classify
+from healcore.runtime.run.evidence import TrainedStep
+from healcore.runtime.store.ranks import Ranks
+
+SAME_LOSS = 1e-3
+"""Relative difference up to which two losses of one batch are equal, in half precision too."""
+_MOST = 1000
+"""Maximum length of a dictionary or list that is restored, and maximum number of these."""
+
+
+class LossFunction:
+    """The `loss_fn` of a Healer, evaluated on all ranks.
+
+    A `loss_fn` that raises is not called again: it must not end the run that it protects.
+
+    Attributes:
+        function: the `loss_fn`, or None if it cannot be used.
+        gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
+            evaluate the current weights again. True if the loop calls `Healer.loss`, or if the
+            first training loss is equal to `loss_fn` of its batch.
+        is_checked: whether `learn_first_step` was called.
+        draws: whether `loss_fn` draws random numbers. The training loss had other numbers than a
+            comparison has, so both weights are evaluated.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any] | None,
+        driver: Driver,
+        ranks: Ranks,
+        warn: Callable[[str], object],
+    ) -> None:
+        self.function = function
+        self.gives_loss = self.draws = self.is_checked = False
+        self._driver = driver
+        self._ranks = ranks
+        self._warn = warn
+
+    def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
+        """Checks `loss_fn` on the first step, and compares it with the step's training loss.
+
+        Args:
+            step: a step with its batches.
+            loss: the training loss of a dispatch of one step, else NaN.
+            first_weights: copy of the weights before this step, or None.
+
+        Raises:
+            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
+                exception about memory, data or the network is only a warning.
+        """
+        self.is_checked = True
+        known = self._check(step.batches[0].content) and not self.gives_loss
+        if known and first_weights is not None and len(step.batches) == 1:
+            losses = self.losses([step], first_weights, [math.nan])
+            self.gives_loss = bool(losses) and math.isclose(loss, losses[1][0], rel_tol=SAME_LOSS)
+
+    def losses(
+        self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
+    ) -> tuple[list[float], list[float]] | None:
+        """Evaluates steps with the current weights and with earlier weights.
+
+        Args:
+            steps: the steps, with their batches.
+            weights: the earlier weights, a result of `Driver.copy_weights`.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights, each the mean over all
+            ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
+            then `function` is None.
+        """
+        mine: tuple[list[float], list[float]] | str | None
+        failure = None
+        try:
+            now = known or self._evaluated(steps, None)
+            mine = (now, self._evaluated(steps, weights))
+        except WeightsChanged:
+            mine = None
+        except Exception as error:
+            mine, failure = f"{type(error).__name__}: {error}", error
+        everyone = self._gather(mine, failure)
+        if None in everyone:
+            return None
+        failed = [each for each in everyone if isinstance(each, str)]
+        if failed:
+            self.function = None
+            self._warn(f"loss_fn raised {failed[0]}; it is not called again")
+            return None
+        now, then = (
+            [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
+            for part in zip(*everyone, strict=True)
+        )
+        return now, then
+
+    def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
+        """The items of all ranks. `failure`: exception of the call on this rank, or None."""
+        try:
+            return self._ranks.gather(item)
+        except Exception as error:  # the other ranks wait in the forward pass (FSDP)
+            raise error from failure
+
+    def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
+        """The mean loss of each step over its batches."""
+        assert self.function is not None
+        batches = [each.content for step in steps for each in step.batches]
+        with undone():
+            losses = iter(self._driver.losses_of(self.function, batches, weights))
+        means = []
+        for step in steps:
+            parts = [(each.weight, _number(next(losses))) for each in step.batches]
+            total = sum(weight * loss for weight, loss in parts)
+            means.append(total / sum(weight for weight, _ in parts))
+        return means
+
+    def _check(self, batch: Any) -> bool:
+        """Calls `loss_fn` twice with the same random numbers, and once with others.
+
+        Returns whether it can be used, and has returned numbers on every rank.
+        """
+        assert self.function is not None
+        kind, text, draws, failure = "", "", False, None
+        losses: list[Any] = []
+        try:
+            with undone(self.function):
+                for redraw in (False, False, True):
+                    with undone():
+                        losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
+            first, second, third = map(_number, losses)
+            draws = first != third
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
+                kind = "state"
+                text = (
+                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
+                    "it keeps state or draws from a generator of its own: no weights are compared. "
+                    "Change such state in the loop, and draw from the global generators"
+                )
+        except SignalError as error:
+            kind, text, failure = "mistake", str(error), error
+        except Exception as error:
+            kind, failure = "problem", error
+            text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            if classify(error).cause is Cause.UNKNOWN:
+                kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
+                text += (
+                    f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
+                    "and expects one number: correct the function, or pass no loss_fn"
+                )
+        everyone = self._gather((kind, text, draws), failure)
+        self.draws = any(each for *_, each in everyone)
+        found = {kind: text for kind, text, _ in reversed(everyone)}
+        if "mistake" in found:
+            raise SignalError(found["mistake"]) from failure
+        if "state" in found:
+            self.function = None
+        if problem := found.get("state", found.get("problem")):
+            self._warn(problem)
+        return not problem
+
+
+def _number(loss: Any) -> float:
+    return float(check_scalar("loss_fn(batch)", loss))
+
+
+@contextmanager
+def undone(function: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Restores the global generators of Python and NumPy, and variables, after the block.
+
+    The variables are those that code in the module of the function can reach: globals, closures,
+    defaults, attributes, items of dictionaries and lists. The contents of tensors are not restored.
+    """
+    parts, seen = list[Any]([function]), set[int]()
+    with ExitStack() as undo:
+        undo.callback(random.setstate, random.getstate())
+        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 -- users do
+        for part in parts:  # grows
+            found: list[Any] = []
+            if isinstance(part, dict | list):
+                refill: Any = part.update if isinstance(part, dict) else part.extend
+                undo.callback(refill, copy.copy(part))
+                undo.callback(part.clear)  # runs first
+            elif isinstance(part, MethodType):
+                found = [part.__self__, part.__func__]
+            elif isinstance(part, FunctionType):
+                used = part.__globals__.keys() & {*part.__code__.co_names}
+                variables = {name: part.__globals__[name] for name in used}
+                undo.callback(part.__globals__.update, variables)
+                found = [*variables.values(), *(part.__defaults__ or ())]
+                for cell in part.__closure__ or ():
+                    with suppress(ValueError):  # the variable has no value yet
+                        found.append(cell.cell_contents)
+                        undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            elif hasattr(part, "__dict__"):
+                found = [vars(part), *vars(part).values(), vars(type(part)).get("__call__")]
+            for each in found:
+                small = type(each) in (dict, list) and len(each) <= _MOST
+                own = getattr(each, "__module__", None) == getattr(function, "__module__", "")
+                own &= not isinstance(each, type)
+                if (small or own) and id(each) not in seen and len(parts) < _MOST:
+                    seen.add(id(each))
+                    parts.append(each)
+        yield

@@ -1,0 +1,423 @@
+"""`IncidentMonitor`: turns the records of a step into events and an order to the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+from healcore.core.engine.incident import causes as incident_causes
+from healcore.core.step_record import StepRecord
+from healcore.core.verdict import NONFINITE, Action, Cause, names
+from healcore.events.schema import sentence
+from healcore.history.incident import MOST_ALARMS, Counts
+from healcore.runtime.data import BatchId
+from healcore.runtime.faults.failures import Severity, failures_of
+from healcore.runtime.run.ledger import IncidentRecord
+from healcore.runtime.run.orders import Order
+from healcore.runtime.run.run_metrics import RunMetrics
+from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.steps import StepResult, is_logged, passes_power_of_ten
+from healcore.runtime.run_options import Hooks, IncidentContext
+
+_ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
+"""Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
+_LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
+"""Causes with an alarm at every step until they end, also if the policy only alerts."""
+_MIN_STEPS_REMEMBERED = 1000
+"""Min number of steps whose batch ids are kept; more if the policy's region is longer."""
+_MIN_INTERVALS_REMEMBERED = 5
+"""Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
+after the restored checkpoint, lasts as long, and is found by comparisons."""
+
+
+class _Judged(NamedTuple):
+    """A record of a step, and the incident of the step or None."""
+
+    step: StepResult
+    record: StepRecord
+    incident: IncidentRecord | None
+
+    @property
+    def number(self) -> int:
+        """Number of the incident, or 0."""
+        return self.incident.number if self.incident else 0
+
+
+class IncidentMonitor:
+    """Fills the ledger, writes the events of every step and calls the hooks.
+
+    Attributes:
+        unreported_alarms: number of alarms without an event of their own.
+        nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
+            no step was read.
+        nonfinite_record: newest record of a step that was not finite, or None.
+        never_finite: whether no step of the run was finite.
+        has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
+        last_trained: the last step that was not skipped, or -1 if there is none since a start or
+            rollback.
+    """
+
+    def __init__(self, saver: Saver, hooks: Hooks) -> None:
+        self.policy, self.ledger, self.hooks = saver.policy, saver.ledger, hooks
+        self.ranks, self.log, self._driver = saver.ranks, saver.log, saver.driver
+        config = self.policy.engine.config
+        self._causes = incident_causes(config)
+        self._quiet_steps = int(config.incident.quiet_steps)
+        per_tensor, observes = self.policy.engine.per_tensor, self.policy.observes
+        self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
+        self.unreported_alarms = 0
+        self.nonfinite_row = self.last_trained = -1
+        self.nonfinite_record: StepRecord | None = None
+        self.never_finite, self.has_micro_steps = True, False
+        several = _MIN_INTERVALS_REMEMBERED * saver.every
+        self._kept = max(self.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        self._batches: dict[int, tuple[BatchId, ...]] = {}
+        self._loader_start = 0
+        """First step of the current loader, in which ids of earlier loaders have no meaning."""
+        self._lr_scale: dict[str, float] = {}
+        self._lr_scale_before: dict[str, float] = {}
+        self._alarms_outside = self._last_incident = 0
+        self._begun: list[IncidentRecord] = []
+        """Incidents of this process without an event `over`."""
+        self._newest_causes = 0
+        """`Cause` flags of the newest step."""
+        self._explained: set[str] = set()
+        """Diagnoses on the console so far."""
+        self._alerts: Counter[tuple[int, Cause]] = Counter()
+        """(Number of an incident or 0, causes) -> number of steps with an alert."""
+
+    def process(self, step: StepResult) -> Order | None:
+        """Processes one step. Returns an order if the host has to act, or None."""
+        records, order = step.records, None
+        self._batches[step.index] = step.batches
+        self._batches.pop(step.index - self._kept, None)
+        self._count_nonfinite(step)
+        incident = self.ledger.record(step.index, records, self._causes)
+        if any(each.judged and not each.skip for each in records):
+            self.last_trained = step.index
+        self.has_micro_steps |= not any(each.judged for each in records)
+        begins = incident is not None and incident.number > self._last_incident
+        if incident is not None and begins:
+            self._begin(incident, step)
+        self.metrics.add(records)
+        self._report_over(step)
+        self._newest_causes = reduce(or_, (int(each.cause) for each in records), 0)
+        judged = [_Judged(step, record, incident) for record in records]
+        lead = max(judged, key=_weight)
+        has_line = bool(lead.record.cause) and self._has_line(lead, begins=begins)
+        for each in judged:
+            if each.record.cause:
+                self._log_alarm(each, has_line=has_line and each is lead)
+            self._log_lr_change(step.index, each.record)
+            if each.record.action:
+                order = _merge(order, self._order(each))
+        return order
+
+    def counts(self) -> Counts:
+        """Counts of the whole run."""
+        ledger, total = self.ledger, self.metrics.total
+        return Counts(
+            incidents=ledger.incident_count,
+            rollbacks=len(ledger.rollbacks),
+            skips=ledger.skips,
+            undone_incidents=ledger.undone_incidents,
+            undone_skips=ledger.undone_skips,
+            clips=total("clips"),
+            lr_cuts=total("lr_cuts"),
+        )
+
+    @property
+    def is_unhealthy(self) -> bool:
+        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
+        ledger = self.ledger
+        last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
+        return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
+
+    # -- batches --------------------------------------------------------------------------------
+
+    @staticmethod
+    def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
+        """Batches of the steps after an order, up to the last step with an alarm."""
+        alarms = [i for i, step in enumerate(later) if any(each.cause for each in step.records)]
+        last = max(alarms, default=-1)
+        return [each for step in later[: last + 1] for each in step.batches]
+
+    def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
+        """Batches of some steps, as far as their ids are kept."""
+        return [each for step in steps for each in self._batches.get(step, ())]
+
+    def batches_between(self, first: int, last: int) -> list[BatchId]:
+        """Batches of the steps from `first` to `last`, of the current loader."""
+        first = max(first, self._loader_start)
+        return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
+
+    def begin_loader(self, step: int) -> None:
+        """Notes that the batches come from another loader from this step on."""
+        self._loader_start = step
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets the batches of the steps from `target` on, which are repeated."""
+        self._batches = {index: ids for index, ids in self._batches.items() if index < target}
+        self._loader_start = min(self._loader_start, target)
+        self.last_trained = -1
+
+    # -- the learning rate ----------------------------------------------------------------------
+
+    def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets multipliers and counts from the engines' states, without an event."""
+        self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
+        self._lr_scale_before = dict(self._lr_scale)
+        self.metrics.set(engines)
+
+    @property
+    def lr_scale(self) -> float:
+        """The learning-rate multiplier, the smallest of all engines."""
+        return min(self._lr_scale.values(), default=1.0)
+
+    @property
+    def lr_scale_before(self) -> float:
+        """`lr_scale` before the last processed step."""
+        return min(self._lr_scale_before.values(), default=1.0)
+
+    def _log_lr_change(self, index: int, record: StepRecord) -> None:
+        """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
+
+        Other changes have no event: the multiplier may change at every step of a ramp, and while
+        the schedule is above a limit.
+        """
+        now, before = record.lr_scale, self._lr_scale.get(record.engine, 1.0)
+        self._lr_scale[record.engine], self._lr_scale_before[record.engine] = now, before
+        cut = bool(record.action & Action.CUT_LR)
+        if cut and now < before:
+            why = "the policy cuts it"
+        elif now < before == 1.0:
+            why = "the schedule has risen above the limit of the last cut"
+        elif before < now == 1.0:
+            why = "the last cut has no effect any more"
+        else:
+            return
+        self.log.event(
+            "lr",
+            step=index,
+            engine=record.engine,
+            action=Action.CUT_LR if cut else None,
+            lr_scale_before=before,
+            lr_scale=now,
+            why=why,
+            observed=self.policy.observes,
+        )
+
+    # -- incidents and alarms -------------------------------------------------------------------
+
+    def _count_nonfinite(self, step: StepResult) -> None:
+        """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
+        if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
+            self.never_finite = self.ledger.untrained >= step.index
+            self.nonfinite_row = step.index if self.never_finite else 0
+        bad = [each for each in step.records if each.judged or not each.taken]
+        if any(each.judged and not each.cause & NONFINITE for each in bad):
+            self.nonfinite_row, self.never_finite = 0, False
+        elif bad:
+            self.nonfinite_row, self.nonfinite_record = self.nonfinite_row + 1, bad[-1]
+
+    def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
+        """Writes the event of a new incident, with the values of each rank (collective)."""
+        self._last_incident = incident.number
+        self._begun.append(incident)
+        first, of_ranks = max(step.records, key=lambda each: each.cause != 0), None
+        if first.rank_signals is not None and self.ranks.world > 1:
+            values = enumerate(self.ranks.gather(first.rank_signals))
+            of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
+        self.log.event(
+            "incident",
+            step=step.index,
+            incident=incident.number,
+            onset=incident.onset,
+            cause=Cause(incident.cause),
+            of_ranks=of_ranks,
+            **_data_of(step),
+        )
+
+    def _report_over(self, step: StepResult) -> None:
+        """Writes an event for each incident after which the run was quiet for long enough."""
+        newest = step.index - self._quiet_steps
+        if not all(each.over and each.last <= newest for each in self._begun):
+            return
+        begun, self._begun = self._begun, []
+        for each in begun:
+            event = self.log.event(
+                "over",
+                step=step.index,
+                incident=each.number,
+                onset=each.onset,
+                last=each.last,
+                cause=Cause(each.cause),
+                readings=step.records[0].readings,
+            )
+            if is_logged(each.number):
+                self.log.info(f"step {step.index}: {sentence(event)}")
+
+    def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
+        """Whether the step has a console line, which is about one of its records.
+
+        - Every cut of the learning rate.
+        - Incidents: the first ten, then each power of two.
+        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
+          then each power of ten.
+        """
+        incident, records = lead.incident, lead.step.records
+        skips, outside = self.metrics.total("skips"), self._alarms_outside
+        return (
+            (bool(lead.record.action & Action.CUT_LR) and not self.policy.observes)
+            or (incident is not None and begins and is_logged(incident.number))
+            or passes_power_of_ten(skips - sum(bool(each.skip) for each in records), skips)
+            or passes_power_of_ten(outside, outside + (incident is None))
+        )
+
+    def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
+        step, record, incident = judged
+        self._alarms_outside += incident is None
+        number = incident.alarms if incident else self._alarms_outside
+        if number > MOST_ALARMS and not has_line:
+            self.unreported_alarms += 1
+            return
+        rate = None
+        if has_line:
+            with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
+                rate = self._driver.learning_rate()
+        event = self.log.event(
+            "alarm",
+            step=step.index,
+            engine=record.engine,
+            incident=judged.number,
+            cause=record.cause,
+            skip=record.skip,
+            skips=self.metrics.total("skips") if record.skip and not self.policy.observes else None,
+            grad_scale=None if self.policy.engine.per_tensor else record.grad_scale,
+            lr=rate,
+            lr_scale=record.lr_scale,
+            action=record.action,
+            readings=record.readings,
+            evidence=record.evidence,
+            observed=self.policy.observes,
+            **_data_of(step),
+        )
+        if has_line:
+            which = f"incident {incident.number}: " if incident else ""
+            line = f"step {step.index}: {which}{sentence(event)}"
+            failure = failures_of(record.cause)[0]
+            is_error = failure.severity is Severity.ERROR
+            if is_error and failure.diagnosis not in self._explained:
+                self._explained.add(failure.diagnosis)
+                line += f". {failure.diagnosis}"
+            (self.log.error if is_error else self.log.warning)(line)
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def _order(self, judged: _Judged) -> Order | None:
+        step, record, incident = judged
+        onset, first = (incident.onset, incident.first) if incident else (step.index, {})
+        if incident and incident.only_skips:
+            # A finite step within the incident shows that the weights were finite at this step.
+            onset = self.ledger.first_consecutive(step.index)
+        action = record.action
+        if len(self.hooks):
+            action = self._ask_hooks(judged, onset)
+        # Takes the union of the ranks' actions, because hooks may differ between ranks.
+        of_ranks = self.ranks.gather((int(action), record.rollback_depth))
+        action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
+        depth = max(depth for _, depth in of_ranks)
+        if action & Action.ALERT:
+            self._alert(judged, action)
+        if self.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
+            self.log.event(
+                "order",
+                step=step.index,
+                incident=judged.number,
+                cause=record.cause,
+                action=action,
+                depth=depth,
+                observed=self.policy.observes,
+            )
+        if self.policy.observes or not action & _ORDERS:
+            return None
+        since = min([first[name] for name in names(record.cause) if name in first], default=onset)
+        since = max(since, onset)
+        return Order(
+            index=step.index,
+            onset=onset,
+            since=since,
+            action=int(action),
+            cause=int(record.cause),
+            depth=max(depth, 1),
+            batches=tuple(self.batches_between(since, step.index)),
+            forced=action != record.action,
+        )
+
+    def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
+        """Calls the hooks and logs their results. Returns the actions to take."""
+        step, record, _ = judged
+        batches = tuple((each.epoch, each.index) for each in step.batches)
+        about = record.cause, record.decision, record.readings, record.engine, record.evidence
+        action, hook, problems = self.hooks.run(
+            IncidentContext(judged.number, step.index, onset, *about, batches)
+        )
+        for problem in problems:
+            self.log.event("hook", step=step.index, hook="", problem=problem)
+        if action is None or self.policy.observes:
+            return record.action
+        ordered = record.action
+        self.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
+        return action
+
+    def _alert(self, judged: _Judged, action: Action) -> None:
+        """Writes the event of an alert: once per incident and cause, else at powers of ten."""
+        key = judged.number, judged.record.cause
+        before = self._alerts[key]
+        self._alerts[key] += 1
+        if before if judged.number else not passes_power_of_ten(before, before + 1):
+            return
+        rows = failures_of(judged.record.cause)
+        self.log.event(
+            "alert",
+            step=judged.step.index,
+            incident=judged.number,
+            engine=judged.record.engine,
+            cause=judged.record.cause,
+            action=action,
+            severity=rows[0].severity,
+            diagnosis=" ".join(row.diagnosis for row in rows),
+            references=list(dict.fromkeys(each for row in rows for each in row.references)),
+            observed=self.policy.observes,
+        )
+
+
+def _data_of(step: StepResult) -> dict[str, Any]:
+    """The fields of an event about the batches of a step."""
+    rows = [each.rows for each in step.batches if each.rows]
+    return {"batches": [list(each) for each in step.batches], "rows": rows or None}
+
+
+def _weight(judged: _Judged) -> tuple[bool, bool, bool]:
+    """Sort key: with several optimizers, the line is about the record with the largest key."""
+    record = judged.record
+    return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0
+
+
+def _merge(one: Order | None, other: Order | None) -> Order | None:
+    if one is None or other is None:
+        return one or other
+    return replace(
+        one,
+        action=one.action | other.action,
+        depth=max(one.depth, other.depth),
+        since=min(one.since, other.since),
+        batches=max(one.batches, other.batches, key=len),
+        cause=one.cause | other.cause,
+        forced=one.forced or other.forced,
+    )

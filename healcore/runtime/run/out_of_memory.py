@@ -1,0 +1,296 @@
+"""`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out.
+
+A step of one rank is also repeated, unchanged, after a transient failure in the network.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from healcore.core.verdict import Cause
+from healcore.runtime.driver import Driver
+from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.microbatches import (
+    Count,
+    Microbatch,
+    MicrobatchError,
+    UnsplittableBatch,
+    count_samples,
+    part_weights,
+    released,
+    split,
+)
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run.data import Data
+from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.store.ranks import RankFailed, Ranks
+from healcore.runtime.story.postmortem import path_for
+from healcore.runtime.story.run_log import RunLog
+
+_NOT_TRIED = "healcore has not tried smaller parts of the batch"
+
+
+class _Overrun(NamedTuple):
+    """A part that did not fit into memory."""
+
+    samples: int  # of the part's batch; 0 if smaller parts are impossible
+    parts: int  # number of parts that the batch was split into
+    fault: Fault
+    line: str  # first line of the exception
+    why_not: str  # reason why smaller parts are impossible, or an empty string
+
+
+class OutOfMemory:
+    """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
+
+    The parts of a batch are halved, and never grow again. Their number is a power of two, so that a
+    compiled step sees few shapes. Every rank changes the size by the reports of all ranks, so that
+    the size is equal on all ranks. The run's `Record` has it for the next process.
+
+    Attributes:
+        part: the current part, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        data: Data,
+        recovery: Recovery,
+        ranks: Ranks,
+        log: RunLog,
+    ) -> None:
+        self._policy, self._data, self._recovery = policy, data, recovery
+        self._ranks, self._log = ranks, log
+        self._answers = policy.answers(Cause.OOM)
+        self._record = recovery.restorer.record
+        self._retries = data.retries("a part of healer.microbatches")
+        self._gradients = driver.window
+        self._last_resort: Callable[[], str] = str
+        self.part: Microbatch[Any] | None = None
+        self._driver, self._absence_reported = driver, False
+        self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
+        self._whole = ""  # reason why the run's batches cannot be split, or an empty string
+        self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
+        self._redoable = True  # whether all gradients come from the parts of this window
+        self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
+        self._joint: Any = None  # torch's `DDPGradients`, or None if each rank decides alone
+        self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
+
+    def parts(
+        self,
+        batch: Any,
+        *,
+        count: Count = None,
+        whole: str = "",
+        last_resort: Callable[[], str] = str,
+    ) -> Iterator[Microbatch[Any]]:
+        """Yields the parts of a batch; see `Healer.microbatches`.
+
+        The context manager of a part catches the exception of its body, which this generator does
+        not see. The generator then begins again with the first batch since the last step.
+
+        Args:
+            batch: as for `Healer.microbatches`.
+            count: as for `Healer.microbatches`.
+            whole: reason why the run's batches cannot be split, or an empty string.
+            last_resort: called if no smaller part is left. Reduces a step's memory and describes
+                the change: the parts then come again. Returns "" without a change.
+        """
+        self._last_resort = last_resort
+        self._begin(whole)
+        self._batches.append((batch, count))
+        done = len(self._batches) - 1  # number of earlier batches of this window
+        try:
+            while True:
+                for part in self._split(self._batches[done:], first=not done):
+                    self.part = part
+                    yield part
+                    if not part.entered:
+                        raise MicrobatchError(
+                            "each part of healer.microbatches is a context manager: write "
+                            "`with part:` around its forward and backward pass"
+                        )
+                    if part.failed:
+                        break
+                else:
+                    self._retries.succeeded()
+                    return
+                self.part, done = None, 0
+                clear_cache = "clear_cache" in self._answers
+                self._gradients.redo_window(self._held, clear_cache=clear_cache)
+                self._held.clear()
+                self._data.forget_parts()
+        finally:
+            self.part = None
+
+    def profile(self) -> str:
+        """Writes the framework's memory profile next to the events. Names the largest owner."""
+        events = self._log.events
+        path = None if events.path is None else path_for(events.path, events.run, "memory")
+        try:
+            sizes = self._driver.memory(path)
+        except Exception as error:  # the device may fail again
+            return f"The memory could not be profiled: {type(error).__name__}: {error:.100}"
+        owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
+        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+        files = [] if path is None else [*path.parent.glob(f"{glob.escape(path.stem)}.*")]
+        if files:
+            return f"{text}; profile: {', '.join(file.name for file in files)}"
+        known, self._absence_reported = self._absence_reported or path is None, True
+        return text if known else f"{text}; this device offers no memory profile"
+
+    # -- the window -----------------------------------------------------------------------------
+
+    def _begin(self, whole: str) -> None:
+        """Begins a new window, unless the current window still waits for its optimizer step."""
+        accumulating = self._gradients.accumulating()
+        if accumulating and self._batches and not self._gradients.has_stepped():
+            return
+        self._batches.clear()
+        self._gradients.begin_window()
+        self._redoable = not accumulating
+        self._whole, self._why_not = whole, whole or self._obstacle()
+
+    def _obstacle(self) -> str:
+        """Reason why this window cannot be repeated in smaller parts, or an empty string."""
+        if self._policy.observes:
+            return "the policy only observes"
+        if "shrink_microbatch" not in self._answers:
+            return (
+                f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
+                'do = ["shrink_microbatch", "clear_cache"]'
+            )
+        if self._ranks.world > 1 and self._joint is None and not self._no_joint:
+            joint = self._gradients.between_ranks(self._ranks)
+            if isinstance(joint, str):
+                advice = "use smaller batches, and accumulate the gradients of more batches"
+                self._no_joint = f"{joint}; {advice}"
+            else:
+                self._joint = joint
+        if self._no_joint or self._redoable:
+            return self._no_joint
+        return (
+            "gradients existed before the first part of the batch, and a repeated step would "
+            "discard them: compute these gradients within a part too, or call "
+            "zero_grad(set_to_none=True) before the first part"
+        )
+
+    def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
+        for number, (batch, count) in enumerate(batches, 1):
+            parts = self._number_of_parts(batch)
+            pieces = split(batch, parts)
+            # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
+            weights = part_weights(pieces, count)
+            pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
+            if self._joint is not None:
+                self._joint.begin_batch(first=first)
+            for i, (piece, weight) in enumerate(pairs, 1):
+                ends = i == len(pairs)
+                last = ends and number == len(batches)
+                on_exit = partial(self._leave, batch, parts, ends)
+                yield Microbatch(piece, weight, first, last, on_exit)
+                first = False
+
+    def _number_of_parts(self, batch: Any) -> int:
+        limit = self._record.part_limit
+        if limit is None or self._whole:
+            return 1
+        try:
+            samples = count_samples(batch)
+        except UnsplittableBatch:
+            return 1  # the whole batch may fit
+        parts = 1
+        while -(-samples // parts) > limit:
+            parts = min(2 * parts, samples)
+        return parts
+
+    # -- out of memory --------------------------------------------------------------------------
+
+    def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
+        """Ends one of the `parts` of a batch. Returns whether to repeat the window.
+
+        Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
+        rank's batch cannot be split.
+        """
+        joint = self._joint
+        overrun = None if error is None else self._overrun(batch, parts, error)
+        if error is not None and overrun is None:
+            # With several ranks, the other ranks would wait.
+            alone = self._ranks.world == 1 and self._redoable
+            again = alone and self._retries.wait_after(error)
+            self._held = released(error) if again else []
+            return again
+        if error is None and (joint is None or not ends):
+            return False
+        overruns = [overrun]
+        if joint is not None:
+            if error is not None:
+                released(error)  # the exchange needs a little memory
+            if not joint.end_batch(overrun is not None):
+                return False
+            overruns = self._ranks.gather(overrun)
+        if overrun is not None and error is not None and overrun.why_not:
+            error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
+            return False  # the exception propagates
+        failed = {rank: each for rank, each in enumerate(overruns) if each is not None}
+        for rank, each in failed.items():
+            if each.why_not:
+                raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
+        # The smallest part that did not fit determines the size for all ranks.
+        rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
+        prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
+        error = error or RankFailed(f"rank {rank}: {smallest.line}")
+        self._shrink(smallest, error, prefix)
+        self._held = released(error)
+        return True
+
+    def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
+        """The part that did not fit into memory, or None if it failed for another reason."""
+        fault = classify(error)
+        if fault.cause is not Cause.OOM:
+            return None
+        samples, why_not = 0, self._why_not
+        if not why_not:
+            try:
+                samples = count_samples(batch)
+            except UnsplittableBatch as reason:
+                why_not = str(reason)
+        line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if not why_not:
+            line += f". {self.profile()}"
+        return _Overrun(samples, parts, fault, line, why_not)
+
+    def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
+        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
+        step, samples, record = self._data.step, overrun.samples, self._record
+        before, limit, why = -(-samples // overrun.parts), self._policy.budget.shrinks, ""
+        if before == 1:
+            why = "a single sample does not fit into memory"
+        elif record.shrinks >= limit:
+            why = (
+                f"{before} samples do not fit into memory, and the batch is not halved again: the "
+                f"policy permits it {limit} times ([budget] shrinks)"
+            )
+        if why:
+            changed = self._last_resort()
+            if not changed:
+                self._recovery.stop(rank + why, error, Cause.OOM)
+            self._log.fault(step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache")
+            return
+        record.shrinks += 1
+        record.part_limit = -(-samples // min(2 * overrun.parts, samples))
+        self._log.fault(
+            step,
+            overrun.fault,
+            f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
+            f"with {record.part_limit} at a time: {overrun.line}",
+            answer="shrink_microbatch",
+            samples=samples,
+            size_before=before,
+            size=record.part_limit,
+        )

@@ -1,0 +1,367 @@
+"""`Recovery`: answers the records of steps with rollbacks and stops."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from healcore.core.verdict import NONFINITE, Action, Cause
+from healcore.events.models import Ending
+from healcore.events.schema import sentence
+from healcore.runtime.run.better_weights import BetterWeights
+from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.steps import (
+    FROM_START,
+    IN_A_ROW,
+    DelayedReader,
+    HostRules,
+    StepResult,
+    cause_text,
+    nonfinite_row_text,
+    passes_power_of_ten,
+)
+from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run_options import Hooks
+from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
+from healcore.runtime.story.diagnosis import RunEnd, explain
+
+_SERIOUS = Action.ROLLBACK | Action.STOP
+_NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
+
+
+class Recovery:
+    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
+
+    def __init__(
+        self, restorer: Restorer, hooks: Hooks, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self.restorer, self.saver = restorer, restorer.saver
+        self.data, self.ledger = self.saver.data, restorer.ledger
+        self.policy, self.driver = restorer.policy, restorer.driver
+        self.ranks, self.log = restorer.ranks, restorer.log
+        self.reader, self.monitor = DelayedReader(), IncidentMonitor(self.saver, hooks)
+        self._host_rules = HostRules(self.policy.rules, self.policy.engine.config)
+        self.better_weights = BetterWeights(
+            self.data, restorer, self.monitor, self.roll_back, loss_fn
+        )
+        self.comparisons = self.saver.comparisons = self.better_weights.comparisons
+        self._checked = 0
+        """Number of `Saver.nonfinite` that led to an order, or were undone."""
+        self._declined: Counter[str] = Counter()
+        """Reason -> declined orders, to log lasting trouble only now and then."""
+
+    # -- reading --------------------------------------------------------------------------------
+
+    def process(self, step: StepResult) -> Order | None:
+        """Processes a step that was read. Returns its order, or None."""
+        # A dispatch may have more or fewer steps than `PendingDispatch.count`.
+        self.data.step += self.reader.count_correction()
+        records = [self._host_rules.ordered(each) for each in step.records]
+        step = step._replace(records=self.monitor.metrics.compared(records))
+        self.log.records(step.index, step.records)
+        return self.monitor.process(step)
+
+    def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
+        """Carries out the order of a step, or else an order for better earlier weights.
+
+        Returns the rollback, or None. Raises RunStopped if the order stops the run.
+        """
+        self.stop_if_never_finite(order)
+        verdict = self.better_weights.compare(step)
+        if order is not None:
+            return self.carry_out(order)
+        return None if verdict is None else self.better_weights.roll_back(verdict)
+
+    def read_engines(self) -> None:
+        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
+        self.monitor.sync_engines(self.driver.engines())
+
+    def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
+        """Ends a run that trains nothing: no finite step since the start, or for many steps.
+
+        With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
+        """
+        row, from_start = self.monitor.nonfinite_row, self.monitor.never_finite
+        due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
+        ordered = order is not None and order.action & _SERIOUS
+        if self.policy.observes or not (due or (from_start and ordered)):
+            return
+        weights, record = self.driver.nonfinite_weights(), self.monitor.nonfinite_record
+        if record is not None and (due or weights):
+            self.stop(nonfinite_row_text(record, row, weights, from_start))
+
+    # -- orders ---------------------------------------------------------------------------------
+
+    def carry_out(self, order: Order) -> RollbackRecord | None:
+        """Carries out an order. Returns the rollback, or None without one.
+
+        Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
+        weights or state with NaN or Inf. All other evidence comes from the comparisons. Weights
+        that are not finite do not recover: a verdict that waits for that is due. Raises RunStopped
+        if the run has to stop.
+        """
+        damaged, needs_evidence = self._is_damaged(order), self._needs_evidence(order)
+        first = self.monitor.last_trained
+        # NaN in an accumulator comes from the batches of the bad update itself.
+        if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
+            # Skipped steps change no weights, so the last step before them has done the damage.
+            batches = tuple(self.monitor.batches_between(first, order.index))
+            order = replace(order, onset=min(order.onset, first), exact=True, batches=batches)
+        if needs_evidence and damaged:
+            self._assess(order, "damage", "state" if self._is_finite() else "weights")
+        elif needs_evidence:
+            why = "healcore cannot tell without loss_fn whether the model is worse"
+            if self.comparisons.is_enabled:
+                why = "no comparison shows that the weights are worse"
+            elif order.cause & NONFINITE:
+                why = "the weights are finite"
+            return self._decline(order, "nothing", why)
+        if order.action & Action.STOP:
+            self.stop(self._stop_reason(order))
+        if not order.action & Action.ROLLBACK:
+            return None
+        verdict = self.comparisons.pending(order.index) if damaged else None
+        better = verdict and self.better_weights.roll_back(verdict, finite=False)
+        if better is not None:
+            return better
+        # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
+        # refund it, and rollbacks by a hook do not use it.
+        reach = max(self.policy.budget.refund_after, 1)
+        count = len(self.ledger.same_trouble(order.onset, reach))
+        if count < max(self.policy.budget.recoveries, 1):
+            return self.roll_back(self._with_measures(order))
+        if not needs_evidence or not self._is_finite():
+            self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
+        return self._decline(order, "budget", "the budget of rollbacks is exhausted")
+
+    def _needs_evidence(self, order: Order) -> bool:
+        """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
+        if not self.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
+            return False
+        rules = self.policy.engine.config.rules
+        return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
+
+    def _is_finite(self) -> bool:
+        """Whether the weights are finite on every rank. Collective."""
+        return all(self.ranks.gather(self.driver.finite()))
+
+    def _is_damaged(self, order: Order) -> bool:
+        """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
+        if order.arrays or not order.action & _SERIOUS:
+            return False
+        if not self._is_finite():
+            return True
+        judges_state = self.policy.rollback.nonfinite_state == "rollback"
+        return (
+            judges_state
+            and not self.monitor.has_micro_steps
+            and bool(self.saver.nonfinite_in_state())
+        )
+
+    def _assess(self, order: Order, verdict: str, by: str) -> None:
+        onset, cause = order.onset, Cause(order.cause)
+        self.log.event(
+            "assessment", step=order.index, onset=onset, cause=cause, verdict=verdict, by=by
+        )
+
+    def _decline(self, order: Order, by: str, why: str) -> None:
+        """Declines an order, and logs that the run continues without it."""
+        self._assess(order, "unknown", by)
+        self._declined[why] += 1
+        times = self._declined[why]
+        if passes_power_of_ten(times - 1, times):
+            again = f" ({times} times so far)" if times > 1 else ""
+            cause = cause_text(order.cause)
+            self.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
+
+    def _with_measures(self, order: Order) -> Order:
+        """An order of the policy with its depth and learning-rate limit.
+
+        The rate is limited if an earlier rollback for the same trouble has not helped.
+        """
+        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+        if not order.forced:
+            rollback = self.policy.engine.config.rollback
+            order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
+        return replace(order, lr_at_fault=math.nan) if self.policy.may_limit_lr and past else order
+
+    def _stop_reason(self, order: Order) -> str:
+        if order.arrays:
+            return nonfinite_save(order)
+        if order.forced:
+            return "an on_incident hook stopped it"
+        engines = self.driver.engines().values()
+        if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
+            return "the budget of recoveries is exhausted, and the trouble continues"
+        return "a rule of the policy stops it"
+
+    def roll_back_if_nonfinite(self, *, at_end: bool = False) -> RollbackRecord | None:
+        """Rolls back if the saves so far have new NaN or Inf. Collective.
+
+        Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
+        look healthy. The check runs before the next save, whether or not the disk is slow, so that
+        the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
+        are saved first for this check.
+        """
+        policy, step, ledger = self.policy, self.data.step, self.ledger
+        if at_end:
+            self.saver.save_if_not_finite()
+        nonfinite = self.saver.read_nonfinite()
+        new, self._checked = len(self.saver.nonfinite) - self._checked, len(self.saver.nonfinite)
+        if not new or (policy.observes and len(nonfinite) > new):
+            return None  # an observing policy reports the first bad save only
+        first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
+        since = max((at for at in self.saver.restorable if at < first), default=0)
+        bad = ledger.unhealthy_between(since, first) or list(range(since, first))
+        if since <= self.monitor.last_trained < bad[0]:
+            bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage
+        order = Order(
+            index=step - 1,
+            onset=max(first - 1, 0),  # the state after that step is bad
+            since=since,
+            action=int(action),
+            batches=tuple(self.monitor.batches_of(bad)),
+            forced=True,
+            arrays=tuple(nonfinite[first]),
+        )
+        past = ledger.same_trouble(order.onset, policy.rollback.region)
+        again = any({*order.arrays} <= {*each.arrays} for each in past)
+        harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
+        if harmless and self._is_finite():
+            self.log.problem(
+                step,
+                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
+            )
+            return None
+        why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
+        observed = policy.observes
+        self.log.event(
+            "order", step=order.index, cause=[], action=action, why=why, observed=observed
+        )
+        return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
+
+    def roll_back(self, order: Order) -> RollbackRecord | None:
+        """Restores a checkpoint for an order, reports the rollback, and forgets the undone steps.
+
+        Returns None if no checkpoint is usable for better earlier weights; then the run continues.
+        """
+        # Unread steps belong to the trouble up to their last alarm.
+        unread = list(self.reader.due(all=True))
+        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        if order.better is None:
+            late = self.monitor.batches_of_alarms(unread)
+            order = replace(order, batches=(*order.batches, *late))
+        try:
+            done, why_not = self.restorer.roll_back(order)
+        except StoreError as error:
+            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
+            if order.better is None or not expected:
+                self.stop(str(error))
+            problem = f"the weights of step {order.better} are better, but {error}"
+            self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
+            return None
+        self.report(done, why_not)
+        self.data.on_rollback(done.target)
+        self.monitor.on_rollback(done.target)
+        self.reader.clear()
+        self._checked = len(self.saver.nonfinite)
+        self._host_rules.restart()
+        self.read_engines()
+        return done
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def count_last_steps(self) -> None:
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
+        for step in self.reader.due(all=True):
+            self.data.step += self.reader.count_correction()
+            self.log.records(step.index, step.records)
+            self.monitor.metrics.add(step.records)
+            self.ledger.skips += any(each.skip for each in step.records)
+
+    def report(self, done: RollbackRecord, why_not: str) -> None:
+        """Writes the events and the console line of a rollback."""
+        rollback = self.log.event(
+            "rollback",
+            step=done.step,
+            number=done.number,
+            onset=done.onset,
+            cause=Cause(done.cause),
+            checkpoint=done.target,
+            by=None if done.better is None else "earlier_weights",
+            outcome="done",
+            lr=done.lr,
+            lr_limit=done.lr_limit,
+            lr_at_fault=None if done.lr is None else done.lr_at_fault,
+            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale=done.lr_scale,
+            batches=[list(each) for each in done.batches],
+            repeated=done.repeated,
+            initial=done.initial,
+            why=done.numbers_text or None,
+            moments_reset=self.policy.rollback.reset_moments or None,
+        )
+        data = f"continues forward: {why_not}" if why_not else "rewound"
+        self.log.event("data", step=done.target, outcome=data, rewound=not why_not)
+        cause = cause_text(done.cause) or "ordered by a hook"
+        if done.arrays:
+            cause = nonfinite_save(done)
+        if done.better is not None:
+            cause = f"the weights of step {done.better} are better on the same batches"
+        self.log.warning(
+            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
+            f"data {data.split(':')[0]}"
+        )
+
+    def stop(
+        self,
+        why: str,
+        error: BaseException | None = None,
+        fault: Cause = Cause(0),  # noqa: B008 -- immutable
+    ) -> NoReturn:
+        """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
+        self.count_last_steps()
+        end = self.run_end(Ending.STOPPED, why, fault=fault)
+        text, good, cause = explain(end), end.last_good, fault or None
+        self.log.event("stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause)
+        raise RunStopped(text, why, good) from error
+
+    def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
+        """How the run ends. `why` is the reason of a stop, or the signal."""
+        good = self.saver.good
+        path = next((each.path for each in self.listed() if each.step == good), None)
+        is_regular = self.saver.store.accepts("regular")  # else none becomes known-good
+        return RunEnd(
+            self.log.run,
+            ending,
+            self.data.step,
+            self.monitor.counts(),
+            why,
+            open=self.monitor.is_unhealthy,
+            lr_scale=self.monitor.lr_scale,
+            last_good=good,
+            last_good_path=path,
+            probation=self.policy.rollback.probation if is_regular else None,
+            not_finite=tuple(self.saver.nonfinite),
+            metrics=self.monitor.metrics.values(),
+            **fields,
+        )
+
+    def listed(self) -> list[Saved]:
+        """The checkpoints, or none if the store cannot be read."""
+        try:
+            return self.saver.listed()
+        except StoreError:
+            return []
+
+
+def nonfinite_save(order: Order) -> str:
+    """Arrays with NaN or Inf in a save, as a clause."""
+    return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"

@@ -1,0 +1,359 @@
+"""`Restorer`: restores checkpoints, for a rollback and for a start alike.
+
+All checks pass before live state changes. A rollback loads its target, and then replaces the record
+of the target by one rename. A process that is killed before the rename has changed nothing on disk,
+and its successor finds the trouble again. After the rename every start resumes from the target.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from healcore.runtime.data.loader_adapters import position_of_other_ranks
+from healcore.runtime.driver import check_engines
+from healcore.runtime.run import record as records
+from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.orders import (
+    Order,
+    RollbackRecord,
+    Trial,
+    after_rollback,
+    apply_rate,
+    choose,
+    compatible,
+    limited,
+    with_lr_states,
+)
+from healcore.runtime.run.record import ITEM, HostParts, Record
+from healcore.runtime.run.saver import Saver
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    NoGoodCheckpoint,
+    Restored,
+    Saved,
+    StateMismatch,
+    StoreError,
+)
+from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
+from healcore.runtime.store.values import attribute
+
+T = TypeVar("T")
+
+
+class _Checkpoint(NamedTuple):
+    """The content of a checkpoint, after its checks and before any use."""
+
+    step: int
+    state: dict[str, Any]
+    record: Record | None  # None if another program has saved it
+    engines: dict[str, Any]  # engine states that fit this policy
+    problem: str  # of the other engine states, or an empty string
+    host: HostParts | None
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """Positions of the loaders, or None."""
+        return None if self.host is None else self.host.data
+
+
+class Restorer:
+    """Restores checkpoints, for rollbacks and after a start."""
+
+    def __init__(self, saver: Saver) -> None:
+        self.saver, self.record, self.ledger = saver, saver.record, saver.ledger
+        self.policy, self.driver, self.ranks = saver.policy, saver.driver, saver.ranks
+        self.log, self.loaders, self.host = saver.log, saver.data.loaders, saver.data.host
+
+    # -- rollback -------------------------------------------------------------------------------
+
+    def roll_back(self, order: Order) -> tuple[RollbackRecord, str]:
+        """Carries out an order. Also returns why the data were not rewound, or "".
+
+        Raises NoGoodCheckpoint without a usable checkpoint, StateMismatch if the checkpoints are of
+        another state, and any other StoreError of the store; the live state is then unchanged.
+        """
+        saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
+        reset = self.policy.rollback.reset_moments
+        saver.wait()
+        saver.prove(before=order.onset)
+        self.find_damage()
+        if order.better is not None:
+            choice = choose(self.saves(), onset=order.better, exact=True)
+        else:
+            past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+            choice = choose(
+                self.saves(),
+                onset=order.onset,
+                depth=order.depth,
+                tried=[each.target for each in past],
+                initial=(self.record.first_step, saver.started_from),
+                exact=order.exact,
+            )
+        live, lr, broken = self.driver.engines(), self.driver.learning_rate(), order.lr_at_fault
+        if broken is not None and not math.isfinite(broken):
+            # The rate in force; the multiplier alone if the rate is unknown.
+            scales = [engine.from_dict(each).lr.scale for each in live.values()]
+            broken = (1.0 if lr is None else lr) * float(min(scales, default=1.0))
+
+        def load(saved: _Checkpoint) -> RollbackRecord:
+            engines = after_rollback(engine, live, saved.engines)
+            if order.trial == Trial.ACCEPT:
+                engines = with_lr_states(engines, order.lr_states)
+            self._load_state(saved, engines, reset=reset)
+            rate = self.driver.learning_rate()  # the schedule is at the restored step
+            if broken is not None:
+                # No step has been trained at the rate of the very first state.
+                trained = saved.step > self.record.first_step
+                engines = limited(engine, engines, broken, rate, healthy=trained)
+            engines, limit, scale = apply_rate(engine, engines, rate)
+            self.driver.load(None, engines)
+            return RollbackRecord(
+                **vars(replace(order, lr_at_fault=broken)),
+                number=len(self.ledger.rollbacks) + 1,
+                step=step,
+                target=saved.step,
+                skipped=len(order.batches),
+                initial=choice.initial,
+                repeated=choice.repeated,
+                lr=lr,
+                lr_limit=limit,
+                lr_scale=scale,
+            )
+
+        done, saved = self._load_first_intact(choice.order, load, step)
+        self.ledger.on_rollback(done, saved.record and saved.record.ledger)
+        extra = self.policy.rollback.skip_batches if order.batches else 0
+        why_not = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
+        if saved.host is not None:  # after the loaders, which draw random numbers
+            self.host.put_back(saved.host)
+        saver.comparisons.on_rollback(done.target)
+        saver.begin_attempt(done.target)
+        self._commit_rollback(done)
+        return done, why_not
+
+    def _commit_rollback(self, done: RollbackRecord) -> None:
+        """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
+        saver, step = self.saver, done.target
+        try:
+            saver.commit(step)
+            stored = lambda: step in saver.store.steps_on_disk()  # noqa: E731
+            if saver.store.durable and not on_first(self.ranks, stored):
+                saver.write(step, "rollback")
+        except (StoreError, OSError) as error:
+            problem = f"the rollback is not on disk: {error}; a restart before the next save"
+            self.log.problem(done.step, f"{problem} repeats it")
+        saver.report_failures()
+
+    # -- after a start --------------------------------------------------------------------------
+
+    def newest_record(self) -> Record | None:
+        """The newest record in the store, or None. Reads no arrays."""
+        found: list[Record] = []
+        healings = self.saver.store.healings() if self.ranks.rank == 0 else {}
+        for healing in agreed(self.ranks, healings).values():
+            with suppress(Exception):  # the resume reports a malformed record
+                found.append(records.read(healing))
+        return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
+
+    def resume(self, newest: Record | None, order: Sequence[int]) -> tuple[int, HostParts | None]:
+        """Resumes from the first intact checkpoint of `order`, steps in descending order.
+
+        `newest` is the newest record. Returns the step, and the argument of `HostState.put_back`
+        for when the loop has a loader.
+
+        Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
+        an older checkpoint that fits would lose the steps since then.
+        """
+        comparisons, engine = self.saver.comparisons, self.policy.engine
+
+        def load(saved: _Checkpoint) -> Record:
+            own = saved.record or Record(first_step=saved.step, step=saved.step)
+            engines, source = saved.engines, own
+            if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
+                # The target of the last rollback is damaged: its budgets hold for older ones too.
+                source = newest
+                live, _ = compatible(engine, newest.engines)
+                self.loaders.check(newest.forward)
+                check_engines(live, self.driver.engines())
+                engines = after_rollback(engine, live, engines, counted=True)
+            weights = self._copies(own.comparisons, saved.step)
+            repeats = source.repeats(saved.step)
+            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments and repeats)
+            if own.comparisons is not None:
+                comparisons.continue_from(own.comparisons, weights)
+                if source is not own:
+                    comparisons.on_rollback(saved.step)
+            self.ledger.continue_from(source.ledger, saved.step, own.ledger)
+            # Loaders that the rollback did not rewind keep their positions.
+            forward = source.forward if repeats else {}
+            places = saved.position or {}
+            ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
+            if ranks:
+                moved = position_of_other_ranks
+                forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
+            self.loaders.resume({**places, **forward}, source.left_out)
+            return own
+
+        try:
+            own, saved = self._load_first_intact(order, load)
+        except StateMismatch as error:
+            raise replace(error, where=str(self.saver.store.root or "")) from None
+        vars(self.record).update(vars(newest or own), completed=False, ledger=self.ledger)
+        self.saver.begin_attempt(own.step)
+        return own.step, saved.host
+
+    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
+        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+
+        A checkpoint that some rank cannot load is left out: it is no damage of the resumed one.
+        """
+        copies: dict[int, Any] = {}
+        if saved is None or not self.saver.comparisons.is_enabled:
+            return copies
+        for step in saved.needed():
+            if step >= resumed:
+                continue
+            weights = None
+            try:
+                state = self.saver.store.restore(step, self.saver.items()).state
+                self.driver.load({name: each for name, each in state.items() if name != ITEM})
+                weights = self.driver.copy_weights()
+            except Exception as error:
+                problem = f"the weights of checkpoint {step} cannot be compared: {error}"
+                self.log.event("problem", step=resumed, problem=problem)
+            if all(self.ranks.gather(weights is not None)):
+                copies[step] = weights
+        return copies
+
+    # -- the checkpoints ------------------------------------------------------------------------
+
+    def saves(self) -> list[Saved]:
+        """The checkpoints that every rank lists, as rank 0 sees them."""
+        listed: list[list[Saved]] = self.ranks.gather(self.saver.listed())
+        common = set.intersection(*({saved.step for saved in saves} for saves in listed))
+        return [saved for saved in listed[0] if saved.step in common]
+
+    def find_damage(self) -> None:
+        """Reports checkpoints that are too damaged for a listing."""
+        damaged = []
+        with suppress(StoreError):  # a missing disk is reported where it is needed
+            damaged = self.saver.store.damaged()
+        for error in agreed(self.ranks, damaged):
+            self.saver.report_damage(error)
+
+    def _load_first_intact(
+        self, order: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
+    ) -> tuple[T, _Checkpoint]:
+        """Returns the result of `load` for the first checkpoint that all ranks can load.
+
+        A checkpoint with intact digests counts as damaged if loading its values raises. The live
+        state may be changed in part only if no checkpoint can be loaded. `now` is the step of a
+        rollback.
+        """
+        problems: list[str] = []
+
+        def damaged(error: CheckpointDamaged) -> None:
+            problems.append(str(error))
+            self.saver.report_damage(error)
+
+        for step in order:
+            restored = saved = loaded = failure = None
+            try:
+                restored = self.saver.store.restore(step, self.saver.items())
+            except CheckpointNotFound:
+                pass
+            except CheckpointDamaged as error:
+                damaged(error)
+            if not all(self.ranks.gather(restored is not None)):  # copies in memory may differ
+                continue
+            assert restored is not None
+            try:
+                saved = on_each(self.ranks, partial(self._checked, step, restored))
+                saved = self._adapt_to_world(saved)
+                loaded = load(saved)
+            except Exception as error:
+                failure = error
+            if isinstance(failure, StateMismatch) and failure.step is None:
+                failure = StateMismatch(step, failure.differences)
+            ends = isinstance(failure, (StateMismatch, MemoryError))
+            outcomes = self.ranks.gather(None if failure is None else ends)
+            if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
+                if saved.problem:
+                    at = step if now is None else now
+                    self.log.event("problem", step=at, problem=saved.problem)
+                return loaded, saved
+            failure = failure or RankFailed("another rank cannot load it")
+            if any(outcomes):
+                raise failure
+            why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+            path = next((s.path for s in self.saves() if s.step == step), None) or WHERE
+            text = f"holds values that healcore does not write ({why})"
+            damaged(CheckpointDamaged(step, path, "its content", text))
+        reasons = "; ".join(problems) or "none of them is on every rank"
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be restored: {reasons}")
+
+    def _checked(self, step: int, restored: Restored) -> _Checkpoint:
+        """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
+        record = None if restored.healing is None else records.read(restored.healing)
+        host = self.host.read(restored.state.get(ITEM))
+        if record is not None:
+            if record.step != step:
+                raise StoreError(f"its record is of step {record.step}")
+            if host is None and record.world == self.ranks.world:
+                raise StoreError("it has no random states and positions of the loaders")
+            self.loaders.check(record.forward)
+        engines, problem = compatible(self.policy.engine, record.engines if record else {})
+        saved = _Checkpoint(step, restored.state, record, engines, problem, host)
+        self.loaders.check(saved.position or {})
+        return saved
+
+    def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
+        state = {name: each for name, each in saved.state.items() if name != ITEM}
+        self.driver.load(state, engines, reset_moments=reset)
+
+    def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:
+        """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
+
+        Random generators stay as the program has set them: added ranks have no saved state.
+        """
+        world = self.ranks.world
+        saved_by = world if saved.record is None else saved.record.world
+        if saved_by == world:
+            return saved
+        parts = self.ranks.gather(saved.position)
+        wrong = [
+            f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
+            f"is {world} now"
+            for name, item in self.driver.state().items()
+            if attribute(item, "per_rank")
+        ]
+        first, *others = [
+            {name: (each["kind"], each["epoch"], each["index"]) for name, each in at.items()}
+            for at in map(_places, parts[:saved_by])
+        ]
+        if any(each != first for each in others):
+            wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
+        if wrong:
+            raise StateMismatch(saved.step, wrong)
+        self.log.problem(
+            saved.step,
+            f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
+            "saved random generators are not used; the loaders begin the epoch again and discard "
+            "the batches before the checkpoint",
+        )
+        if parts[0] is None:
+            return saved._replace(host=None)
+        moved = {n: position_of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
+        return saved._replace(host=HostParts(None, None, None, {**parts[0], **moved}))
+
+
+def _places(position: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+    """Number of a loader -> its position, without the counts of all loaders."""
+    return {n: each for n, each in (position or {}).items() if isinstance(each, Mapping)}

@@ -1,0 +1,468 @@
+"""`Saver`: decides when a run saves, which checkpoints are known-good, and which are deleted.
+
+A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
+steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps, and
+on the speed of a disk only where saves would take too much time, see `Saver._is_affordable`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.data import Data
+from healcore.runtime.run.evidence import MAX_SHARE
+from healcore.runtime.run.record import ITEM, Record
+from healcore.runtime.run_options import Checkpoints
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointStore,
+    Keep,
+    Saved,
+    SaveFailed,
+    StoreError,
+    UnsavableState,
+    superfluous,
+)
+from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.ranks import Ranks, on_first
+from healcore.runtime.store.saved import disallowed
+from healcore.runtime.story.run_log import RunLog
+
+RECENT_ALARM_STEPS = 2
+"""Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
+_UNSAVED_INTERVALS = 3
+"""Checkpoint intervals without a save after which a run warns."""
+FREE_S = 10.0
+"""Seconds that the regular saves of a run may take in addition to `MAX_SHARE` of its time."""
+MAX_CANDIDATES = 8
+"""Max checkpoints on probation in a store, unless `keep` is set."""
+
+
+class Saver:
+    """Saves and deletes the checkpoints of one run.
+
+    Args:
+        data: has the step and the loaders of the run.
+        record: the facts of the run, without the facts at a step.
+        options: steps between two saves, and the numbers of checkpoints to keep.
+
+    Attributes:
+        started_from: step of the snapshot or checkpoint that this process started from, or -1.
+        damage: errors of damaged checkpoints, as this process has found them.
+        nonfinite: step and array names of each checkpoint with disallowed NaN or Inf.
+        unsaved: step whose save failed and was not repeated -> the problem.
+        comparisons: the comparisons of weights, whose state is saved. Set by `Recovery`.
+    """
+
+    comparisons: Comparisons
+
+    def __init__(
+        self,
+        data: Data,
+        record: Record,
+        *,
+        policy: HostPolicy,
+        driver: Driver,
+        store: CheckpointStore,
+        ranks: Ranks,
+        log: RunLog,
+        options: Checkpoints,
+    ) -> None:
+        self.data, self.record, self.ledger = data, record, record.ledger
+        self.policy, self.driver, self.store = policy, driver, store
+        self.ranks, self.log = ranks, log
+        probation = policy.rollback.probation
+        self.every = options.every or probation
+        candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
+        self._keep = options.keep or Keep(candidates=candidates, older=True)
+        self.started_from = -1
+        self.damage: list[CheckpointDamaged] = []
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        self.unsaved: dict[int, str] = {}
+        self._resumes_exactly = store.durable and ranks.world == 1
+        """Whether a run can resume exactly from a save at an exception."""
+        self._failures, self._saved_once = 0, False
+        self._finite: dict[int, bool] = {}
+        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
+        self._left_alone: set[int] = set()
+        """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
+        self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
+        self._pruned = -1  # `Record.proven` at the last deletion
+        self._deletions: deque[set[int] | Exception] = deque()
+        """Results of the background: steps of deleted checkpoints, or the problem."""
+        self._saved = -1  # step of the last checkpoint or of the start
+        self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
+        self._has_budget, self._saving_s = options.every is None, 0.0
+        self._interval, self._affords = -1, True  # of the last answer of `_is_affordable`
+        self._began, self._price_reported = time.monotonic(), False
+
+    # -- what a checkpoint holds ----------------------------------------------------------------
+
+    def items(self) -> dict[str, Any]:
+        """The live state to save, except healcore's record."""
+        return {**self.driver.state(), ITEM: self.data.host}
+
+    def healing(self, step: int) -> dict[str, Any]:
+        """Healcore's record after `step` steps."""
+        return replace(
+            self.record,
+            step=step,
+            world=self.ranks.world,
+            engines=self.driver.engines(),
+            left_out=self.data.loaders.left_out(),
+            forward=self.data.loaders.forward_positions(),
+            comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
+        ).to_dict()
+
+    def commit(self, step: int) -> None:
+        """Replaces the record of a checkpoint by the current record, by one rename."""
+        self.store.commit(step, self.healing(step))
+
+    # -- the checkpoints in the store -----------------------------------------------------------
+
+    def listed(self) -> list[Saved]:
+        """The checkpoints with their statuses, without those that are known to be damaged."""
+        saves = self.record.course.judged(self.store.steps())
+        return [saved for saved in saves if saved.step not in self._lost]
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step. Checkpoints of later steps are abandoned.
+
+        Drops all findings so far, which are about steps that come again.
+        """
+        self.store.nonfinite_found()
+        self._nonfinite_before = len(self.nonfinite)
+        self._read_deletions()
+        if self.started_from < 0:
+            self.started_from = step
+            saves = [each for each in self.listed() if each.status != "abandoned"]
+            self._finite = {each.step: each.finite for each in saves}
+            self._left_alone = {at for at in self._finite if at > step}
+        self._pruned = min(self._pruned, step, self.record.proven)
+        self.record.attempts.append(step)
+        self.record.proven = min(self.record.proven, step)
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
+        self._saved = step
+
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore."""
+        return {step for step, finite in self._finite.items() if finite}
+
+    @property
+    def good(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None."""
+        return max((at for at in self.restorable if at <= self.record.proven), default=None)
+
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending."""
+        return sorted(at for at in self._finite if at > self.record.proven)
+
+    # -- when to save ---------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """Whether a regular save is due, and possible. Called once per dispatch.
+
+        Warns if nothing was saved for three intervals, then at twice the distance each time.
+        """
+        step, saved, may_save = self.data.step, self._saved, self.driver.may_save(self.every)
+        if step - saved >= self._next_warning:
+            self._next_warning *= 2
+            why = "alarms delay the save"
+            if not may_save:
+                why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
+            elif not self._affords:
+                why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
+                why += "Checkpoints(every=N) saves every N steps"
+            line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
+            if self._affords or not self._price_reported:
+                self.log.problem(step, line)
+            self._price_reported |= not self._affords
+        return self._intervals > 0 and not self.delayed and may_save and self._is_affordable()
+
+    def _is_affordable(self) -> bool:
+        """Whether the saves so far have taken little time. Collective once per interval.
+
+        Without this bound a state that takes as long to write as 100 steps take makes a run twice
+        as long (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
+        """
+        interval = self.data.step // self.every
+        if interval != self._interval and self._has_budget:
+            allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
+            self._affords = not any(self.ranks.gather(self._saving_s > allowed))
+            self._interval = interval
+        return self._affords
+
+    @property
+    def _intervals(self) -> int:
+        """Number of regular saves that were due since the last checkpoint."""
+        return self.data.step // self.every - self._saved // self.every
+
+    @property
+    def delayed(self) -> bool:
+        """Whether a recent alarm, which may begin an incident, delays a regular save.
+
+        The delay is at most one interval, because a run with occasional alarms has an incident open
+        most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
+        """
+        return self._recent_alarm and self._intervals <= 1 and not self.policy.observes
+
+    @property
+    def _recent_alarm(self) -> bool:
+        return self.ledger.unhealthy[-1:] >= [self.data.step - RECENT_ALARM_STEPS]
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Keeps the random states after this step, for a save at a later exception."""
+        if self._resumes_exactly:
+            self.data.host.after_step()
+
+    def save(self, why: str) -> None:
+        """Saves a checkpoint of this step, for the reason `why`."""
+        step, began = self.data.step, time.monotonic()
+        self._saved, self._next_warning = step, _UNSAVED_INTERVALS * self.every
+        self.write(step, why)
+        if why in ("first", "regular"):
+            self.keep_anchor()
+        self._saving_s += time.monotonic() - began if why == "regular" else 0.0
+
+    def keep_anchor(self) -> None:
+        """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
+        self.comparisons.keep(self.data.step, self.restorable)
+        self.store.ring.protected = frozenset(each.step for each in self.comparisons.anchors)
+
+    def write(self, step: int, why: str) -> None:
+        """Saves the live state as the checkpoint of `step`. Reports a failed save.
+
+        Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
+        Raises UnsavableState if the first save found a value that cannot be saved.
+        """
+        if not self.store.accepts(why):
+            return
+        began = time.monotonic()
+        try:
+            self.store.save(step, self.items(), healing=self.healing(step))
+        except (StoreError, OSError) as error:
+            if isinstance(error, UnsavableState) and not self._saved_once:
+                raise
+            self._save_failed(step, error)
+        else:
+            self._saved_once = self._finite[step] = True
+            self._lost.discard(step)
+            self.unsaved.pop(step, None)
+            self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
+        if self.record.proven > self._pruned:
+            self._pruned = self.record.proven
+            self._prune(step)
+
+    def _prune(self, step: int) -> None:
+        """Queues the deletion of superfluous checkpoints, if the save of `step` succeeds.
+
+        Within the region of the last rollback, its target and the next older known-good checkpoint
+        stay: a second rollback there must not use a checkpoint that became known-good later. The
+        decision uses the course as saved, so that a restart knows the same known-good checkpoints.
+        The newest of them is verified first: nothing is deleted for a damaged one.
+        """
+        course, ledger = self.record.course, self.ledger
+        last = ledger.same_trouble(ledger.next_step, self.policy.rollback.region)[-1:]
+        target = last[0].target if last else 0
+        stays = self.store.ring.protected | self._left_alone | {each.target for each in last}
+
+        def chosen() -> tuple[list[int], set[int], int | None]:
+            saves = course.judged(self.store.steps())
+            saves = [saved for saved in saves if saved.path or not self.store.durable]
+            if (step, len(course.attempts)) not in {(s.step, s.attempt) for s in saves}:
+                return [], set(), None
+            good = [saved.step for saved in saves if saved.status == "good"]
+            stay = {*stays, *[at for at in good if at < target][-1:]}
+            surplus = [at for at in superfluous(saves, self._keep) if at not in stay]
+            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+            return surplus, {*surplus} - abandoned, max(good, default=None)
+
+        def delete() -> None:
+            try:
+                surplus, deleted, newest = on_first(self.store.processes, chosen)
+                if surplus and newest is not None:
+                    self.store.verify(newest)
+                for old in surplus:
+                    with suppress(CheckpointNotFound):
+                        self.store.delete(old)
+                self._deletions.append(deleted)
+            except Exception as error:
+                self._deletions.append(error)
+
+        self.store.submit(step, delete)
+
+    # -- after a save ---------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Reports results of the background, and computes the known-good checkpoints.
+
+        Called once per step. Does not wait for the disk.
+        """
+        self.report_failures()
+        self._read_deletions()
+        if not self.ledger.open:
+            self.prove()
+            # A rollback needs the steps since the newest known-good checkpoint.
+            self.ledger.forget(min([self.good or 0, *self.on_probation]))
+
+    def wait(self) -> None:
+        """Waits until the background is done, and reports failed saves."""
+        self.store.join()
+        self.report_failures()
+
+    def prove(self, *, before: float = math.inf) -> None:
+        """Extends the known-good checkpoints to those whose probation was over before a step."""
+        now = int(min(before, self.ledger.next_step))
+        for step in self.on_probation:
+            if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
+                break
+            self.record.proven = step
+            self.read_nonfinite()
+            if self._finite[step]:
+                self.log.event("good", step=step)
+
+    def _read_deletions(self) -> None:
+        while self._deletions:
+            result = self._deletions.popleft()
+            lost = result if isinstance(result, set) else set[int]()
+            if isinstance(result, CheckpointDamaged):
+                self.report_damage(result)
+                lost = {result.step} - self.store.ring.copies.keys()
+                self._lost |= lost
+            elif isinstance(result, Exception):
+                self.log.event("problem", step=self.ledger.next_step, problem=str(result))
+            self._finite = {at: each for at, each in self._finite.items() if at not in lost}
+
+    def report_failures(self) -> None:
+        """Reports failed saves, and errors for which another copy was used."""
+        for error in self.store.failures():
+            if isinstance(error, SaveFailed):
+                self._save_failed(error.step, error)
+            elif isinstance(error, CheckpointDamaged):
+                self.report_damage(error)
+                self.log.warning(f"{error}; another copy was used")
+            else:
+                self.log.problem(self.data.step, f"{error}; the copies in memory are used")
+
+    def _save_failed(self, step: int, error: Exception) -> None:
+        if step not in self.store.ring.copies:
+            self._finite.pop(step, None)
+        self.unsaved[step] = str(error)
+        self._failures += 1
+        self.log.event("save_failed", step=step, problem=str(error))
+        if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
+            self.log.warning(f"checkpoint {step} was not saved: {error}")
+
+    def report_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint; a directory once, because its name is unique."""
+        if error.path == WHERE or all(each.path != error.path for each in self.damage):
+            self.damage.append(error)
+            self.log.event("damaged", step=error.step, problem=str(error))
+
+    # -- NaN and Inf ----------------------------------------------------------------------------
+
+    def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
+
+        Waits until the last save is inspected, and not for the disk. Reports each save once.
+        """
+        for step, names in self.store.nonfinite_found():
+            if step in self._finite:
+                self._finite[step] = False
+            if any(step == known for known, _ in self.nonfinite[self._nonfinite_before :]):
+                continue
+            problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+            self.log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self.log.warning(
+                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
+                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
+                    "nonfinite_ok"
+                )
+            self.nonfinite.append((step, names))
+        return dict(self.nonfinite[self._nonfinite_before :])
+
+    def nonfinite_in_state(self) -> list[str]:
+        """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
+        names = self.store.nonfinite_in(self.items())
+        return sorted(disallowed(names, self.store.nonfinite_ok))
+
+    # -- the last state -------------------------------------------------------------------------
+
+    def save_if_not_finite(self) -> None:
+        """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
+        due = self.data.step != self._saved and self._recent_alarm
+        if due and self.driver.may_save(self.every) and not self.driver.finite():
+            self.save("last")
+
+    def save_last(self, *, completed: bool) -> None:
+        """Saves a checkpoint of the last step, if the last checkpoint is older.
+
+        `completed` says whether the loop has ended by itself. Then no later step needs the
+        accumulated gradients, which a checkpoint does not hold.
+        """
+        step = self.data.step
+        if step == self._saved:
+            self.wait()
+            if step not in self.unsaved:
+                return
+        if not self.driver.may_save(self.every):
+            lost = "the gradients since the last optimizer step are not saved"
+            lost = lost if completed else f"a restart resumes from step {self._saved}"
+            self.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            if not completed:
+                return
+        with nullcontext() if completed else self._before_batches():
+            self.save("last")
+
+    def save_emergency(self) -> str:
+        """Saves before an exception ends the run. Returns the reason if it could not, or "".
+
+        A restart resumes from this checkpoint, which has passed no probation.
+        """
+        if self.ledger.open or self._recent_alarm:
+            return "the last steps had an alarm"
+        if not self.driver.finite():
+            return "the weights are not finite"
+        if self.data.step != self._saved:
+            with self._before_batches():
+                self.save("emergency")
+        return ""
+
+    @contextmanager
+    def _before_batches(self) -> Iterator[None]:
+        """A context in which a save has the state, positions and random states of the last step.
+
+        Batches that were read since then come again after a restart. Raises StoreError if the
+        changes by these batches cannot be undone.
+        """
+        loaders = self.data.loaders
+        if not loaders.has_unused or not self._resumes_exactly:
+            yield
+            return
+        if why_not := self.driver.undo_window():
+            raise StoreError(why_not)
+        position = loaders.position_after_step()
+        if position is None:
+            raise StoreError("the loader cannot be rewound to the first batch of the step")
+        with self.data.host.before_batches(position):
+            yield
+        line = "batches that were read for the next step come again after a restart"
+        self.log.event("data", step=self.data.step, outcome=line)
+        self.log.info(f"step {self.data.step}: {line}")

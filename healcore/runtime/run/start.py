@@ -1,0 +1,407 @@
+"""Opens a run: constructs its parts, then resumes from a checkpoint or takes the first snapshot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from healcore.events import Log
+from healcore.events.metrics import Metrics, path_next_to
+from healcore.policy import PolicyError
+from healcore.policy.errors import Problem
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.driver import Driver, driver_for
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run import run_settings
+from healcore.runtime.run.data import Data
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.rank_group import RankGroup
+from healcore.runtime.run.record import HostState, Record
+from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
+from healcore.runtime.run_options import Checkpoints, Hooks, Logging, described
+from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.manifest import sweep
+from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
+from healcore.runtime.story import postmortem
+from healcore.runtime.story.postmortem import RankNotes
+from healcore.runtime.story.run_log import RunLog
+from healcore.runtime.story.trackers import Selection, Trackers
+
+_SHOWN = 3
+"""Max checkpoints that an error names."""
+_records: dict[Path, Record] = {}
+"""The record of the last run of this process in each directory."""
+
+
+class StoreNotEmpty(StoreError):
+    """The store holds a run, and `resume` is False or the run completed and is another run."""
+
+
+class Options(NamedTuple):
+    """The arguments of `Healer`."""
+
+    policy: HostPolicy
+    state: Any
+    store: Any
+    loss_fn: Callable[..., Any] | None
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: tuple[Selection, ...]
+    hooks: Hooks
+    resume: Any
+    attach: dict[str, Any]
+    stop_file: str | os.PathLike[str] | None
+
+
+def open_run(options: Options) -> Loop:
+    """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
+    policy = options.policy
+    driver = driver_for(options.state, policy.engine, options.attach)
+    own_claim: Claim | None = None
+    try:
+        resets = policy.rollback.reset_moments and not policy.observes
+        if obstacle := driver.moments_obstacle() if resets else "":
+            rule = f"false where the moments cannot be reset: {obstacle}"
+            problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
+            raise PolicyError(policy.name, (problem,))
+        ranks = driver.ranks()
+        shared = {
+            "policy": policy.text or policy.engine.fingerprint or policy.name,
+            "save_every": options.checkpoints.every,
+            "store": options.store is not None,
+        }
+        for rank, theirs in enumerate(ranks.gather(shared)):
+            differ = [name for name, value in shared.items() if theirs[name] != value]
+            if differ:  # on all ranks, which would wait for each other
+                raise ValueError(
+                    f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
+                    "same arguments to Healer(...) on every rank"
+                )
+        own_claim, warning = _claim(options.store, ranks)
+        loop = _construct(options, driver, ranks, own_claim)
+        _start(loop, options, warning)
+    except BaseException:
+        if own_claim is not None:
+            own_claim.release()
+        driver.close()
+        raise
+    return loop
+
+
+# -- the parts -----------------------------------------------------------------------------------
+
+
+def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
+    """Claims the store's directory for this run, and removes partial files of killed processes.
+
+    Returns the claim and a warning for the log; both are None without a directory. Raises
+    StoreInUse if another run is using the directory.
+    """
+    if given is not None and not isinstance(given, CheckpointStore | str | os.PathLike):
+        raise StoreError(
+            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}: a store "
+            "of your own is a subclass of healcore.CheckpointStore"
+        )
+    if "\0" in str(given):
+        raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
+    folder: Path | None = None
+    if given is not None:
+        folder = given.root if isinstance(given, CheckpointStore) else Path(given)
+    own_claim: Claim | None = None
+
+    def take() -> str | None:
+        nonlocal own_claim
+        assert folder is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        own_claim = claim(folder)
+        if isinstance(given, CheckpointStore):
+            given.join()  # its temporary files are in use
+        sweep(folder)
+        return own_claim.warning
+
+    warning = None
+    try:
+        warning = None if folder is None else on_first(ranks, take)
+    except RankFailed:
+        raise  # all ranks fail together
+    except OSError:
+        pass  # the store raises a better message
+    return own_claim, warning
+
+
+def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
+    policy, store = options.policy, options.store
+    if store is None or isinstance(store, str | os.PathLike):
+        store = driver.store(store)
+    store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
+    group = RankGroup(ranks, driver, options.stop_file)
+    # A rank whose reports reach rank 0 needs no events file of its own.
+    silent = ranks.rank > 0 and group.votes
+    events = Log(None) if silent else _events(options.logging.events, store.root, ranks)
+    selected = () if ranks.rank else options.trackers  # every rank has the same numbers
+    trackers = Trackers(selected)
+    log = RunLog(
+        events,
+        metrics=_metrics(options.logging.metrics, events, ranks, tracked=bool(selected)),
+        console=options.logging.console,
+        silent=ranks.rank > 0,
+        trackers=trackers,
+        hooks=options.hooks,
+        on_local=group.report if group.votes else None,
+    )
+    loaders, record = LoaderRegistry(), Record()
+    loss_fn = options.loss_fn if policy.rolls_back else None
+    data = Data(
+        loaders=loaders,
+        host=HostState(loaders.position, driver.generators),
+        policy=policy,
+        ranks=ranks,
+        termination=group.termination,
+        log=log,
+        record=record,
+        keeps_batches=loss_fn is not None,
+    )
+    saver = Saver(
+        data,
+        record,
+        policy=policy,
+        driver=driver,
+        store=store,
+        ranks=ranks,
+        log=log,
+        options=options.checkpoints,
+    )
+    path = events.path
+    return Loop(
+        recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
+        ranks=group,
+        notes=RankNotes(*agreed(ranks, (path and path.absolute(), events.run))),
+        claim=own_claim,
+        has_trainer=run_settings.has_trainer(options.state),
+    )
+
+
+def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
+    path = None if folder is None else folder / "healcore.events.jsonl"
+    if events is not None:
+        path = Path(events).absolute()
+    if path is not None and ranks.rank:
+        # One file per rank: on a network disk two writers cannot share a file.
+        path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
+    named = events is not None and not ranks.rank
+    return Log(path if named else _unlinked(path, "events"), follow_links=named)
+
+
+def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
+    if ranks.rank or given != "auto":  # every rank has the same numbers
+        path = None if ranks.rank or given is None else Path(given)
+        return Metrics(path, run=log.run, tracked=tracked)
+    to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
+    path = path_next_to(log.path) if log.path is not None and to_file else None
+    path = _unlinked(path, "metrics")
+    return Metrics(path, run=log.run, automatic=True, tracked=tracked)
+
+
+def _unlinked(path: Path | None, option: str) -> Path | None:
+    """A path that the user has not chosen. Raises StoreError if it is a link."""
+    if path is not None and path.is_symlink():
+        raise StoreError(
+            f"{path} is a link, and healcore follows no link at a path that it has chosen itself: "
+            f"remove it, or name the file that it leads to with {option}="
+        )
+    return path
+
+
+# -- the start -----------------------------------------------------------------------------------
+
+
+def _start(loop: Loop, options: Options, warning: str | None) -> None:
+    """Checks `resume`, logs the start, and resumes or takes the first snapshot.
+
+    `warning` is the problem of the directory's claim, or None.
+    """
+    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
+    restorer = loop.recovery.restorer
+    events = None if ranks.rank else log.events.path
+    previous = None if events is None else postmortem.last_run(events)
+    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
+    if any(ranks.gather(ranks.stop_file.found)):
+        log.info(f"nothing was done: {ranks.stop_file.why} exists; remove the file to train")
+        raise EndRequested(ranks.stop_file.why)
+    saves, newest = restorer.saves(), restorer.newest_record()
+    settings = run_settings.settings_of(loop.driver, policy, options.state, ranks.world)
+    saved = {} if newest is None else newest.settings
+    changes = agreed(ranks.processes, run_settings.changes_since(saved, settings))
+    if saves and options.resume is not True:
+        _check_resume(loop, options.resume, newest, saves, changes)
+    if saves and previous is not None:
+        log.run = previous
+    log.event(
+        "start",
+        step=None,
+        policy=policy.name,
+        fingerprint=policy.engine.fingerprint,
+        policy_toml=policy.text,
+        mode=policy.engine.mode,
+        framework=loop.driver.framework,
+        rank=ranks.rank,
+        world=ranks.world,
+        save_every=loop.saver.every,
+        store=str(store.root or type(store).__name__),
+        settings=run_settings.named(settings, loop.driver.learning_rate()),
+        resumes=bool(saves),
+    )
+    if warning is not None:
+        log.problem(None, warning)
+    if after_kill:
+        log.warning("the previous run was killed; its postmortem was written")
+    try:
+        _begin(loop, newest, settings, resume=bool(saves))
+    except BaseException as error:
+        # With an end event, the next start does not take this process for killed.
+        problem, step = f"the run did not start: {described(error)}", loop.data.step
+        log.event("problem", step=step, problem=problem)
+        log.event("end", step=step, ending="exception")
+        ranks.termination.stop()
+        raise
+    _log_first_lines(loop, settings, changes, resumed=bool(saves))
+    log.trackers.start(loop.record.run or log.events.run)
+    if not ranks.rank:
+        loop.notes.remove()  # notes of earlier starts
+    loop.guard.start()
+    loop.driver.on_step = loop.guard.on_step
+    if store.root is not None:
+        _records[store.root.resolve()] = loop.record
+
+
+def _check_resume(
+    loop: Loop, resume: Any, newest: Record | None, saves: list[Saved], changes: Mapping[str, str]
+) -> None:
+    """Raises if a run with checkpoints must not be resumed."""
+    root = loop.saver.store.root
+    where = root or "the store"
+    last = max([each.step for each in saves if each.status != "abandoned"], default=0)
+    if resume is False:
+        raise StoreNotEmpty(
+            f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
+            'directory, or resume="auto" to resume from them'
+        )
+    if newest is None or not newest.completed:
+        return
+    own = root and _records.get(root.resolve())
+    own_completed = own and own.completed
+    which = "that this process has completed" if own_completed else run_settings.other_run(changes)
+    if which:
+        raise StoreNotEmpty(
+            f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
+            'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
+            "model is made; resume=True resumes the saved run, with its weights and settings"
+        )
+    if not loop.has_trainer:  # a trainer decides when its run is complete
+        completed = AlreadyCompleted(
+            f"nothing to do: {where} holds a run that completed at step {last}; resume=True "
+            "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
+            "steps than that run had, an empty directory begins a new run"
+        )
+        loop.log.info(str(completed))
+        raise completed
+
+
+def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, resume: bool) -> None:
+    """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
+    saver, data, recovery, record = loop.saver, loop.data, loop.recovery, loop.record
+    recovery.restorer.find_damage()
+    if resume:
+        _resume(loop, newest)
+    else:
+        if saver.damage:
+            raise _no_usable_checkpoint(loop, {})
+        record.run = agreed(loop.ranks.processes, loop.log.events.run)
+        record.first_step = data.step
+        saver.begin_attempt(data.step)
+    record.settings = record.settings or dict(settings)
+    recovery.read_engines()
+    recovery.comparisons.silent_until = recovery.ledger.accepted_until
+    completed_at = newest.step if newest is not None and newest.completed else None
+    data.start(resumed=resume, completed_at=completed_at)
+    if resume:  # otherwise the first save does it
+        saver.keep_anchor()
+    else:
+        record.nonfinite_ok = saver.nonfinite_in_state()
+        saver.store.nonfinite_ok += tuple(record.nonfinite_ok)
+        if record.nonfinite_ok:
+            shown = ", ".join(record.nonfinite_ok[:5])
+            loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
+        saver.save("first")
+    loop.ranks.termination.start()
+
+
+def _resume(loop: Loop, newest: Record | None) -> None:
+    restorer, saver = loop.recovery.restorer, loop.saver
+    if newest is not None:
+        saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
+    saves = (Course() if newest is None else newest.course).judged(restorer.saves())
+    usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
+    wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
+    try:
+        step, generators = restorer.resume(newest, usable[::-1])
+    except NoGoodCheckpoint as error:
+        raise _no_usable_checkpoint(loop, wrong) from error
+    loop.data.restore(step, generators)
+    loop.log.event("resume", step=step, checkpoint=step)
+    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)
+    lost = {at: why for at, why in sorted(lost.items()) if at > step}
+    if lost:
+        which = "; ".join(f"{at} ({why})" for at, why in lost.items())
+        loop.warn(
+            f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
+            f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
+            f"cannot be used: {which}"
+        )
+
+
+def _damage(loop: Loop) -> dict[int, str]:
+    """Step of each damaged checkpoint -> the damage."""
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.damage}
+
+
+def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
+    """The error that names the problem of each checkpoint, newest first, and what to do."""
+    where, wrong = loop.saver.store.root or "the store", {**wrong, **_damage(loop)}
+    lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
+    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return NoGoodCheckpoint(
+        f"{where} holds an earlier run, and none of its checkpoints can be used: "
+        f"{', '.join(lines[:_SHOWN])}{more}. Restore an intact copy, or pass an empty directory to "
+        "begin a new run"
+    )
+
+
+def _log_first_lines(
+    loop: Loop, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
+) -> None:
+    policy, store, step = loop.policy, loop.saver.store, loop.data.step
+    where = "in host memory only" if store.accepts("regular") else "by the trainer only"
+    if store.durable:
+        where = f"in {type(store).__name__ if store.root is None else store.root}"
+    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    rate, batch = loop.driver.learning_rate(), run_settings.batch_of(settings)
+    parts = [
+        f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
+        "" if rate is None else f"learning rate {rate:.4g}",
+        batch and f"batch size {batch}",
+    ]
+    loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
+    if text := run_settings.changes_text(changes):
+        loop.warn(
+            f"other settings than at the start of this run (saved -> given): {text}. "
+            "Hyperparameters of optimizers and schedules in the state stay as saved. To train with "
+            "new settings from the start, pass an empty directory"
+        )

@@ -1,0 +1,1 @@
+"""What a run tells: console lines and events, the postmortem, trackers."""

@@ -1,0 +1,352 @@
+"""Selects trackers and delivers metrics and events to them in threads, without delaying the run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from healcore.core.step_record import StepRecord
+from healcore.events.metrics import COMPARED
+from healcore.events.models import validate
+from healcore.events.process import Process
+from healcore.events.schema import ENVELOPE, Trait, flag_names, has, sentence
+from healcore.extras import MissingExtraError
+
+MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
+MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest
+_INTERVAL = 0.5
+"""Seconds between two deliveries, because delivery at every step would compete for the GIL."""
+
+_FIELDS = (
+    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip"),
+    *COMPARED,
+)
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Receiver of metrics and events, for `Healer(trackers=...)`.
+
+    All methods are called in one thread. An event may come before the numbers of its step. Methods
+    may block or raise: the training continues, and healcore reports the first error. Optional
+    methods: `start(run)` gets a `TrackedRun` and is called first, `flush()` twice a second,
+    `close()` at the end of the run.
+    """
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Receives the numbers of one optimizer step.
+
+        Args:
+            step: index of the step, from 0. Decreases after a rollback or a restart.
+            values: name -> number, which may be NaN or Inf. docs/reports.md lists the names.
+        """
+        ...
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Receives an event: `kind`, `step`, `time`, `run`, and the fields in docs/events.md."""
+        ...
+
+
+Selection = tuple[str, Callable[[], Tracker]]
+"""Name of a requested tracker, and a function that imports its library and creates it."""
+
+
+def select(trackers: Any) -> tuple[Selection, ...]:
+    """Checks the argument `trackers`, without importing a library.
+
+    Raises:
+        ValueError: not a name, "name:place" or `Tracker`.
+        MissingExtraError: the library of a name is not installed.
+    """
+    several = trackers if isinstance(trackers, list | tuple) else (trackers,)
+    return () if trackers is None else tuple(map(_select_one, several))
+
+
+def _select_one(tracker: Any) -> Selection:
+    if isinstance(tracker, Tracker) and not isinstance(tracker, type):
+        return type(tracker).__name__, lambda: tracker
+    name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
+    if name not in CLIENTS or (colon and not place):
+        raise ValueError(
+            f'trackers must be {", ".join(CLIENTS)}, a name with a project ("wandb:PROJECT"), or '
+            f"objects with the methods metrics(step, values) and event(event), got {tracker!r}"
+        )
+    if importlib.util.find_spec(name) is None:
+        message = f'trackers="{name}" needs {name}, not installed in this environment. '
+        raise MissingExtraError(f"{message}Write: pip install {name}", name=name)
+    return name, lambda: CLIENTS[name](place or None)
+
+
+class Trackers:
+    """All trackers of a run. No method raises. Only `close` waits for the trackers."""
+
+    def __init__(self, selected: Iterable[Selection] = ()) -> None:
+        self._config: dict[str, Any] = {}
+        self._deliveries = [_Delivery(*selection) for selection in selected]
+
+    def start(self, run: str) -> None:
+        """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
+        for delivery in self._deliveries:
+            delivery.queue.appendleft(("start", TrackedRun(run, self._config)))
+            delivery.start()
+
+    def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
+        """Sends the numbers of a step. `fields` are the fields of its line in the metrics file."""
+        prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
+        values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
+        values[f"{prefix}cause"] = float(int(record.cause))
+        values[f"{prefix}action"] = float(int(record.action))
+        self._send("metrics", step, values)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Sends an event."""
+        if event["kind"] == "start":
+            omitted = (*ENVELOPE, *Process._fields)
+            self._config = {name: event[name] for name in event if name not in omitted}
+        self._send("event", event)
+
+    def problems(self) -> list[str]:
+        """Returns the failures since the last call. A tracker reports only its first failure."""
+        return [each.problems.popleft() for each in self._deliveries for _ in tuple(each.problems)]
+
+    def close(self) -> list[str]:
+        """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
+        for delivery in self._deliveries:
+            delivery.ended.set()
+        deadline, late = time.monotonic() + MAX_WAIT, f"within {MAX_WAIT:g} s: it loses records"
+        for delivery in self._deliveries:
+            if delivery.ident is not None:
+                delivery.join(max(0.0, deadline - time.monotonic()))
+            if delivery.is_alive():
+                delivery.problems.append(f"{delivery.name} has not finished {late}")
+        problems, self._deliveries = self.problems(), []
+        return problems
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        for delivery in self._deliveries:
+            delivery.queue.append((method, *map(copy.copy, arguments)))
+
+
+class _Delivery(threading.Thread):
+    """The thread of one tracker: a daemon, so that a hanging tracker does not keep the program."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self.ended = threading.Event()
+        self.queue: deque[tuple[Any, ...]] = deque(maxlen=MAX_PENDING)
+        """Calls: a method of the tracker, and its arguments."""
+        self.problems: deque[str] = deque()
+        """Failures that are not reported yet."""
+        self._failed = False
+        self._tracker: Tracker | None = None
+        """The tracker, or None if it cannot be opened or started."""
+        try:  # in the thread of the loop, to which active runs of mlflow and trackio belong
+            self._tracker = open_tracker()
+        except (Exception, SystemExit) as error:  # from the import or from the client
+            self._fail(error)
+
+    def run(self) -> None:
+        ended = False
+        while not ended:
+            ended = self.ended.wait(_INTERVAL)
+            for _ in range(len(self.queue)):
+                self._call(*self.queue.popleft())
+            self._call("flush")
+        self._call("close")
+
+    def _call(self, method: str, *args: Any) -> None:
+        try:
+            if (call := getattr(self._tracker, method, None)) is not None:
+                call(*args)
+        except BaseException as error:  # some clients raise SystemExit
+            self._fail(error)
+            if method == "start":
+                self._tracker = None
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed:
+            self._failed = True
+            why = f"{self.name} fails, training continues: {type(error).__name__}: {error}"
+            self.problems.append(why[:1000])
+
+
+_MAX_CHARACTERS = 1000
+"""Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
+
+
+class TrackedRun(NamedTuple):
+    """The identity and the configuration of a run, for its trackers."""
+
+    id: str  # id of the run, the same in all processes and after a resume
+    config: dict[str, Any]  # fields of the event `start`, such as policy, mode and framework
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Returns one line about an event."""
+    step = event.get("step")
+    head = event["kind"] if step is None else f"{event['kind']} at step {step}"
+    text = sentence(validate(event)[0])
+    return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
+
+
+class _Wandb:
+    """Metrics, and alerts for severe events.
+
+    The x-axis is the metric `heal/step`, because wandb does not accept a decreasing `step`.
+    """
+
+    levels: Any = ("WARN", "ERROR")
+
+    def __init__(self, project: str | None) -> None:
+        import wandb
+
+        self._library: Any = wandb
+        self._run: Any = None if project else wandb.run
+        self._project, self._is_new = project, self._run is None
+
+    def start(self, run: TrackedRun) -> None:
+        if self._is_new:
+            self._run = self._library.init(
+                project=self._project,
+                id=run.id,
+                resume="allow",  # continues the run with this id in the project, or creates it
+                reinit="create_new",
+                settings={"console": "off"},  # standard output is not recorded
+            )
+        self._run.config.update({"healcore": run.config}, allow_val_change=True)
+        self._run.define_metric("heal/step", hidden=True)
+        self._run.define_metric("heal/*", step_metric="heal/step")
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        # In the user's run, the numbers become part of the row of the user's next `log`. A separate
+        # row would increase wandb's step, and wandb would reject the user's `log(..., step=epoch)`.
+        self._run.log({"heal/step": step, **values}, commit=self._is_new)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        kind = event["kind"]
+        if has(kind, Trait.SEVERE):
+            causes = flag_names(event.get("cause", ()))
+            title = f"healcore: {kind}{f': {causes}' if causes else ''}"
+            is_error = kind == "stop" or event.get("severity") == "error"
+            self._run.alert(title, event_text(event), self.levels[is_error])
+
+    def close(self) -> None:
+        if self._is_new:
+            self._run.finish()
+
+
+class _Trackio(_Wandb):
+    def __init__(self, project: str | None) -> None:
+        import trackio
+        from trackio import context_vars
+
+        self._library = trackio
+        self.levels = (trackio.AlertLevel.WARN, trackio.AlertLevel.ERROR)
+        self._run = None if project else context_vars.current_run.get()
+        self._project = project or os.environ.get("TRACKIO_PROJECT") or "healcore"
+        self._is_new = self._run is None
+
+    def start(self, run: TrackedRun) -> None:
+        if self._is_new:
+            config = {"healcore": run.config}
+            self._run = self._library.init(
+                self._project, name=run.id, resume="allow", config=config
+            )
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+
+class _MLflow:
+    """Metrics in batches, and as tags the policy and the newest event of each kind."""
+
+    def __init__(self, experiment: str | None) -> None:
+        import mlflow
+        from mlflow.entities import Metric
+
+        active = None if experiment else mlflow.active_run()
+        self._metric: Any = Metric
+        self._client = mlflow.MlflowClient()
+        self._id: str = active.info.run_id if active else ""
+        self._is_new = active is None
+        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
+        self._pending: list[Any] = []
+        self._status = "KILLED"
+
+    def start(self, run: TrackedRun) -> None:
+        client, tag = self._client, "healcore.run"
+        if self._is_new:
+            known = client.get_experiment_by_name(self._experiment)
+            id = known.experiment_id if known else client.create_experiment(self._experiment)
+            earlier = client.search_runs([id], f"tags.`{tag}` = '{run.id}'")
+            continued = earlier[0] if earlier else client.create_run(id, run_name=run.id)
+            self._id = continued.info.run_id
+            client.update_run(self._id, "RUNNING")
+        client.set_tag(self._id, tag, run.id)
+        for name, value in run.config.items():
+            client.set_tag(self._id, f"healcore.{name}", str(value)[:5000])
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self._pending += [self._metric(name, value, now, step) for name, value in values.items()]
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._client.set_tag(self._id, f"healcore.event.{event['kind']}", event_text(event))
+        if event["kind"] == "end":
+            self._status = "FINISHED" if event["ending"] == "completed" else "FAILED"
+
+    def flush(self) -> None:
+        pending, self._pending = self._pending, []
+        for first in range(0, len(pending), 1000):  # the limit of a request
+            batch = pending[first : first + 1000]
+            self._client.log_batch(self._id, metrics=batch, synchronous=True)
+
+    def close(self) -> None:
+        if self._is_new:
+            self._client.set_terminated(self._id, self._status)
+
+
+class _TensorBoard:
+    """Scalars, and events as text, in a new event file per process; needs no torch."""
+
+    def __init__(self, directory: str | None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        # protobuf creates the classes at run time: unknown to type checkers
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._text, self._directory, self._last_step = text_pb, directory, -1
+
+    def start(self, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(self._directory or os.path.join("runs", run.id))
+        self.flush, self.close = self._writer.flush, self._writer.close
+        policy = run.config.get("policy_toml", run.config["policy"])
+        self._add(0, summary=self._text("heal/policy", f"```\n{policy}\n```"))
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        if step < self._last_step:  # TensorBoard hides the rows that a rollback has undone
+            start = self._events.SessionLog.START
+            self._add(step, session_log=self._events.SessionLog(status=start))
+        self._last_step = step
+        scalar = self._summaries.Summary.Value
+        scalars = [scalar(tag=name, simple_value=value) for name, value in values.items()]
+        self._add(step, summary=self._summaries.Summary(value=scalars))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._add(event["step"] or 0, summary=self._text("heal/events", event_text(event)))
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
+
+
+CLIENTS = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _MLflow, "tensorboard": _TensorBoard}
+"""Name of a library -> class of its tracker."""

@@ -1,0 +1,83 @@
+"""Batches of every structure are split, put together again, and refused in words."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from healcore.runtime.faults.microbatches import UnsplittableBatch, count_samples, split
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    name: str = "a"
+
+
+def rows(n: int, *more: int) -> torch.Tensor:
+    return torch.arange(n * int(np.prod(more))).reshape(n, *more)
+
+
+@given(n=st.integers(1, 40), data=st.data(), framework=st.sampled_from([np, jnp, torch]))
+def test_parts_put_together_are_the_batch(n, data, framework):
+    parts = data.draw(st.integers(1, n))
+    x = framework.arange(3 * n).reshape(n, 3)
+    pieces = split({"x": x, "names": [str(i) for i in range(n)], "scale": 2.0}, parts)
+    lengths = {len(piece["names"]) for piece in pieces}
+    assert len(pieces) == parts
+    assert max(lengths) - min(lengths) <= 1
+    assert np.array_equal(np.concatenate([np.asarray(piece["x"]) for piece in pieces]), x)
+    assert [name for piece in pieces for name in piece["names"]] == [str(i) for i in range(n)]
+    assert {piece["scale"] for piece in pieces} == {2.0}
+    assert {type(piece["x"]) for piece in pieces} == {type(x)}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        rows(4, 2),
+        [{"a": rows(4)}, rows(4)],
+        Pair(rows(4, 2), rows(4)),
+        {"x": [rows(4), rows(4, 5)], "lr": torch.tensor(0.1), "n": None},
+        UserDict(x=rows(4)),
+        MappingProxyType({"x": rows(4)}),
+        BatchEncoding({"input_ids": rows(4, 7), "labels": rows(4, 7)}),
+        [{"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}],  # not split along 3
+        [rows(5), rows(7), rows(2), rows(9)],
+        [Record(rows(3))] * 4,
+        {"image": rows(4, 3, 2, 2), "boxes": [rows(2, 4), rows(1, 4), rows(5, 4), rows(3, 4)]},
+        # torchvision's detection collate, tuple(zip(*samples)): pictures of three channels
+        (tuple(rows(3, 8, w) for w in (5, 6, 7, 8)), tuple({"boxes": rows(2, 4)} for _ in "abcd")),
+        {"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1]},
+    ],
+)
+def test_structures(batch):
+    assert count_samples(batch) == 4
+    pieces = split(batch, 2)
+    assert [count_samples(piece) for piece in pieces] == [2, 2]
+    assert {type(piece) for piece in pieces} == {type(batch)}
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [({"x": rows(4), "y": rows(5)}, "x has 4, y has 5"), (7, "7 of type int has neither")],
+)
+def test_no_common_length(batch, message):
+    for refuse in (count_samples, lambda batch: split(batch, 2)):
+        with pytest.raises(UnsplittableBatch, match=message):
+            refuse(batch)

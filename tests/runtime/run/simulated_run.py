@@ -1,0 +1,180 @@
+"""A run without a framework: the Healer's ledger, choice, retention and records, and nothing else.
+
+The store is a list and a step is healthy or not, so that hypothesis can try thousands of
+histories. Killing it means: the list stays, all the rest is gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from healcore.core.verdict import Cause
+from healcore.events import Log
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.record import ITEM, HostState, Record
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.saver import Saver
+from healcore.runtime.run_options import Checkpoints
+from healcore.runtime.store import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointStore,
+    Course,
+    Keep,
+    Restored,
+    Saved,
+)
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.story.run_log import RunLog
+from tests.healer.step_records import record
+from tests.healer.training_loops import rules
+
+EVERY, PROBATION, REGION = 4, 3, 12
+KEEP = Keep(good=3, candidates=2)
+POLICY = HostPolicy.of(rules(), {"rollback": {"probation": PROBATION, "region": REGION}})
+NO_DATA = HostState(LoaderRegistry().position, None).state_dict()
+"""Random states, and the positions of no loaders."""
+
+
+class Killed(BaseException):
+    """Stands for the kill of the process at this point."""
+
+
+class Listed(CheckpointStore):
+    """A CheckpointStore that remembers what was saved and holds no arrays."""
+
+    durable = property(lambda self: True)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        copier: Any = None
+        super().__init__(copier)
+        self.saves: dict[int, Saved] = {}
+        self.records: dict[int, Any] = {}
+        self.corrupt: set[int] = set()
+        self.bad: list[tuple[int, tuple[str, ...]]] = []
+        """Saves with NaN that were not reported yet."""
+        self.finite = True
+        self.calls_left = -1
+        """Changes until the process is killed; negative: it is not."""
+
+    def passes(self) -> None:
+        """A point at which it may be killed."""
+        if self.calls_left == 0:
+            self.calls_left = -1
+            raise Killed
+        self.calls_left -= self.calls_left > 0
+
+    def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
+        self.passes()
+        attempt = max(1, len(Course.of(healing).attempts))
+        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
+        self.records[step] = json.loads(json.dumps(healing))
+        self.corrupt.discard(step)
+        self.bad += [] if self.finite else [(step, ("weights",))]
+
+    def steps(self) -> list[Saved]:
+        course = Course.newest(self.records)
+        return course.judged(self.saves[step] for step in sorted(self.saves))
+
+    def steps_on_disk(self) -> list[int]:
+        return sorted(self.saves)
+
+    def submit(self, step: int, job: Callable[[], None]) -> None:
+        job()
+
+    def verify(self, step: int) -> None:
+        if step not in self.saves:
+            raise CheckpointNotFound(step, list(self.saves), "a list")
+        if step in self.corrupt:
+            raise CheckpointDamaged(step, "a list", "it", "is damaged")
+
+    def restore(self, step: int, like: Any) -> Restored:
+        self.verify(step)
+        self.passes()
+        return Restored({ITEM: NO_DATA}, self.records[step])
+
+    def healings(self) -> dict[int, Any]:
+        return dict(self.records)
+
+    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+        self.verify(step)
+        self.passes()
+        self.records[step] = json.loads(json.dumps(healing))
+
+    def delete(self, step: int) -> None:
+        self.passes()
+        del self.saves[step], self.records[step]
+
+    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
+        found, self.bad = self.bad, []
+        return found
+
+
+class Nothing:
+    framework = "none"
+    state = engines = staticmethod(dict)
+    learning_rate = staticmethod(lambda: None)
+    load = hold_numbers = staticmethod(lambda *given, **options: None)
+
+
+class Process:
+    """One process of the run, constructed as in `setup`."""
+
+    def __init__(self, store: Listed) -> None:
+        self.store, self.loaders = store, LoaderRegistry()
+        facts = Record()
+        self.ledger = facts.ledger
+        self.events: list[dict[str, Any]] = []
+        log: Any = RunLog(Log(None), console=False)
+        log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
+        host = HostState(self.loaders.position, None)
+        self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
+        parts: dict[str, Any] = {"policy": POLICY, "driver": Nothing(), "store": store, "log": log}
+        options = Checkpoints(every=EVERY, keep=KEEP)
+        self.saver = Saver(self.data, facts, ranks=Alone(), options=options, **parts)
+        no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
+        self.saver.comparisons = no_comparisons
+        self.restorer = Restorer(self.saver)
+        self.incident = 0
+        self._goes_on = False
+
+    step = property(lambda self: self.data.step)
+    onset = property(lambda self: self.ledger.incidents[-1].onset)
+    """The onset of the incident under way."""
+
+    def begin(self) -> None:
+        """The same steps as `start.begin`."""
+        usable = [s.step for s in self.store.steps() if s.finite and s.status != "abandoned"]
+        if usable:
+            self.data.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
+        else:
+            self.saver.begin_attempt(self.step)
+        if not self.store.saves:
+            self.save("first")
+
+    def take(self, *, alarm: bool, skip: bool, is_open: bool) -> None:
+        cause = Cause.NONFINITE_LOSS if alarm else Cause(0)
+        # The engine counts a new incident; after a restart it goes on from the checkpoint's count.
+        self.incident += alarm and not self._goes_on
+        self._goes_on = alarm or is_open
+        incident = {"incident": self.incident, "incident_open": is_open}
+        judged = record(step=self.step + 1, cause=cause, skip=skip, **incident)
+        self.ledger.record(self.step, [judged])
+        self.data.step += 1
+        if self.step % EVERY == 0 and not self.ledger.open:
+            self.save("regular")
+        self.saver.poll()
+
+    def save(self, why: str) -> None:
+        self.saver.write(self.step, why)
+
+    def go_back(self, depth: int) -> RollbackRecord:
+        order = Order(index=self.step - 1, onset=self.onset, depth=depth)
+        done, _ = self.restorer.roll_back(order)
+        self.data.step, self._goes_on = done.target, False
+        return done

@@ -1,0 +1,443 @@
+"""When weights are compared, with which anchors, what follows, and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from healcore.errors import SignalError
+from healcore.runtime.run import evidence
+from healcore.runtime.run.evidence import (
+    MAX_CREDIT,
+    MAX_DEBT,
+    RECENT,
+    SAMPLE,
+    STAKE,
+    Anchor,
+    ComparisonState,
+    ObservedBatch,
+    TrainedStep,
+)
+from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
+
+
+def after(steps: int, loss: Any = noisy) -> Run:
+    run = Run(loss)
+    healthy(run, steps)
+    return run
+
+
+@pytest.mark.parametrize("alarm", [True, False], ids=["alarm", "no detector"])
+def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
+    run = after(250)
+    verdict = damaged(run, alarm=alarm)
+    assert run.assessments == ["worse"]
+    assert verdict.anchor == 200, "the one with the lowest mean loss, although it is young"
+    assert verdict.onset == 250
+    assert verdict.found == 250 + 19
+    assert verdict.due == 250 + LASTS
+    assert verdict.index == 250 + LASTS + 9, "half of the evidence again"
+    assert verdict.evidence >= 1e4
+    assert verdict.rise > 1
+    assert verdict.rise_remembered > 1
+    assert run.comparisons.unusual(verdict) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "by"),
+    [
+        (lambda weight, batch: 1000 * noisy(weight, batch), 0.0),
+        (lambda weight, batch: noisy(weight, batch) + 1e6, 0.0),
+        (lambda weight, batch: abs(weight - 6.6) + 1, 5.0),
+        (lambda weight, batch: 10.0, 5.0),
+        (lambda weight, batch: math.nan, 5.0),
+    ],
+    ids=["scale", "new term", "worse on the new data", "the same with any weights", "NaN"],
+)
+def test_a_loss_that_shows_nothing_about_the_weights_is_no_evidence(loss, by):
+    run = Run(lambda weight, batch: (loss if batch >= 250 else noisy)(weight, batch))
+    healthy(run, 250)
+    assert damaged(run, by=by) is None
+    assert not run.comparisons.suspects
+
+
+def test_batches_and_norms_at_the_onset_that_are_unusual():
+    """Three batches that the earlier weights find extraordinary, and a step with a large norm."""
+
+    def loss(weight: float, batch: int) -> float:
+        return noisy(weight, batch) + (50.0 if 250 <= batch < 253 else 0.0)
+
+    run = Run(loss)
+    for _ in range(250):
+        run.take(run.step, weight=10.0 / (1 + run.step / 50), norm=1.0)
+    level, verdict = run.driver.weight + 5.0, None
+    while verdict is None:
+        norm = 4.0 if run.step == 255 else 2.0
+        verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
+    assert run.comparisons.unusual(verdict) == [250, 251, 252, 255]
+
+
+def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
+    run = Run(noisy)
+    run.driver.rate = 0.25
+    run.comparisons.anchors.clear()
+    run.comparisons.keep(0, run.restorable)
+    healthy(run, 246)
+    run.driver.rate = 8.0
+    for _ in range(4):  # alarms, and the weights are not worse yet
+        run.take(run.step, alarm=True)
+    verdict = damaged(run)
+    assert verdict.onset == 246
+    assert verdict.healthy_rate == 0.25
+    assert set(verdict.rates) == {8.0}
+
+
+@pytest.mark.parametrize("recovers", [30, 48])
+def test_a_run_that_recovers_before_a_rollback_would_pay_is_left_alone(recovers):
+    run = after(250)
+    assert damaged(run, 20) is None
+    before = run.driver.evaluations
+    assert damaged(run, recovers - 20, by=0.0) is None
+    assert run.driver.evaluations == before, "nothing is evaluated while the run may recover"
+    assert damaged(run, 300, by=-5.5, alarm=False) is None
+    assert run.assessments == ["worse", "recovered"]
+    assert not run.comparisons.suspects
+
+
+def test_damage_soon_after_the_anchor_is_not_waited_for():
+    """A rollback repeats little, and its evidence takes longer than that."""
+    run = Run(noisy, interval=8)
+    healthy(run, 250)
+    verdict = damaged(run)
+    assert verdict.index == verdict.found == 250 + 19
+    assert verdict.anchor >= 230
+    assert run.assessments == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "by"),
+    [
+        (lambda weight, batch: math.nan if weight > 50 else noisy(weight, batch), 100.0),
+        (lambda weight, batch: math.nan if batch % 4 == 0 else noisy(weight, batch), 5.0),
+    ],
+    ids=["with the current weights alone", "with both on some batches"],
+)
+def test_a_loss_of_nan(loss, by):
+    """With the current weights alone it counts; with both it is no evidence against damage."""
+    run = after(250, loss)
+    assert damaged(run, by=by) is not None
+
+
+def test_at_most_three_anchors_the_lowest_mean_loss_and_the_last_two_checkpoints():
+    run = Run(noisy)
+    healthy(run, 200)
+    assert [each.step for each in run.comparisons.anchors] == [0, 100, 200]
+    healthy(run, 500)
+    assert [each.step for each in run.comparisons.anchors] == [500, 600, 700], "the loss falls"
+    for _ in range(400):  # it rises, and comparisons with any weights show no damage
+        run.take(run.step, loss=run.step / 100)
+    assert [each.step for each in run.comparisons.anchors] == [700, 1000, 1100]
+
+
+def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
+    """At the start half of the run is old enough, and eight steps at least."""
+    run = Run(noisy)
+    eligible = lambda index: [each.step for each in run.comparisons._eligible_anchors(index)]  # noqa: E731
+    assert (eligible(7), eligible(8)) == ([], [0])
+    healthy(run, 250)
+    assert [eligible(index) for index in (150, 200, 299, 300)] == [[0], [100], [100], [200]]
+
+
+def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
+    run = Run(noisy)
+    healthy(run, 290)
+    assert damaged(run) is not None
+    assert [each.step for each in run.comparisons.anchors] == [0, 100, 200]
+    run.comparisons.on_rollback(150)
+    assert [each.step for each in run.comparisons.anchors] == [0, 100]
+    assert all(step.index < 150 for each in run.comparisons.anchors for step in each.sample)
+    assert not run.comparisons.suspects
+
+
+def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
+    run = after(250)
+    run.comparisons.accept(400)
+    assert not run.comparisons.anchors
+    before = run.driver.evaluations
+    assert damaged(run, 150) is None
+    assert run.driver.evaluations == before
+    healthy(run, 110)
+    assert damaged(run, 300) is not None, "worse than the level that was accepted"
+
+
+def test_a_rate_that_is_not_finite_can_be_saved():
+    """JSON has no such numbers, and a save that raises loses the run's work."""
+    run = Run(noisy)
+    run.driver.rate = math.nan
+    healthy(run, 250)
+    assert damaged(run, 10) is None
+    assert run.comparisons.suspects
+    text = json.dumps(asdict(run.comparisons.state), allow_nan=False)
+    read = TypeAdapter(ComparisonState).validate_json(text, strict=True)
+    assert read == run.comparisons.state
+    assert [each.draw() for each in read.anchors] == [None] * len(read.anchors)
+
+
+@pytest.mark.parametrize(("wrong", "trouble"), [(KeyError("labels"), 0), (None, 40)])
+def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
+    """It raises, or gives no number while a verdict is pending: the run can end."""
+    calls = []
+
+    def loss(weight: float, batch: int) -> Any:
+        if batch < 250 + trouble:
+            return noisy(weight, batch)
+        calls.append(batch)
+        if wrong is not None:
+            raise wrong
+        return (1.0, 2.0)
+
+    run = after(250, loss)
+    assert damaged(run, trouble) is None
+    for _ in range(LASTS):
+        assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
+    assert len(calls) == 1
+    assert not run.comparisons.is_enabled
+    assert run.comparisons.at_end(run.step) is None
+    assert not run.comparisons.anchors, "their memory is free"
+    (line,) = run.warnings
+    assert type(wrong or SignalError("")).__name__ in line
+
+
+def test_parts_of_a_batch_count_by_their_weights():
+    """The mean of an accumulation is that of the training loss."""
+    run = Run(lambda weight, batch: weight + float(batch))
+    healthy(run, 250)
+    step = TrainedStep(run.step, (ObservedBatch(1.0, 0.75), ObservedBatch(5.0, 0.25)))
+    found = run.comparisons._losses_of([step], run.comparisons.anchors[0])
+    assert found is not None
+    [now], [then] = found
+    assert now == pytest.approx(run.driver.weight + 2.0)
+    assert then == pytest.approx(10.0 + 2.0), "the first weight"
+
+
+def test_an_anchor_whose_checkpoint_is_gone_is_dropped():
+    run = Run(noisy)
+    healthy(run, 300)
+    run.restorable = {200, 300, 400}
+    healthy(run, 100)
+    assert [each.step for each in run.comparisons.anchors] == [200, 300, 400]
+    run.restorable = set()
+    healthy(run, 100)
+    assert run.comparisons.anchors == []
+
+
+def test_within_an_accumulation_nothing_is_compared():
+    run = Run(lambda weight, batch: weight + batch % 7)
+    run.take(0)
+    before = run.driver.evaluations  # of the check of the loss_fn
+    run.driver.weight, run.driver.accumulates = 500.0, True
+    for step in range(200):
+        run.take(step, alarm=True)
+    assert run.driver.evaluations == before
+
+
+@pytest.mark.parametrize(("given", "free"), [(15.0, True), (9.0, False)])
+def test_a_loop_that_observes_the_loss_fn_needs_one_call_less(given, free):
+    """The loss_fn predicts the first loss with the weights before its update."""
+    run = Run(lambda weight, batch: weight + batch)
+    run.driver.weight = 4.0
+    run.take(5, loss=given)
+    assert run.comparisons.loss_function.gives_loss is free
+
+
+# -- credit, debt and the price of an evaluation --------------------------------------------------
+
+PER_STEP = 0.03
+"""Evaluations that a step of a healthy run pays for: 1 % of a step that costs three."""
+
+
+@pytest.mark.parametrize(("alarm", "gives_loss"), [(False, False), (True, False), (True, True)])
+def test_a_healthy_run_costs_at_most_one_percent(alarm, gives_loss):
+    """And 30 evaluations at the start, also with alarms at every step."""
+    run = Run(noisy)
+    run.comparisons.loss_function.gives_loss = gives_loss
+    healthy(run, 5000, alarm=alarm)
+    most = MAX_CREDIT + PER_STEP * 5000 + 4  # one comparison may begin with any credit
+    assert run.driver.evaluations <= most
+    if alarm:
+        assert run.driver.evaluations > 0.8 * most
+
+
+def test_the_debt_of_a_suspicion_is_bounded():
+    """At most 1,333 steps without a comparison, however long the suspicion was."""
+    run = Run(noisy)
+    healthy(run, 1250, alarm=True)
+    while run.comparisons._budget.credit <= 0:
+        healthy(run, 1)
+    began, level = run.step, run.driver.weight
+    assert damaged(run, 15) is None
+    assert run.comparisons.suspects
+    while run.comparisons.suspects:  # the weight falls again
+        assert run.take(run.step, weight=level * 0.9, alarm=True) is None
+    assert run.step - began < 3 * 15 + RECENT, "small wins end it once they are the usual"
+    before, began = run.driver.evaluations, run.step
+    while run.driver.evaluations == before:
+        healthy(run, 1, alarm=True)
+    assert MAX_DEBT / PER_STEP - 5 < run.step - began < MAX_DEBT / PER_STEP + 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "compared"),
+    [
+        (lambda batch: 0.0, [10]),
+        (lambda batch: 100.0 if batch in (99, 499) else 0.1, [10]),
+        (lambda batch: 4.0, [1, 2, 3, 4]),
+    ],
+    ids=["fast", "some are slow, as the first, which compiles", "as slow as four steps"],
+)
+def test_slow_evaluations_make_heartbeats_rarer_and_alarms_no_less_heard(
+    monkeypatch, seconds, compared
+):
+    clock = [0.0]
+    monkeypatch.setattr(evidence.time, "monotonic", lambda: clock[0])
+
+    def loss(weight: float, batch: int) -> float:
+        clock[0] += seconds(batch)
+        return noisy(weight, batch)
+
+    run, found = Run(loss), None
+    run.comparisons.loss_function.gives_loss = True
+    for step in range(1250):
+        clock[0] += 1.0
+        level, is_damaged = 10.0 / (1 + min(step, 999) / 50), step >= 1000
+        level += 5 * is_damaged
+        given = noisy(level, step)
+        found = found or run.take(step, weight=level, alarm=is_damaged, loss=given)
+        if step == 999:
+            assert found is None
+            assert run.driver.evaluations in compared
+    assert found is not None
+    assert found.found == 1000 + 19
+
+
+# -- the evidence of an anchor: its arithmetic, its theorem, its sample of batches ----------------
+
+
+def anchor() -> Anchor:
+    return Anchor(0, None)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
+    """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
+    a = anchor()
+    for index, won in enumerate(wins):
+        a.learn(index, 1.0 if won else -1.0)
+    factors = [1 + STAKE if won else 1 - STAKE for won in wins]
+    products = [math.prod(factors[start:]) for start in range(len(factors))]
+    assert a.evidence == pytest.approx(max(products), rel=1e-9)
+    assert (a.onset is None) == (a.evidence <= 1)
+    if a.onset is not None:
+        assert products[a.onset] == pytest.approx(a.evidence)
+        assert wins[a.onset], "it begins with a comparison that was won"
+
+
+def comparisons_until(c: float, rises: Iterator[float], most: int = 10_000) -> int:
+    """Number of comparisons until the evidence reaches c, or `most`."""
+    a = anchor()
+    for index, rise in enumerate(itertools.islice(rises, most)):
+        a.learn(index, rise)
+        if a.evidence >= c:
+            return index + 1
+    return most
+
+
+def bet(rng: random.Random, chance: float) -> float:
+    return 1.0 if rng.random() < chance else -1.0
+
+
+HEALTHY: dict[str, Callable[[list[float], random.Random], float]] = {
+    "coin": lambda past, rng: bet(rng, 0.5),
+    # An even chance decides two comparisons at once, the second at one half or none.
+    "swings": lambda past, rng: bet(rng, 0.5 * (len(past) % 2 == 0 or past[-1] > 0)),
+    "heavy tails": lambda past, rng: math.tan(math.pi * (rng.random() - 0.5)),
+    "rare losses": lambda past, rng: bet(rng, 0.5) * (50.0 if rng.random() < 0.05 else 1.0),
+    "not finite": lambda past, rng: rng.choice([math.inf, -math.inf, 0.1, -0.1]),
+}
+"""Rises whose bet is fair at most, whatever the past."""
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_at_least_c_comparisons_to_a_false_order_on_average(name):
+    c, rng = 20.0, random.Random(1)
+
+    def rises() -> Iterator[float]:
+        past: list[float] = []
+        while True:
+            past.append(HEALTHY[name](past, rng))
+            yield past[-1]
+
+    found = [comparisons_until(c, rises(), int(20 * c)) for _ in range(300)]
+    mean = sum(found) / len(found)
+    spread = math.sqrt(sum((each - mean) ** 2 for each in found)) / len(found)
+    assert mean + 3 * spread >= c
+
+
+def test_damage_that_leaves_most_batches_unharmed_is_found():
+    """The mean of the loss is much higher, although the current weights win on most batches."""
+    rng = random.Random(3)
+    for otherwise, most in ((-0.01, 100), (-3.0, 10_000)):
+        rises = (3.0 if rng.random() < 0.4 else otherwise for _ in itertools.count())
+        assert (comparisons_until(1e4, rises, most) < most) is (otherwise == -0.01)
+
+
+def test_one_huge_rise_does_not_hide_the_others():
+    """Found after log(1e4) / log(1 + STAKE) comparisons."""
+    rises = (1e9 if index == 5 else 1.0 for index in itertools.count())
+    assert comparisons_until(1e4, rises) == 20
+
+
+@given(st.lists(st.floats(allow_nan=False)))
+def test_a_bet_loses_or_wins_at_most_the_stake(rises):
+    a = anchor()
+    for index, rise in enumerate(rises):
+        before = max(1.0, a.evidence)
+        a.learn(index, rise)
+        factor = a.evidence / before
+        assert 1 - STAKE - 1e-9 <= factor <= 1 + STAKE + 1e-9
+        assert (factor > 1) <= (rise > 0)
+
+
+def filled(step: int, number: int) -> Anchor:
+    a = Anchor(step, None)
+    for index in range(number):
+        a.add(TrainedStep(index, (ObservedBatch(index),)))
+    return a
+
+
+def test_the_sample_is_uniform_over_all_steps_since():
+    """Of 40 steps each is kept with the chance 8 / 40, the first like the last."""
+    runs = 3000  # the step seeds the sample
+    counts = Counter(each.index for step in range(runs) for each in filled(step, 40).sample)
+    expected = runs * SAMPLE / 40
+    chi2 = sum((counts[index] - expected) ** 2 / expected for index in range(40))
+    assert chi2 < 72, "39 degrees of freedom: 99.9 % are below"
+
+
+def test_a_sample_is_the_same_in_every_process():
+    assert [e.index for e in filled(7, 100).sample] == [e.index for e in filled(7, 100).sample]
+    assert [filled(7, 100).draw(), filled(7, 100).draw()] == [filled(7, 100).draw()] * 2
+    assert anchor().draw() is None
+    a = filled(3, 8)
+    assert {step.index for step in (a.draw() for _ in range(200)) if step} == {*range(8)}

@@ -1,0 +1,286 @@
+"""The choice of the checkpoint and of the trial, and what the monitor logs and skips."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from healcore.core.verdict import Action, Cause
+from healcore.events import Log
+from healcore.policy import load
+from healcore.runtime.data import BatchId
+from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run.ledger import Ledger
+from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.orders import (
+    ABOVE,
+    MAX_LEFT_OUT,
+    CheckpointChoice,
+    Facts,
+    Trial,
+    choose,
+    decide,
+)
+from healcore.runtime.run.steps import HostRules, StepResult
+from healcore.runtime.run_options import Hooks
+from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.story.run_log import RunLog
+from tests.healer.step_records import record
+
+
+def saved(step: int, status: Status = "good", finite: bool = True) -> Saved:
+    return Saved(step, status, finite, 1, 0.0, 1, None)
+
+
+GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]
+
+
+@pytest.mark.parametrize(
+    ("onset", "depth", "order"),
+    [
+        (350, 1, (300, 200, 100)),
+        (300, 1, (300, 200, 100)),  # saved before the step of the onset was taken
+        (299, 1, (200, 100)),
+        (1000, 1, (300, 200, 100)),  # a candidate is not known-good
+        (350, 2, (200, 100)),
+        (350, 9, (100,)),  # as deep as it goes
+        (350, 0, (300, 200, 100)),
+    ],
+)
+def test_depth(onset, depth, order):
+    assert choose(GOOD, onset=onset, depth=depth) == CheckpointChoice(order, False, False)
+
+
+@pytest.mark.parametrize(
+    ("saves", "facts", "found"),
+    [
+        (GOOD, {"onset": 360, "tried": [300]}, ((200, 100), False, False)),
+        # What became good on the way back into the same trouble is not gone back to.
+        ([*GOOD, saved(340)], {"onset": 345, "tried": [300]}, ((200, 100), False, False)),
+        ([*GOOD, saved(340)], {"onset": 345, "tried": [300], "depth": 4}, ((100,), False, False)),
+        # No deeper checkpoint: the same one again, or the run's first snapshot.
+        (GOOD, {"onset": 160, "tried": [100]}, ((100,), False, True)),
+        (GOOD, {"onset": 160, "tried": [100], "initial": [0]}, ((0,), True, False)),
+        (GOOD, {"onset": 160, "tried": [100, 0], "initial": [0]}, ((0,), True, True)),
+        (GOOD, {"onset": 350, "initial": [0]}, ((300, 200, 100, 0), False, False)),
+        (GOOD[:1], {"onset": 5, "initial": [0]}, ((0,), True, False)),
+        (
+            [saved(0), saved(100, "abandoned"), saved(200, finite=False)],
+            {"onset": 300, "initial": [100]},
+            ((0,), False, False),
+        ),
+    ],
+)
+def test_the_choice_of_a_checkpoint(saves, facts, found):
+    assert choose(saves, **facts) == CheckpointChoice(*found)
+
+
+@pytest.mark.parametrize(
+    ("saves", "initial", "said"),
+    [
+        (GOOD[:1], [], r"onset at step 5.*there: 0 \(candidate\)"),
+        ([saved(0, "abandoned")], [0], "there: 0"),
+        ([saved(0, "candidate", finite=False)], [0], "not finite"),
+        ([], [0], "there: none"),
+    ],
+)
+def test_no_checkpoint_can_be_chosen(saves, initial, said):
+    with pytest.raises(NoGoodCheckpoint, match=said):
+        choose(saves, onset=5, initial=initial)
+
+
+def test_healthy_steps_need_not_follow_without_a_gap():
+    for unhealthy, step, now, expected in (
+        ([], 10, 25, 15),
+        ([9], 10, 30, 20),
+        ([20], 20, 30, 9),  # the step right after the save of step 20
+        ([*range(10, 21)], 10, 30, 9),
+        ([30, 31], 20, 30, 10),  # not yet judged
+    ):
+        assert Ledger(unhealthy=unhealthy).healthy_steps(step, now) == expected
+
+
+RATES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]), max_size=3)
+FACTS = st.builds(
+    Facts,
+    rates=RATES,
+    healthy_rate=st.sampled_from([0.0, 0.01, 0.1]),
+    from_start=st.booleans(),
+    unusual=st.booleans(),
+    numbers=st.booleans(),
+    may_limit=st.integers(0, 4),
+    can_rewind=st.booleans(),
+)
+
+
+def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
+    """The issue's words, one line for each trial."""
+    if trial is Trial.RATE:
+        above = any(rate > facts.healthy_rate * ABOVE for rate in facts.rates)
+        above |= not facts.rates and bool(tried)
+        return (above or facts.from_start) and tried.count(trial) < facts.may_limit
+    if trial is Trial.LEAVE_OUT:
+        return facts.unusual and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
+    if trial is Trial.NUMBERS:
+        return facts.numbers and not facts.from_start and trial not in tried
+    return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
+
+
+ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.NUMBERS, Trial.ACCEPT)
+
+
+@given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
+def test_the_first_trial_in_order_that_is_allowed(tried, facts):
+    assert decide(tried, facts) == next(e for e in ORDER if allowed(e, tried, facts))
+
+
+@given(st.lists(FACTS, min_size=10, max_size=10))
+def test_each_place_ends_with_an_acceptance(all_facts):
+    """Whatever is measured at each of the verdicts: at most ten in one place."""
+    tried: list[Trial] = []
+    for facts in all_facts:
+        tried.append(decide(tried, facts))
+        if tried[-1] is Trial.ACCEPT:
+            break
+    assert tried[-1] is Trial.ACCEPT
+    assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
+
+
+# -- what the monitor logs, which batches a rollback skips, and the host's own rules --------------
+
+FINE = record()
+NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
+
+
+class Run:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.log = RunLog(Log(None), console=True)
+        driver = SimpleNamespace(learning_rate=lambda: 0.001)
+        run = {"policy": HostPolicy.of("default"), "ranks": Alone(), "log": self.log}
+        saver: Any = SimpleNamespace(**run, ledger=Ledger(), driver=driver, every=0)
+        self.monitor = IncidentMonitor(saver, Hooks())
+        self._step = 0
+
+    def steps(self, number: int, **changes: Any) -> list[str]:
+        for _ in range(number):
+            self._step += 1
+            each = FINE._replace(step=self._step, **changes)
+            self.monitor.process(StepResult(self._step - 1, [each], ()))
+        return self._capsys.readouterr().err.splitlines()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
+    run.steps(5)
+    lines = run.steps(1000, incident=1, incident_open=True, **NAN)
+    assert len(lines) == 4
+    assert lines[0].startswith("healcore: step 5: incident 1: nonfinite loss; ")
+    assert "; skipped. The loss itself was NaN or Inf" in lines[0]
+    assert [line.split("; ")[-1] for line in lines[1:]] == [
+        "skipped, 10 of the run",
+        "skipped, 100 of the run",
+        "skipped, 1000 of the run",
+    ]
+
+
+@pytest.mark.parametrize(("back_to", "skipped"), [(None, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4, 5])])
+def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
+    run: Run, back_to: int | None, skipped: list[int]
+):
+    """Steps 0 to 5 have batches of one loader, and those from 6 on of another one."""
+    monitor, start = run.monitor, 6
+    for index in range(start):
+        monitor.process(StepResult(index, [FINE], (BatchId(0, 100 + index),)))
+    monitor.begin_loader(start)
+    if back_to is not None:  # the second loader begins again there
+        monitor.on_rollback(back_to)
+        start = back_to
+    for index in range(start, 10):
+        monitor.process(StepResult(index, [FINE], (BatchId(0, index - start),)))
+    assert [each.index for each in monitor.batches_between(0, 9)] == skipped
+
+
+def test_an_incident_that_is_over_has_one_event_and_one_line(run: Run):
+    run.steps(5)
+    run.steps(3, incident=1, incident_open=True, **NAN)
+    assert run.steps(9) == []
+    (line,) = run.steps(30, loss=0.5)
+    assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
+    (incident,) = run.log.run.incidents
+    assert incident.over
+    assert not run.monitor.is_unhealthy
+
+
+@pytest.mark.parametrize("cause", [Cause.PLATEAU, Cause.GRAD_VANISHING])
+def test_a_lasting_alarm_at_the_end_is_not_over(run: Run, cause: Cause):
+    run.steps(50)
+    run.steps(30, cause=cause, action=Action.ALERT)
+    assert run.monitor.is_unhealthy, "report().converged is false"
+    run.steps(1)
+    assert not run.monitor.is_unhealthy
+
+
+QUIET = 10
+
+
+def host_rules() -> HostRules:
+    policy = HostPolicy.of("default", {"incident": {"quiet_steps": QUIET}})
+    return HostRules(policy.rules, policy.engine.config)
+
+
+def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:
+    """Steps at which the host looks at the weights; `bad` has 1 for a step that is not finite."""
+    due = []
+    for step, is_bad in enumerate(bad, start):
+        cause = Cause.NONFINITE_LOSS if is_bad else Cause(0)
+        each = FINE._replace(step=step + 1, cause=cause, skip=bool(is_bad), engine=engine)
+        if found.ordered(each).action & Action.ROLLBACK:
+            due.append(step)
+    return due
+
+
+@pytest.mark.parametrize(
+    ("bad", "due"),
+    [
+        ([0] * 20 + [1] * 300, [29]),  # ten in a row are one order, however long it goes on
+        (([1] * 9 + [0]) * 2, []),
+        ([1, 0] * 100, [48]),  # every other step is one order at the twenty-fifth
+        ([1] * 10 + [0] * 100 + [1] * 10, [9, 119]),  # after a quiet time another one
+    ],
+)
+def test_rows_of_steps_that_are_not_finite(bad: list[int], due: list[int]):
+    assert orders(host_rules(), bad) == due
+
+
+def test_hits_are_counted_for_each_optimizer_and_a_rollback_forgets_them():
+    found = host_rules()
+    for step in range(9):
+        assert orders(found, [1], "a", step) == orders(found, [0], "b", step) == []
+    assert orders(found, [1], "b", 9) == []
+    assert orders(found, [1], "a", 9) == [9]
+    found = host_rules()
+    assert orders(found, [1] * 9) == []
+    found.restart()
+    assert orders(found, [1] * 10) == [9]
+
+
+def test_a_rule_for_finite_steps_and_one_that_also_skips_stay_in_the_step():
+    policy = load("default", respond=[{"to": ["loss_spike", "nonfinite"], "do": ["rollback"]}])
+    assert policy.host_rules() == ()
+    assert [each.action for each in policy.config().rules] == [Action.ROLLBACK]
+    policy = load("default", respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}])
+    assert [each.action for each in policy.host_rules()] == [Action.ROLLBACK]
+    (of_step,) = policy.config().rules
+    assert (of_step.skip, of_step.action, np.asarray(of_step.consecutive)) == (True, 0, 1)

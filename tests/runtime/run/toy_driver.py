@@ -1,0 +1,105 @@
+"""A model of one number and a driver for it; `loss(weight, batch)` is the loss.
+
+Comparisons take no time that counts, and every loss is known in advance.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from healcore.events import Log
+from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.story.run_log import RunLog
+
+Loss = Callable[[float, Any], float]
+
+
+class ToyDriver:
+    def __init__(self) -> None:
+        self.weight: float = 10.0
+        self.evaluations = -3
+        """Without the three calls that check the function at the start."""
+        self.rate: float | None = None
+        self.accumulates = False
+
+    def may_save(self, patience: int | None = None) -> bool:
+        return not self.accumulates
+
+    def copy_weights(self) -> float:
+        return self.weight
+
+    def losses_of(
+        self, loss_fn: Loss, batches: Iterable[Any], weights: Any = None, **options: Any
+    ) -> list[float]:
+        weights = self.weight if weights is None else weights
+        found = [loss_fn(weights, batch) for batch in batches]
+        self.evaluations += len(found)
+        return found
+
+
+class Run:
+    """A run that is compared with its past, without a Healer."""
+
+    def __init__(self, loss_fn: Loss, *, interval: int = 100) -> None:
+        self.driver = ToyDriver()
+        self.warnings: list[str] = []
+        self.assessments: list[str] = []
+        log: Any = RunLog(Log(None), silent=True)
+        log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
+        self.loss_fn = loss_fn
+        self.interval = interval
+        driver: Any = self.driver
+        self.comparisons = Comparisons(
+            driver=driver,
+            loss_fn=loss_fn,
+            ranks=Alone(),
+            threshold=1e4,
+            interval=interval,
+            warn=self.warnings.append,
+            log=log,
+            learning_rate=lambda: self.driver.rate,
+        )
+        self.step = 0
+        self.restorable: Any = range(10**9)
+        self.comparisons.keep(0, self.restorable)
+
+    def take(
+        self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
+    ) -> Verdict | None:
+        """One step on a batch; `weight` is the weight before its update."""
+        if weight is not None:
+            self.driver.weight = weight
+        if loss is None:
+            loss = self.loss_fn(self.driver.weight, batch)
+        step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
+        verdict = self.comparisons.observe(step, loss, alarm=alarm, trained=True)
+        self.step += 1
+        if self.step % self.interval == 0:
+            self.comparisons.keep(self.step, self.restorable)
+        return verdict
+
+
+def noisy(weight: float, batch: int) -> float:
+    """A loss around the weight's own level; batches differ by up to 0.1."""
+    return weight + 0.1 * random.Random(batch).random()
+
+
+def healthy(run: Run, steps: int, *, alarm: bool = False) -> None:
+    for _ in range(steps):
+        assert run.take(run.step, weight=10.0 / (1 + run.step / 50), alarm=alarm) is None
+
+
+LASTS = 50
+"""Steps from the anchor of step 200 to the damage at step 250, which a rollback repeats."""
+
+
+def damaged(run: Run, steps: int = 250, by: float = 5.0, *, alarm: bool = True) -> Any:
+    """The verdict, if one comes: from now on the weight is higher, and the detectors say so."""
+    level = run.driver.weight + by
+    taken = (run.take(run.step, weight=level, alarm=alarm) for _ in range(steps))
+    return next((verdict for verdict in taken if verdict is not None), None)

@@ -1,0 +1,273 @@
+"""The postmortem and its diagnosis, of this run, and of a killed run by the next start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore.core.verdict import Cause
+from healcore.events import Log, read
+from healcore.events.models import Ending
+from healcore.history import Counts, Run, runs_of
+from healcore.runtime.story import postmortem
+from healcore.runtime.story.diagnosis import RunEnd, advice, explain
+from healcore.runtime.story.postmortem import path_for
+from tests.events.processes import first_line, python
+from tests.events.sample_events import SAMPLES
+from tests.history.test_run import START, run_of
+from tests.history.test_run import events as events_of
+from tests.runtime.store.disk_faults import read_only, small_disk
+
+# -- the diagnosis for every cause and ending -----------------------------------------------------
+
+ALARM = {
+    "incident": 4,
+    "skip": True,
+    "cause": ["NONFINITE_GRAD", "LOSS_SPIKE"],
+    "readings": {"loss": 2.31, "grad_norm": 14.2, "threshold": 1.27, "z": 55.0, "z_loss": 3.0},
+    "evidence": [{"name": "layers.3.weight", "grad_norm": "nan"}],
+    "batches": [[0, 412], [0, 413]],
+}
+
+
+def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunEnd:
+    run = run_of(*happened)
+    return RunEnd(run, ending, step, run.counts(), **fields)
+
+
+WITH_A_CAUSE = ("incident", 3, {"incident": 1, "onset": 3, "cause": ["LOSS_SPIKE"]})
+STOPPED = end_of(
+    "stopped",
+    4121,
+    ("rollback", 4011, {"onset": 4000, "checkpoint": 3900, "lr": 1e-3, "lr_limit": 5e-4}),
+    ("rollback", 4021, {"onset": 4010, "checkpoint": 3800, "batches": [[0, 1]]}),
+    ("damaged", 3950, {"problem": "a flipped bit"}),
+    ("incident", 4093, {"incident": 4, "onset": 4093, "cause": ["LOSS_SPIKE"]}),
+    ("alarm", 4093, ALARM),
+    why="the budget of 2 recoveries is spent",
+    open=True,
+    lr_scale=0.25,
+    last_good=3800,
+    last_good_path="checkpoints/step-0000003800.0a1b2c3d",
+)
+
+
+def test_the_whole_of_it():
+    text = explain(STOPPED)
+    assert text.startswith("healcore stopped the run at step 4121: the budget")
+    flat = " ".join(text.split())
+    for part in (
+        "from step 4093 on", "loss 2.31", "layers.3.weight (nan)", "epoch 0 batch 412",
+        "skipped 1 step", "a flipped bit", "3950", "learning rate at most 0.0005",
+        "step 4011 back to the checkpoint of step 3900",
+    ):  # fmt: skip
+        assert part in flat
+    assert text.count("  - ") == len(advice(STOPPED.cause, rollbacks=2)) == 3
+    assert text.endswith("checkpoints/step-0000003800.0a1b2c3d.")
+    assert max(map(len, text.splitlines())) <= 96
+
+
+@pytest.mark.parametrize("ending", Ending)
+def test_the_least_that_can_be_known(ending):
+    text = explain(end_of(ending, 7))
+    assert "step 7" in text.splitlines()[0]
+    assert "Last known-good: none" in text
+    assert "Seen" not in text
+    assert "Tried" not in text
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_has_its_advice(cause):
+    (hint,) = advice(cause)
+    if cause is Cause.PLATEAU:
+        assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))
+    began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
+    text = explain(end_of("stopped", 7, began))
+    assert f"Seen: {str(cause.name).lower()} from step 3 on." in text
+    assert " ".join(hint.split()[:5]) in text
+    others = [advice(other)[0] for other in Cause if other != cause]
+    assert hint not in others
+
+
+def test_a_completed_run_gets_no_lecture():
+    text = explain(STOPPED._replace(ending="completed", open=False, why=""))
+    assert text.startswith("The run is complete at step 4121.\n")
+    assert ", resolved by the end" in text
+    assert "Look at" not in text
+    none = " ".join(explain(end_of("completed", 40, probation=100)).split())
+    assert "resume" not in none
+    assert "after 100 healthy steps (rollback.probation), and the run has had 40" in none
+    assert 'rollback={"probation": 20}' in none
+    stopped = explain(end_of("stopped", 400, WITH_A_CAUSE, probation=100))
+    assert "resume from the start" in stopped
+    assert "the run has had" not in stopped
+
+
+def test_an_exception_adds_what_it_means():
+    end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
+    assert "Look at" not in explain(end)
+    assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))
+
+
+# -- the file -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def events(tmp_path) -> Path:
+    return tmp_path / "run.events.jsonl"
+
+
+def test_the_postmortem_of_this_process(events):
+    run = Run()
+    run.add(Log(events).write("start", step=0, policy="default"))
+    end = RunEnd(run, "stopped", 4, Counts(skips=2), fault=Cause.HANG, last_good=3)
+    assert postmortem.write(events, end, trace="Traceback ...", lost=3) is None
+    content = postmortem.read(path_for(events, run.processes[0].id))
+    assert (content["ending"], content["step"], content["skips"]) == ("stopped", 4, 2)
+    assert (content["cause"], content["last_good"], content["lost_events"]) == (["HANG"], 3, 3)
+    assert content["exception"] == "Traceback ..."
+    assert content["process"]["pid"] == os.getpid()
+    assert "python" in content["environment"]
+    assert content["diagnosis"].startswith("healcore stopped the run at step 4")
+    assert 0 <= content["seconds"] < 60
+
+
+def test_a_full_and_a_read_only_disk(tmp_path):
+    with small_disk(tmp_path / "disk", megabytes=1) as root:
+        assert postmortem.write(root / "run.events.jsonl", STOPPED) is None
+        path = path_for(root / "run.events.jsonl", "a")
+        with pytest.raises(OSError, match="No space left"):
+            (root / "filler").write_bytes(b"x" * (1 << 20))
+        problem = postmortem.write(root / "run.events.jsonl", STOPPED._replace(step=9))
+        assert "No space left" in str(problem)
+        assert postmortem.read(path)["step"] == 4121, "the earlier one is whole"
+        assert sorted(os.listdir(root)) == ["filler", path.name]
+    root = tmp_path / "root"
+    root.mkdir()
+    with read_only(root):
+        problem = postmortem.write(root / "run.events.jsonl", STOPPED)
+        assert "could not be written" in str(problem)
+
+
+def of_killed(path: Path) -> Any:
+    run = postmortem.last_run(path)
+    if run is None or not postmortem.of_killed(path, run):
+        return None
+    return postmortem.read(path_for(path, run.processes[-1].id))
+
+
+def test_kill_9(events):
+    run = python("-m", "tests.runtime.story.test_postmortem", events)
+    name = first_line(run)
+    assert of_killed(events) is None, "it is still there"
+    os.kill(run.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+    found = of_killed(events)  # a zombie that nobody has waited for is gone all the same
+    run.communicate()
+    assert found == of_killed(events)
+    assert (found["run"], found["ending"], found["step"]) == (name, "killed", 350)
+    assert (found["incidents"], found["cause"]) == (2, ["LOSS_SPIKE"])
+    assert found["rollbacks"] == [
+        {
+            "step": 413, "onset": 4, "target": 300, "skipped": 2,
+            "lr": 1e-3, "lr_limit": 5e-4, "lr_scale": 0.5,
+        }
+    ]  # fmt: skip
+    assert found["lr_scale"] == 0.5
+    assert found["last_good"] == 300, "400 is abandoned"
+    assert found["certain"]
+    assert found["process"]["pid"] == run.pid
+    assert found["environment"]["python"]
+    assert found["ended"] == read(events).events[-1]["time"]
+    assert 0 <= found["seconds"] < 60
+    text = " ".join(found["diagnosis"].split())
+    for part in ("step 350", "loss_spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
+        assert part in text
+
+
+def log_of_a_run(path: Path, **changes: Any) -> str:
+    """Writes the events of a run, with other values in `start`; returns its name."""
+    log = Log(path)
+    for kind, step, more in (
+        ("start", 0, {}),
+        ("good", 300, {}),
+        ("good", 400, {}),
+        ("incident", 412, {"onset": 412, "incident": 2}),
+        ("alarm", 412, {}),
+        ("resume", 300, {"checkpoint": 300}),
+        ("rollback", 413, {}),
+        ("save", 350, {}),
+    ):
+        log.write(kind, step=step, **{**SAMPLES[kind], **more})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0].update(changes)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return log.run
+
+
+def test_the_next_start_closes_the_case(events):
+    """An earlier process had the number of this one."""
+    name = log_of_a_run(events, born=1)
+    found = of_killed(events)
+    assert found["certain"]
+    log = Log(events)
+    log.write("start", step=350, policy="default")
+    assert of_killed(events) is None, "this one is alive"
+    log.write("end", step=360, ending="completed")
+    assert of_killed(events) is None
+    postmortems = [p for p in events.parent.iterdir() if "postmortem" in p.name]
+    assert postmortems == [path_for(events, name)]
+
+
+def test_a_process_of_another_host_cannot_be_seen(events):
+    log_of_a_run(events, host="elsewhere")
+    found = of_killed(events)
+    assert not found["certain"]
+    assert "elsewhere" in found["diagnosis"]
+
+
+# -- the end of a killed run is the end of a live run, by the same events ------------------------
+
+
+def test_an_older_incident_is_not_reported_for_a_newer_one():
+    end = end_of(
+        "killed",
+        91,
+        ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
+        ("alarm", 5, {**ALARM, "incident": 1}),
+        ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
+        ("alarm", 90, {"incident": 2, "cause": ["LOSS_SPIKE"], "skip": True}),
+        ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
+    )
+    text = " ".join(explain(end).split())
+    assert (end.cause, end.counts.incidents, end.counts.skips) == (Cause.LOSS_SPIKE, 2, 2)
+    assert "loss_spike from step 89 on" in text
+    assert "layers.3" not in text
+
+
+def processes(*happened: tuple[Any, ...]) -> Run:
+    """The last run of some processes, whose events follow each other."""
+    each = {str(number): events_of(*of, run=str(number)) for number, of in enumerate(happened)}
+    return runs_of(each)[-1]
+
+
+def test_the_last_good_checkpoint_is_of_the_last_store():
+    resumed = ("start", None, {"mode": "heal", "store": "there", "resumes": True})
+    other = ("start", None, {"mode": "heal", "store": "elsewhere", "resumes": True})
+    first = (START, ("good", 300, {}), ("good", 400, {}))
+    same = processes(first, (resumed, ("damaged", 400, {"problem": "a bit"})))
+    assert (same.last_good, same.newest["damaged"][0].step) == (300, 400)
+    assert processes(first, (other,)).last_good is None
+    assert processes(first, (other, ("good", 20, {}))).last_good == 20
+
+
+if __name__ == "__main__":
+    print(log_of_a_run(Path(sys.argv[1])), flush=True)
+    time.sleep(60)

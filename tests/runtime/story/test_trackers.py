@@ -1,0 +1,170 @@
+"""Each real client stores the numbers of the metrics file, goes back, and is continued.
+
+Whatever a tracker does, the run ends with the same weights, and its failure is reported once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wandb
+
+from healcore.runtime.story import trackers
+from healcore.runtime.story.trackers import select
+from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+from tests.runtime.story.read_back import NAMES, asked, stored
+from tests.tools.report.small_runs import lines_of
+
+EACH = pytest.mark.parametrize("name", NAMES)
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    """The working directory; its name is the project in each tracker."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@EACH
+def test_what_is_stored(name, folder):
+    loop, metrics = loop_of("torch", Faults(once=[13])), folder / "run.metrics.jsonl"
+    facts = train(
+        loop, rules(), range(20), store=folder / "c", metrics=metrics, trackers=asked(name, folder)
+    )
+    assert facts["rollbacks"] == 1
+    plain = loop_of("torch", Faults(once=[13]))
+    train(plain, rules(), range(20))
+    assert same(plain.weights(), loop.weights()), "tracking changes nothing"
+    assert not [e for e in events(folder) if e["kind"] == "problem"]
+    found = stored(name, folder)
+    expected = lines_of(metrics)
+    if name == "mlflow":  # its own reader sorts by time
+        assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
+    else:
+        assert [step for step, _ in found.rows] == [each["step"] for each in expected]
+        for (_, row), line in zip(found.rows, expected, strict=True):
+            for of in ("loss", "grad_norm", "lr_scale", "skip"):
+                assert row[f"heal/{of}"] == pytest.approx(float(line[of]), nan_ok=True), (of, line)
+    assert any("rollback" in text and "checkpoint" in text for text in found.texts), found.texts
+    if name in ("mlflow", "tensorboard"):  # the others have alerts
+        assert any("completed" in text for text in found.texts), found.texts
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return lines_of(folder / "c" / "healcore.events.jsonl")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
+def test_a_restarted_run_is_the_same_run_there(name, folder):
+    options: Any = {"store": folder / "c", "trackers": asked(name, folder)}
+    breaks_off(loop_of("torch"), rules(), range(16), at=8, **options)
+    if name == "wandb":
+        time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
+    train(loop_of("torch"), rules(), range(16), **options)
+    found = stored(name, folder)
+    assert found.runs == 1
+    assert {step for step, _ in found.rows} == set(range(16))
+    if name == "mlflow":
+        assert any("resume" in text for text in found.texts)
+
+
+def test_own_objects_get_everything(folder):
+    calls: list[str] = []
+    mine = SimpleNamespace(
+        start=lambda run: calls.append(f"start {run.config['policy']}"),
+        metrics=lambda step, values: calls.append(f"step {step}"),
+        event=lambda event: calls.append(event["kind"]),
+        close=lambda: calls.append("close"),
+    )
+    train(loop_of("torch"), rules(), range(3), trackers=mine)
+    assert calls[:2] == ["start test", "start"]
+    assert [each for each in calls if "step" in each] == ["step 0", "step 1", "step 2"]
+    assert calls[-2:] == ["end", "close"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("wandbb", "wandb:PROJECT"), ("wandb:", "got 'wandb:'"), (["wandb", None], "got None")],
+)
+def test_what_is_no_tracker(given, message):
+    with pytest.raises(ValueError, match=message):
+        select(given)
+
+
+def test_a_wandb_run_keeps_its_own_steps(folder):
+    run = wandb.init(project=folder.name, settings={"console": "off"})
+
+    def log(healer, number):
+        if number in (4, 9):
+            run.log({"epoch": number // 5}, step=number // 5)  # W&B refuses it after a higher one
+
+    train(loop_of("torch"), rules(), range(10), before=log, trackers="wandb")
+    assert wandb.run is run, "it is still open"
+    run.log({"heal/grad_norm": 7.0, "mine": 1.0}, step=5)
+    run.finish()
+    rows = stored("wandb", folder).rows
+    assert [row for _, row in rows][-1] == {"heal/grad_norm": 7.0}
+    assert len(rows) <= 4, "rows are the user's"
+    assert run.config["healcore"]["policy"] == "test"
+
+
+def run(folder: Path, **options: Any) -> list[Any]:
+    loop = loop_of("torch", Faults(once=[13]))
+    facts = train(loop, rules(), range(20), events=folder / "run.events.jsonl", **options)
+    assert (facts["step"], facts["rollbacks"]) == (19, 1), "one bad batch is left out"
+    return loop.weights()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[Any]:
+    return run(tmp_path_factory.mktemp("plain"))
+
+
+CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
+    "wandb": (f"wandb:{'x' * 200}", {}),
+    "trackio": ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}),
+    "mlflow": ("mlflow", {"MLFLOW_TRACKING_URI": "nowhere://there"}),
+    "tensorboard": ("tensorboard:file", {}),
+}
+"""Real client -> a place that it cannot use, and the environment."""
+
+
+@EACH
+def test_it_cannot_start(name, folder, monkeypatch, undisturbed, capsys):
+    (folder / "file").write_text("")
+    place, environment = CANNOT_START[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert same(run(folder, trackers=place), undisturbed)
+    (problem,) = re.findall(r"tracker (\w+) fails, training continues", capsys.readouterr().err)
+    assert problem == name
+
+
+def broken(fault: Any) -> Any:
+    """A tracker that is broken from its tenth record on."""
+    records = itertools.count()
+    metrics = lambda step, values: fault() if next(records) >= 9 else None  # noqa: E731
+    return SimpleNamespace(metrics=metrics, event=lambda event: None)
+
+
+def test_it_fails_later(folder, undisturbed, capsys):
+    assert same(run(folder, trackers=broken(sys.exit)), undisturbed)
+    (problem,) = re.findall("tracker SimpleNamespace fails.*", capsys.readouterr().err)
+    assert "SystemExit" in problem
+
+
+def test_it_blocks(folder, undisturbed, monkeypatch, capsys):
+    """The run does not wait for it, and its end waits for a bounded time."""
+    monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
+    released = threading.Event()
+    assert same(run(folder, trackers=broken(released.wait)), undisturbed)
+    assert "tracker SimpleNamespace has not finished within 0.2 s" in capsys.readouterr().err
+    released.set()
