@@ -1,7 +1,7 @@
 """The cost of one optimizer step with healcore, compared with what people use today.
 
-torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the packages
-zclip and smartclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
+torch, fused AdamW: nothing, clip_grad_norm_, healcore (host and device engine), and the package
+zclip. JAX, jitted with donation: adamw alone, clip_by_global_norm, heal_zclip,
 protect. All in one process, interleaved; ratios are over the step with a fixed clip. Host syncs per
 step are counted in torch as calls of aten::_local_scalar_dense.
 
@@ -161,16 +161,6 @@ def bench_torch(
 
         return step
 
-    def smart(model: Any, optimizer: Any) -> Any:
-        import smartclip  # pyright: ignore[reportMissingImports]
-
-        clipper = smartclip.ZScoreClip()
-
-        def step() -> None:
-            smartclip.step(model, optimizer, clipper)
-
-        return step
-
     made = [
         contender("adamw", nothing),
         contender("clip_grad_norm_ + adamw", fixed),
@@ -180,12 +170,8 @@ def bench_torch(
     ]
     if not on_cuda:
         made.append(contender("healcore default, device engine", healed("default", "device")))
-    for package, name, make in (
-        ("zclip", "zclip 1.0.0 + adamw", zclip),
-        ("smartclip", "smartclip + adamw", smart),
-    ):
-        if importlib.util.find_spec(package):
-            made.append(contender(name, make))
+    if importlib.util.find_spec("zclip"):
+        made.append(contender("zclip 1.0.0 + adamw", zclip))
     timings = interleave(
         [each for each, _ in made],
         reference="clip_grad_norm_ + adamw",

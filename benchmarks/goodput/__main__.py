@@ -39,7 +39,7 @@ def main() -> None:
         step_s=options.step_s,
         restart_s=options.restart_s,
     )
-    measured = [measure(policy, options.damage_families) for policy in POLICIES]
+    measured = [measure(policy) for policy in POLICIES]
     with ProcessPoolExecutor(options.jobs) as pool:
         average = partial(_average, days=options.days, seeds=options.seeds)
         by_ranks = []
@@ -56,7 +56,6 @@ def main() -> None:
         }
     for table in tables(result).values():
         print("\n".join("| " + " | ".join(row) + " |" for row in table) + "\n")
-    print("A save keeps training waiting {:.2f} s, a restore {:.2f} s.".format(*pauses(result)))
     write_json(options.json, result)
 
 
@@ -86,7 +85,6 @@ def _options() -> argparse.Namespace:
     add("--hang-timeout-s", type=float, default=600.0)
     # An assumption: a training step is a forward pass, and a backward pass of twice its cost.
     add("--pass-share", type=float, default=1 / 3, help="cost of a forward pass, in steps")
-    add("--damage-families", nargs="+", default=["damage"], help="healbench's, as damage")
     add("--jobs", type=int, help="processes (default: cores)")
     # About 20 loss spikes in PaLM 540B's training of 64 days (arXiv:2204.02311).
     add("--damages-per-day", type=float, default=20 / 64)
@@ -138,14 +136,12 @@ def _policy(measured: Measured, options: argparse.Namespace) -> Care:
 def _average(cluster: Cluster, care: Care, days: float, seeds: int) -> dict[str, Any]:
     runs = [simulate(cluster, care, days, seed) for seed in range(seeds)]
     useful = [each.useful for each in runs]
-    error = statistics.stdev(useful) / math.sqrt(seeds)
     means = {name: statistics.fmean(getattr(each, name) for each in runs) for name in Spent._fields}
     return {
         "policy": care.name,
         "ranks": cluster.ranks,
         "interval_s": care.interval_s,
         **means,
-        "standard_error": error,
         "each": [round(share, 6) for share in useful],
     }
 
@@ -153,12 +149,6 @@ def _average(cluster: Cluster, care: Care, days: float, seeds: int) -> dict[str,
 def _plain(options: argparse.Namespace) -> dict[str, Any]:
     plain = {k: v for k, v in vars(options).items() if not isinstance(v, Path)}
     return plain | {"ranks": list(options.ranks)}
-
-
-def pauses(result: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of a save and of a restore for which training waits."""
-    care = _person(argparse.Namespace(**result["options"]))
-    return care.save_s, care.restore_s
 
 
 def gain(row: dict[str, Any], base: dict[str, Any]) -> tuple[float, float]:
@@ -184,16 +174,14 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     ]
     for each in measured:
         waits, undone = zip(*each.rollbacks, strict=True) if each.rollbacks else ((), ())
-        low, high = each.rolled_back_interval
-        rate = each.needless_per_step
         care.append(
             [
                 each.policy,
-                f"{each.rolled_back_runs} of {each.damaged_runs} ({low:.0%} to {high:.0%})",
+                f"{each.rolled_back_runs} of {each.damaged_runs}",
                 f"{statistics.median(waits):.0f}" if waits else "",
                 f"{statistics.median(undone):.0f}" if undone else "",
-                f"{rate * 1e4:.2f} ({_range(each.needless_interval, 1e4, 2)})",
-                f"{each.passes_per_step * 1e3:.0f} ({_range(each.passes_interval, 1e3, 0)})",
+                f"{each.needless_per_step * 1e4:.2f}",
+                f"{each.passes_per_step * 1e3:.0f}",
                 f"{each.passes_per_rollback:.0f}",
             ]
         )
@@ -205,11 +193,6 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         cells = [f"{person['useful']:.2%}", *(_points(gain(row, person)) for row in rows.values())]
         ranks.append([f"{number:,}", *cells])
     return {"care": care, "ranks": ranks}
-
-
-def _range(interval: tuple[float, float], factor: float, digits: int) -> str:
-    low, high = (f"{factor * each:.{digits}f}" for each in interval)
-    return f"{low} to {high}"
 
 
 def _points(difference: tuple[float, float]) -> str:

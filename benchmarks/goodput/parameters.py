@@ -5,11 +5,8 @@ The records are in benchmarks/results/healbench.jsonl.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from benchmarks.healbench.__main__ import RESULTS, all_tasks
 from benchmarks.healbench.comparing import MARGIN, OFF
@@ -25,35 +22,27 @@ POLICIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "`pretraining`, stationary": ("healer_pretraining", STATIONARY),
 }
 """Name of a policy here -> arm of healbench, and the families of healthy tasks (empty: all)."""
-Z = 1.96
-"""Of a 95 % interval."""
 
 
 class Measured(NamedTuple):
-    """The parameters of one policy. Times are in optimizer steps, intervals have 95 %."""
+    """The parameters of one policy. Times are in optimizer steps."""
 
     policy: str
     damaged_runs: int
     """Runs with a lasting damage: without healcore they end worse than the undamaged run."""
     rolled_back_runs: int
     """Of the damaged runs."""
-    rolled_back_interval: tuple[float, float]
-    """Of the share; bootstrap over tasks, because the seeds of a task are alike."""
     rollbacks: list[tuple[int, int]]
     """Steps from the damage to the first rollback, and steps that the rollback undoes."""
     healthy_runs: int
     healthy_steps: int
     needless: int
     """Rollbacks of the healthy runs."""
-    needless_interval: tuple[float, float]
-    """Of the rate per step (Wilson)."""
     needless_steps: float
     """Mean of the steps that a needless rollback undoes, less the steps whose batches it skips, in
     the healthy tasks of all families; 0 without a needless rollback."""
     passes_per_step: float
     """Forward passes for evidence in healthy runs, after the first 500 steps: a long run's rate."""
-    passes_interval: tuple[float, float]
-    """Bootstrap over tasks."""
     passes_per_rollback: float
     """Mean number of forward passes from a damage to its rollback."""
 
@@ -68,13 +57,8 @@ class Measured(NamedTuple):
         return self.needless / self.healthy_steps
 
 
-def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
-    """Reads the parameters of a policy.
-
-    Args:
-        policy: a key of `POLICIES`.
-        families: families of healbench whose faults count as damage.
-    """
+def measure(policy: str) -> Measured:
+    """Reads the parameters of a key of `POLICIES`. The family "damage" counts as damage."""
     arm, calm = POLICIES[policy]
     runs = list(_runs(arm))
     everything = [(task, run, off) for task, run, off, _ in runs if task.kind == "healthy"]
@@ -83,22 +67,20 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
     damaged = [
         run
         for task, run, off, undamaged in runs
-        if task.family in families and undamaged is not None and _worse(off, undamaged)
+        if task.family == "damage" and undamaged is not None and _worse(off, undamaged)
     ]
     needless = sum(run.rollbacks for run in healthy)
     steps = sum(run.steps for run in healthy)
     first = [
         run.evidence
         for task, run, *_ in runs
-        if task.family in families and "fault" in run.evidence
+        if task.family == "damage" and "fault" in run.evidence
     ]
     asked = [run.evidence for run in healthy if "later_passes" in run.evidence]
-    per_task = [(each["later_passes"], each["later_steps"]) for each in asked]
     return Measured(
         policy=policy,
         damaged_runs=len(damaged),
         rolled_back_runs=sum(run.rollbacks > 0 for run in damaged),
-        rolled_back_interval=bootstrap(_by_task(damaged)),
         rollbacks=[
             (round(row["rollback"] - row["fault"]), round(row["rollback"] - row["target"]))
             for row in first
@@ -106,10 +88,8 @@ def measure(policy: str, families: Collection[str] = ("damage",)) -> Measured:
         healthy_runs=len(healthy),
         healthy_steps=steps,
         needless=needless,
-        needless_interval=wilson(needless, steps),
         needless_steps=_ratio(undone),
-        passes_per_step=_ratio(per_task),
-        passes_interval=bootstrap(per_task),
+        passes_per_step=_ratio([(each["later_passes"], each["later_steps"]) for each in asked]),
         passes_per_rollback=_ratio([(row["passes_to_rollback"], 1) for row in first]),
     )
 
@@ -134,33 +114,6 @@ def _worse(off: Result, undamaged: Result) -> bool:
     return not off.value <= undamaged.value * (1 + MARGIN / 100)
 
 
-def _by_task(runs: Iterable[Result]) -> list[tuple[float, float]]:
-    """Runs that are rolled back, and runs, of each task."""
-    tasks: dict[tuple[str, str], list[bool]] = {}
-    for run in runs:
-        tasks.setdefault((run.framework, run.task), []).append(run.rollbacks > 0)
-    return [(sum(each), len(each)) for each in tasks.values()]
-
-
 def _ratio(parts: Sequence[tuple[float, float]]) -> float:
     """Sum over sum; 0 without parts."""
     return sum(part for part, _ in parts) / (sum(whole for _, whole in parts) or 1)
-
-
-def bootstrap(parts: Sequence[tuple[float, float]], draws: int = 4000) -> tuple[float, float]:
-    """95 % interval of a sum over a sum, where the pairs are drawn with replacement."""
-    if not parts:
-        return 0.0, 0.0
-    pairs = np.array(parts, float)
-    chosen = np.random.default_rng(0).integers(len(pairs), size=(draws, len(pairs)))
-    parts_of, wholes = pairs[chosen].sum(axis=1).T
-    low, high = np.quantile(parts_of / wholes, [0.025, 0.975])
-    return float(low), float(high)
-
-
-def wilson(count: int, trials: int) -> tuple[float, float]:
-    """95 % interval of a probability (Wilson 1927)."""
-    share, small = count / trials, Z**2 / trials
-    middle = share + small / 2
-    spread = Z * math.sqrt((share * (1 - share) + small / 4) / trials)
-    return max(0.0, (middle - spread) / (1 + small)), (middle + spread) / (1 + small)

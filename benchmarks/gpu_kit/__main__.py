@@ -181,7 +181,7 @@ def too_large(params: int) -> str:
 
     if not CUDA:
         return ""
-    contenders = 5 + sum(importlib.util.find_spec(n) is not None for n in ("zclip", "smartclip"))
+    contenders = 5 + (importlib.util.find_spec("zclip") is not None)
     # Weights, gradients and two moments each, and the gradients that they are copied from.
     needed = 4 * params * (4 * contenders + 1) * 1.05 + 2e9
     there = torch.cuda.get_device_properties(0).total_memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -82,12 +81,7 @@ class Attached(_Counting):
         }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.count()
         for heal in self.heals.values():
             heal.detach()
@@ -146,12 +140,7 @@ class Healed(_Counting):
         }
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None and self._ended is not None:
             kind, error, trace = type(self._ended), self._ended, self._ended.__traceback__
         try:

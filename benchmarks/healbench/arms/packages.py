@@ -9,7 +9,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,12 +93,7 @@ class Selgis(Training):
         self._silence.enter_context(silent("selgis"))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._silence.close()
 
     def update(

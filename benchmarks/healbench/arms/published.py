@@ -7,7 +7,6 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,12 +57,7 @@ class LightningSpike(Training):
         if optimizer == self._main:
             self._loss = loss.detach()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._folder.cleanup()
 
 
