@@ -7,9 +7,8 @@ A batch depends only on its index, the learning rate only on the step. The fault
   a rollback a run repeats this part;
 - *an empty batch*: all padding, so the mean loss is 0/0, and the loss and all gradients are NaN.
 
-The model has no normalisation. With normalisation a network this small survives almost any fault.
-Without it the network still trains well (compare Fixup, arXiv:1901.09321), but diverges like large
-networks.
+The model has no normalisation, with which a network this small survives almost any fault. It still
+trains well (compare Fixup, arXiv:1901.09321), but diverges like large networks.
 """
 
 from __future__ import annotations
