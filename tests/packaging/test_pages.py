@@ -88,7 +88,7 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     assert not jnp.array_equal(first.batch_stats["mean"], second.batch_stats["mean"])
     assert jnp.array_equal(second.batch_stats["mean"], third.batch_stats["mean"])
 
-    assert "tx.init(params)" in equinox  # run by tests/jax/test_modules_with_functions.py
+    assert "tx.init(params)" in equinox
 
     exec(half, scope)
     after, scale = scope["half_step"](scope["state"], good, 2.0**3)
