@@ -38,7 +38,7 @@ def raised(optimizer: Any) -> Any:
         high = (first <= number) & (number < last) & (fault.kind == "rate")
         return jax.tree.map(lambda each: jnp.where(high, RATE * each, each), updates), state
 
-    return optax.chain(optimizer, optax.GradientTransformation(lambda _: (), scale))
+    return optax.chain(optimizer, optax.GradientTransformation(lambda params: (), scale))
 
 
 def digest(weights: Any) -> str:
