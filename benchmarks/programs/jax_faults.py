@@ -38,8 +38,7 @@ def raised(optimizer: Any) -> Any:
         high = (first <= number) & (number < last) & (fault.kind == "rate")
         return jax.tree.map(lambda each: jnp.where(high, RATE * each, each), updates), state
 
-    init: Any = lambda _: ()  # noqa: E731
-    return optax.chain(optimizer, optax.GradientTransformation(init, scale))
+    return optax.chain(optimizer, optax.GradientTransformation(lambda params: (), scale))
 
 
 def digest(weights: Any) -> str:
