@@ -4,4 +4,5 @@ In the order of a step: `loop` (between two steps), `data` (steps and their batc
 (records that are due), `monitor` (events and orders; `ledger`, `run_metrics` count), `comparisons`
 (of weights; `evidence`, `loss_function`, `better_weights`), `orders` (what to do), `restoring`
 (does it; `record` is what a checkpoint remembers), `saver`, and `recovery`, which joins them.
+Besides: `start`, `end`, `run_settings`, `out_of_memory`; `rank_group`, `termination` (who may end).
 """

@@ -28,12 +28,12 @@ from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import agreed
 
-_LASTING = Cause.PLATEAU | Cause.OVERFIT
-"""Causes with an alarm at every step until they end: no reason to compare weights at each."""
+_NO_REASON = Cause.PLATEAU | Cause.OVERFIT
+"""Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
 
 
 class BetterWeights:
-    """Tries, verifies and undoes, see `recovery.orders`. `comparisons` compares the weights."""
+    """Decides what to try where earlier weights are better, see `orders.decide`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BetterWeights:
         self._data, self._restorer, self._monitor = data, restorer, monitor
         self._policy, self._driver, self._ledger = restorer.policy, restorer.driver, restorer.ledger
         self._log, self._ranks = restorer.log, restorer.ranks
-        self._carry_out = roll_back
+        self._roll_back = roll_back
         self.comparisons = Comparisons(
             driver=self._driver,
             loss_fn=loss_fn,
@@ -77,7 +77,7 @@ class BetterWeights:
         return self.comparisons.observe(
             TrainedStep(step.index, step.contents, norm),
             loss,
-            alarm=not taken or any(each.cause & ~_LASTING for each in records),
+            alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
             trained=taken and not all(each.skip for each in records),
             repeated=repeated,
         )
@@ -110,7 +110,7 @@ class BetterWeights:
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
-        done = self._carry_out(order)
+        done = self._roll_back(order)
         if done is None and finite:
             self.comparisons.accept(verdict.index + 1)
         return done
@@ -174,7 +174,7 @@ class BetterWeights:
             numbers=dict.fromkeys(name for each in past for name in each.numbers),
         )
         undone = bool(rates or order.read_again or order.numbers)
-        done = self._carry_out(order) if undone else None
+        done = self._roll_back(order) if undone else None
         if done is None:
             states = with_lr_states(self._driver.engines(), order.lr_states)
             self._driver.load(None, states)

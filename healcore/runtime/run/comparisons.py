@@ -84,7 +84,7 @@ class Comparisons:
         self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
         self._learning_rate, self._numbers = learning_rate, numbers
         self._history = StepHistory()
-        self._budget = Credit(ranks)
+        self._credit = Credit(ranks)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -152,7 +152,7 @@ class Comparisons:
         if not self.is_enabled:
             return None
         state, index = self.state, step.index
-        self._budget.after_step()
+        self._credit.after_step()
         state.numbers = self._with_numbers(state.numbers) if repeated or self.suspects else {}
         if alarm:
             first, last = state.alarms
@@ -160,9 +160,9 @@ class Comparisons:
         sign = alarm or self._history.is_high(loss)
         is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # an alarm after a quiet time is compared even on debt
-            self._budget.credit = max(self._budget.credit, 1.0)
+            self._credit.left = max(self._credit.left, 1.0)
         best = self._best_below(index)
-        self._wanted |= sign or self._budget.is_regular(index) or best is not None
+        self._wanted |= sign or self._credit.is_regular(index) or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
@@ -170,10 +170,10 @@ class Comparisons:
         if not self.loss_function.is_checked:
             first, single = self._anchor_of(index), loss if len(losses) == 1 else math.nan
             self.loss_function.learn_first_step(step, single, first and first.weights)
-            self._budget.charge(0)  # the check is no part of a step's time
+            self._credit.charge(0)  # the check is no part of a step's time
             if not self.is_enabled:
                 self.anchors.clear()
-        wanted, self._wanted = self._wanted and self._budget.credit > 0, False
+        wanted, self._wanted = self._wanted and self._credit.left > 0, False
         if state.verdict is not None:
             wanted, best = index >= state.verdict.due, None
         else:
@@ -273,7 +273,7 @@ class Comparisons:
         self.state.rates.clear()
         self.state.numbers = {}
         self.state.alarms = (-1, -1)
-        self._budget.credit = MAX_CREDIT
+        self._credit.left = MAX_CREDIT
         self._dispatch_losses.clear()
 
     def _rate(self) -> float | None:
@@ -360,7 +360,7 @@ class Comparisons:
             self.state.rates.clear()
         elif (rate := self._rate()) is not None:
             self.state.rates.append(rate)
-        self._budget.charge(evaluations)
+        self._credit.charge(evaluations)
         return verdict
 
     def _newest_better(self, anchor: Anchor) -> Anchor:

@@ -282,7 +282,7 @@ class Credit:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self.credit = MAX_CREDIT
+        self.left = MAX_CREDIT
         self._ranks = ranks
         self._prices: deque[int] = deque([1] * PRICED, maxlen=PRICED)
         self._step_s = 0.0
@@ -291,7 +291,7 @@ class Credit:
 
     def after_step(self) -> None:
         """Adds the credit of a step, and measures its time."""
-        self.credit = min(MAX_CREDIT, self.credit + MAX_SHARE * STEP_COST)
+        self.left = min(MAX_CREDIT, self.left + MAX_SHARE * STEP_COST)
         now = time.monotonic()
         if self._last_time is not None:
             taken = now - self._last_time
@@ -307,7 +307,7 @@ class Credit:
 
         Their time is no part of the next step's time.
         """
-        self.credit = max(-MAX_DEBT, self.credit - evaluations)
+        self.left = max(-MAX_DEBT, self.left - evaluations)
         began, self._last_time = self._last_time, None
         if not evaluations or began is None:
             return

@@ -118,7 +118,7 @@ class RollbackRecord(Order):
 class CheckpointChoice(NamedTuple):
     """The checkpoint to restore."""
 
-    order: tuple[int, ...]  # steps to try: the choice, then older ones in case it is damaged
+    steps: tuple[int, ...]  # to try: the choice, then older ones in case it is damaged
     initial: bool  # whether the choice is an initial snapshot: no known-good checkpoint is left
     repeated: bool  # whether an earlier rollback for this trouble restored the same, oldest one
 
@@ -164,9 +164,8 @@ def choose(
     chosen = choices[start]
     if tried and chosen >= min(tried):
         chosen = older[0] if older else min(choices)
-    order = [step for step in choices if step <= chosen]
     return CheckpointChoice(
-        order=tuple(order),
+        steps=tuple(step for step in choices if step <= chosen),
         initial=chosen not in known_good and (not exact or len(choices) == 1),
         repeated=chosen in tried,
     )

@@ -127,7 +127,7 @@ class Restorer:
                 lr_scale=scale,
             )
 
-        done, saved = self._load_first_intact(choice.order, load, step)
+        done, saved = self._load_first_intact(choice.steps, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
         why_not = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
@@ -162,8 +162,8 @@ class Restorer:
                 found.append(records.read(healing))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
 
-    def resume(self, newest: Record | None, order: Sequence[int]) -> tuple[int, HostParts | None]:
-        """Resumes from the first intact checkpoint of `order`, steps in descending order.
+    def resume(self, newest: Record | None, steps: Sequence[int]) -> tuple[int, HostParts | None]:
+        """Resumes from the first intact checkpoint of `steps`, in descending order.
 
         `newest` is the newest record. Returns the step, and the argument of `HostState.put_back`
         for when the loop has a loader.
@@ -202,7 +202,7 @@ class Restorer:
             return own
 
         try:
-            own, saved = self._load_first_intact(order, load)
+            own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
         vars(self.record).update(vars(newest or own), completed=False, ledger=self.ledger)
@@ -249,7 +249,7 @@ class Restorer:
             self.saver.report_damage(error)
 
     def _load_first_intact(
-        self, order: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
+        self, steps: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
     ) -> tuple[T, _Checkpoint]:
         """Returns the result of `load` for the first checkpoint that all ranks can load.
 
@@ -263,7 +263,7 @@ class Restorer:
             problems.append(str(error))
             self.saver.report_damage(error)
 
-        for step in order:
+        for step in steps:
             restored = saved = loaded = failure = None
             try:
                 restored = self.saver.store.restore(step, self.saver.items())
@@ -297,7 +297,7 @@ class Restorer:
             text = f"holds values that healcore does not write ({why})"
             damaged(CheckpointDamaged(step, path, "its content", text))
         reasons = "; ".join(problems) or "none of them is on every rank"
-        raise NoGoodCheckpoint(f"no checkpoint of steps {list(order)} can be restored: {reasons}")
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
 
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""

@@ -283,7 +283,7 @@ def test_the_debt_of_a_suspicion_is_bounded():
     """At most 1,333 steps without a comparison, however long the suspicion was."""
     run = Run(noisy)
     healthy(run, 1250, alarm=True)
-    while run.comparisons._budget.credit <= 0:
+    while run.comparisons._credit.left <= 0:
         healthy(run, 1)
     began, level = run.step, run.driver.weight
     assert damaged(run, 15) is None
