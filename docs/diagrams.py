@@ -145,10 +145,10 @@ def rollback() -> Iterator[str]:
     yield text(at(345) + 8, 158, "worse", "small")
     yield text(16, 326, "then the first that applies:", "title")
     cases = [
-        (["unusual batches:", "skip them"], 16, 340),
-        (["raised learning rate:", "limit the rate"], 288, 340),
-        (["new trouble:", "repeat unchanged"], 16, 400),
-        (["trouble again:", "change rate or data"], 288, 400),
+        (["rate above each healthy rate:", "limit it"], 16, 340),
+        (["otherwise, once:", "repeat unchanged"], 288, 340),
+        (["again:", "skip unusual steps"], 16, 400),
+        (["still:", "undo all trials, go on"], 288, 400),
     ]
     for lines, x, y in cases:
         yield box(x, y, lines, "act", 256)
