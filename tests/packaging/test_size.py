@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37947),
-    "tests": (("tests",), 43527),
-    "benchmarks": (("benchmarks",), 8924),
+    "product": (("healcore", "adapters"), 37946),
+    "tests": (("tests",), 35132),
+    "benchmarks": (("benchmarks",), 8922),
 }
 """Part -> its folders, and the most lines."""
 

@@ -29,10 +29,13 @@ class Demo(NamedTuple):
     out: Path
     printed: str
 
+    def run(self, framework: str, arm: str) -> DemoRun:
+        (run,) = [run for run in self.runs if (run.framework, run.arm) == (framework, arm)]
+        return run
+
     def column(self, framework: str, arm: str, name: str = "loss") -> np.ndarray:
         """One field of all steps of one of its runs."""
-        (run,) = [run for run in self.runs if (run.framework, run.arm) == (framework, arm)]
-        return np.asarray([getattr(step, name) for step in run.steps])
+        return np.asarray([getattr(step, name) for step in self.run(framework, arm).steps])
 
 
 @pytest.fixture(scope="module")

@@ -309,14 +309,17 @@ class _IndexedLoader(LoaderAdapter):
         has_length, at = hasattr(self._loader, "__len__"), self._next
         if has_length and at >= len(self._loader):
             raise StopIteration
-        self._next = at + 1  # an unreadable item counts as read
         try:
-            return self._loader[at]
-        except IndexError:
-            if has_length:
-                raise
-            self._next = at
-            raise StopIteration from None
+            batch = self._loader[at]
+        except (
+            Exception
+        ) as error:  # an item counts as read if it is unreadable, not if a signal came
+            if isinstance(error, IndexError) and not has_length:
+                raise StopIteration from None
+            self._next = at + 1
+            raise
+        self._next = at + 1
+        return batch
 
 
 @dataclass

@@ -34,10 +34,7 @@ _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is a DataLoader of torch with a map-style dataset, or a wrapper of one.
-
-    A subclass with an `__iter__` of its own is not.
-    """
+    """Whether a loader is a DataLoader of a map-style dataset, with torch's `__iter__`, or wraps one."""
     loader = _without_fabric(loader)
     package, base = "torch.utils.data", _base(loader)
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
@@ -48,8 +45,7 @@ def is_replayable(loader: Any) -> bool:
 
 def _without_fabric(loader: Any) -> Any:
     """The DataLoader inside a loader of Fabric, which moves batches, otherwise the loader."""
-    inside = is_type(loader, "lightning", "_FabricDataLoader")
-    return loader._dataloader if inside else loader
+    return loader._dataloader if is_type(loader, "lightning", "_FabricDataLoader") else loader
 
 
 def _recorded(loader: Any) -> Any:
