@@ -311,9 +311,7 @@ class _IndexedLoader(LoaderAdapter):
             raise StopIteration
         try:
             batch = self._loader[at]
-        except (
-            Exception
-        ) as error:  # an item counts as read if it is unreadable, not if a signal came
+        except Exception as error:  # an unreadable item counts as read, an interrupted one does not
             if isinstance(error, IndexError) and not has_length:
                 raise StopIteration from None
             self._next = at + 1

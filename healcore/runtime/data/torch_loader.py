@@ -34,7 +34,7 @@ _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
 def is_replayable(loader: Any) -> bool:
-    """Whether a loader is (or wraps) a DataLoader of a map-style dataset, with torch's `__iter__`."""
+    """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`."""
     loader = _without_fabric(loader)
     package, base = "torch.utils.data", _base(loader)
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
