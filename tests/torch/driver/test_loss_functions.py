@@ -57,7 +57,7 @@ def test_a_loss_fn_that_differentiates_is_compared_and_changes_nothing(tmp_path)
         ended.append(run.model.state_dict().values())
     comparison: Any = healer._loop.recovery.comparisons
     assert comparison.is_enabled
-    assert comparison._budget._prices, "weights were compared"
+    assert comparison._credit._prices, "weights were compared"
     assert all(map(torch.equal, *ended))
 
 
