@@ -110,7 +110,7 @@ def covering(clip: str) -> EngineConfig:
 
 
 def only(*names: str) -> EngineConfig:
-    """Only these detectors, or those of these keys of `PUBLISHED`, and no clipping.
+    """A policy of these detectors, or of these keys of `PUBLISHED`, without clipping.
 
     Other detectors with the same causes would hide them from the oracle.
     """

@@ -143,7 +143,7 @@ class Watched:
 
 
 def digest(*values: Any) -> str:
-    """Of arrays, and of values as JSON."""
+    """Digest of arrays, and of values as JSON."""
     found = hashlib.sha256()
     for value in values:
         is_array = hasattr(value, "tobytes")

@@ -73,7 +73,7 @@ def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def digest(*values: Any) -> str:
-    """Of tensors, of which this rank's part counts, and JSON values."""
+    """Digest of this rank's part of tensors, and of JSON values."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in values]
     of = [e.detach().contiguous().numpy() if isinstance(e, torch.Tensor) else e for e in local]
     return killed_runs.digest(*of)

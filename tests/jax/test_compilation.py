@@ -26,7 +26,7 @@ from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 
 SIZES = [1.0, 1.1, 0.9, 50.0, np.nan, 1.0]
-"""Of the gradients, step by step."""
+"""Size of the gradients at each step."""
 RESETS = policies.CUT_LR._replace(lr=policies.CUT_LR.lr._replace(reset_moments=True))
 LOSS = jnp.float32(1.0)
 

@@ -155,7 +155,7 @@ SKIPS_TOO = CUTS._replace(rules=(_RULE._replace(skip=True),))
 
 
 def states(policy: EngineConfig, inner: Any = None, *, jit: bool = True, bad: int = -1) -> Any:
-    """The state after each step: one gradient is 1,000 times as large, that of `bad` is NaN."""
+    """The state after each step. One gradient is 1,000 times as large, and `bad` is NaN."""
     zeros = {"w": jnp.zeros((2, 3))}
     tx = protect(inner or optax.adamw(1e-2), policy)
     found: list[Any] = [tx.init(zeros)]

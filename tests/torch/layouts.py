@@ -104,6 +104,6 @@ def held(net: nn.Module, optimizer: Any) -> list[Tensor]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of what this rank has."""
+    """Digest of the bits of this rank's tensors."""
     bits = (part(t).detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
     return hashlib.sha256(b"".join(bits)).hexdigest()

@@ -37,7 +37,7 @@ class NonFiniteConfig(NamedTuple):
         """Reads the flags of `seen`. A bad update counts as a bad gradient."""
         grads = (each for each in (seen.bad_grad, seen.bad_update) if each is not None)
         flags = [flag(each, Cause.NONFINITE_GRAD, xp=xp) for each in grads]
-        if seen.bad_loss is not None:  # beside other flags a bool is the flag 1
+        if seen.bad_loss is not None:  # combined with other flags, a bool would be the flag 1
             flags.append(seen.bad_loss if flags else flag(seen.bad_loss, 1, xp=xp))
         return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
 

@@ -1,1 +1,1 @@
-"""What a run tells: console lines and events, the postmortem, trackers."""
+"""Reports of a run: console lines and events, the postmortem, trackers."""

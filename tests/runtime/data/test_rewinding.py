@@ -149,7 +149,7 @@ STATEFUL: Any = (StatefulDistributedSampler, StatefulDataLoader)
 
 @pytest.mark.parametrize(("types", "by_cursor"), [((), True), ((), False), (STATEFUL, False)])
 def test_a_rewind_into_an_earlier_epoch_sets_its_number(by_cursor, types):
-    """The number is the cursor's, or that of a loop outside, which sets its own."""
+    """The cursor numbers the epochs, or an outer loop sets its own numbers."""
     loader = distributed(*types)
     cursor = Cursor(loader, epochs=None if by_cursor else 1)
     handed, positions = [], []

@@ -220,7 +220,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
 
 
 def test_parts_of_a_batch_count_by_their_weights():
-    """The mean of an accumulation is that of the training loss."""
+    """The mean over an accumulation equals the training loss."""
     run = Run(lambda weight, batch: weight + float(batch))
     healthy(run, 250)
     step = TrainedStep(run.step, (ObservedBatch(1.0, 0.75), ObservedBatch(5.0, 0.25)))

@@ -94,7 +94,7 @@ HISTORY = [
 
 @pytest.mark.parametrize("indent", [2, None])
 def test_the_state_of_the_trainer(tmp_path, indent):
-    """That of the newest checkpoint of a folder."""
+    """A folder is read through its newest checkpoint."""
     state = {"best_metric": None, "log_history": HISTORY, "stateful_callbacks": {"a": [1]}}
     texts = {"checkpoint-9": "{}", "checkpoint-25": json.dumps(state, indent=indent)}
     for folder, text in texts.items():

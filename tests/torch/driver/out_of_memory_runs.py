@@ -49,7 +49,7 @@ def model_with_everything() -> nn.Module:
 
 
 def plain() -> nn.Module:
-    """Its gradients are those of the whole batch, however that is split."""
+    """Has the same gradients, however the batch is split."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
 

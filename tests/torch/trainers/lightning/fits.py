@@ -50,7 +50,7 @@ class Regression(lightning.LightningModule):
 
 
 class Displacement(lightning.Callback):
-    """The learning rate of each SGD step: length of the update over that of the gradient."""
+    """The learning rate of each SGD step: norm of the update over norm of the gradient."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
