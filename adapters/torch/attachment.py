@@ -102,8 +102,8 @@ def attach(
         # its state with nothing makes it store the current `step`.
         wrapper: Any = optimizer
         wrapper.__setstate__({})
-        healing.hooks.changes.callback(wrapper.__setstate__, {})
-    healing.hooks.incident_log.console = printed
+        healing.healed_step.changes.callback(wrapper.__setstate__, {})
+    healing.healed_step.incident_log.console = printed
     return healing
 
 
@@ -233,17 +233,17 @@ class Healing:
 
     Attributes:
         live_engine: the engine with its state.
-        hooks: the optimizer's healed step.
+        healed_step: the optimizer's healed step.
     """
 
-    def __init__(self, hooks: HealedStep, *, engine_reason: str) -> None:
-        self.optimizer = hooks.optimizer
-        self.live_engine = hooks.live_engine
-        self.engine = hooks.live_engine.engine
-        self.hooks = hooks
-        self._measurer = hooks.measurer
+    def __init__(self, healed_step: HealedStep, *, engine_reason: str) -> None:
+        self.optimizer = healed_step.optimizer
+        self.live_engine = healed_step.live_engine
+        self.engine = healed_step.live_engine.engine
+        self.healed_step = healed_step
+        self._measurer = healed_step.measurer
         self._engine_reason = engine_reason
-        hooks.check.__healing__ = self
+        healed_step.check.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Healing:
             SignalError: `loss` is not a single real number. Nothing was changed.
         """
         value = measurement.checked("loss", loss)
-        self.hooks.judge_dropped()
+        self.healed_step.judge_dropped()
         self._measurer.losses.add(value, weight)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
@@ -303,7 +303,7 @@ class Healing:
         The policy can then act on overflows that do not end. `observe` calls this method. A loop
         without losses may call it once after each `scaler.update()`.
         """
-        self.hooks.judge_dropped()
+        self.healed_step.judge_dropped()
 
     # -- results for the training loop ----------------------------------------------------------
 
@@ -320,12 +320,12 @@ class Healing:
     @property
     def ranks(self) -> int:
         """Number of ranks that decide together."""
-        return self.hooks.all_reduce.world
+        return self.healed_step.all_reduce.world
 
     @property
     def attached(self) -> bool:
         """Whether the policy judges the optimizer's steps."""
-        return self.hooks.attached
+        return self.healed_step.attached
 
     @property
     def decision(self) -> Decision | None:
@@ -369,7 +369,7 @@ class Healing:
         """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
         live_engine = self.live_engine
         on_host = live_engine.name == "host"
-        by_flag = not on_host and not self.hooks.enforcer.kernel_obstacle
+        by_flag = not on_host and not self.healed_step.enforcer.kernel_obstacle
         reads = on_host or (not by_flag and self.engine.mode != "observe")
         return Report(
             engine=live_engine.name,
@@ -396,7 +396,7 @@ class Healing:
             StateError: the state is damaged, or from another policy or model. Nothing is loaded.
         """
         self.live_engine.load(state, rollback=False)
-        self.hooks.on_state_loaded()
+        self.healed_step.on_state_loaded()
 
     def on_rollback(self, state: dict[str, Any]) -> None:
         """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
@@ -405,14 +405,14 @@ class Healing:
             StateError: as for `load_state_dict`.
         """
         self.live_engine.load(state, rollback=True)
-        self.hooks.on_state_loaded()
+        self.healed_step.on_state_loaded()
 
     def detach(self) -> None:
         """Restores `step`: the optimizer is as if `attach` had never been called.
 
         State and metrics stay readable. Calling it again does nothing.
         """
-        self.hooks.detach()
+        self.healed_step.detach()
 
     def __repr__(self) -> str:
         state = f"{self.live_engine.name} engine" if self.attached else "detached"

@@ -48,7 +48,7 @@ class Accumulation:
         self._watched: Tensor | None = None
         self._backward_handle: Any = None
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
-        healing.hooks.on_step = self._on_step
+        healing.healed_step.on_step = self._on_step
         self._watch()
 
     @property
@@ -77,7 +77,7 @@ class Accumulation:
 
     def close(self) -> None:
         """Removes the hooks."""
-        self.healing.hooks.on_step = None
+        self.healing.healed_step.on_step = None
         if self._backward_handle is not None:
             self._backward_handle.remove()
 
@@ -166,7 +166,7 @@ class GradientWindow:
         optimizers = [each.optimizer for each in healings]
         params = [p for each in optimizers for p in gradients.parameters(each)]
         modules = replicas(params, self._modules)
-        step_ranks = [each.hooks.all_reduce.ranks for each in healings]
+        step_ranks = [each.healed_step.all_reduce.ranks for each in healings]
         why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
         if why_not:
             return why_not

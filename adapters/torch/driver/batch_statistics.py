@@ -35,7 +35,7 @@ class BatchStatistics:
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
         self.save()
-        healing.hooks.on_ended = self.end
+        healing.healed_step.on_ended = self.end
 
     @classmethod
     def of(cls, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> list[BatchStatistics]:
@@ -45,7 +45,7 @@ class BatchStatistics:
 
     def close(self) -> None:
         """Removes the callback."""
-        self._healing.hooks.on_ended = None
+        self._healing.healed_step.on_ended = None
 
     @torch.no_grad()
     def save(self) -> None:

@@ -160,7 +160,7 @@ class TorchDriver(Driver):
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
         self._wants_vote, everyone = wanted, len(self._members)
         for healing in self.healings.values():
-            all_reduce = healing.hooks.all_reduce
+            all_reduce = healing.healed_step.all_reduce
             all_reduce.requests_vote = wanted and all_reduce.world == everyone
         return True
 
@@ -230,7 +230,7 @@ class TorchDriver(Driver):
 
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""
-        return any(healing.hooks.in_update for healing in self.healings.values())
+        return any(healing.healed_step.in_update for healing in self.healings.values())
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
@@ -295,7 +295,7 @@ class TorchDriver(Driver):
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """See `Driver.hold_numbers`."""
         for name, healing in self.healings.items():
-            healing.hooks.hold_numbers = lambda enforcer, name=name: enforcer.hold_numbers(
+            healing.healed_step.hold_numbers = lambda enforcer, name=name: enforcer.hold_numbers(
                 name, healthy()
             )
 
@@ -326,7 +326,7 @@ class TorchDriver(Driver):
         for each in (self._window, *self._statistics, *self._accumulations):
             each.close()
         for healing in self.healings.values():
-            healing.hooks.on_judged = None
+            healing.healed_step.on_judged = None
         for healing in self._own:
             healing.detach()
 
@@ -353,7 +353,7 @@ class TorchDriver(Driver):
                 attach_function = attach_with or partial(attach_to, self._state[name])
                 healing = attach_function(engine, **options)
                 self._own.append(healing)
-            elif healing.hooks.on_judged is not None:
+            elif healing.healed_step.on_judged is not None:
                 raise AttachError(
                     f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
                     "delete the object"
@@ -372,7 +372,7 @@ class TorchDriver(Driver):
         The longest list of any optimizer, because other optimizers may have fewer of the ranks.
         """
         return max(
-            (each.hooks.all_reduce.ranks.members for each in self.healings.values()), key=len
+            (each.healed_step.all_reduce.ranks.members for each in self.healings.values()), key=len
         )
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:

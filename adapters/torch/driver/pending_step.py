@@ -51,18 +51,20 @@ class Recorder:
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
-        self._healing.hooks.on_judged = self._record
+        self._healing.healed_step.on_judged = self._record
 
     def restart(self) -> None:
         """Call it after the engine's state is replaced. A sync."""
         self._last_step = int(self._healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        hooks = self._healing.hooks
-        record = hooks.live_engine.pending_record(self.name)
-        rates = [group.get("lr") for group in hooks.optimizer.param_groups]
+        healed_step = self._healing.healed_step
+        record = healed_step.live_engine.pending_record(self.name)
+        rates = [group.get("lr") for group in healed_step.optimizer.param_groups]
         lr = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
-        self._pending.append(PendingEntry(self, record, norms, hooks.all_reduce.last_marks, lr))
+        self._pending.append(
+            PendingEntry(self, record, norms, healed_step.all_reduce.last_marks, lr)
+        )
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""

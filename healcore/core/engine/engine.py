@@ -47,6 +47,16 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config = config
+        # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
+        self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
+        """Whether a rule can cut the learning rate."""
+        self.limits_lr = lr.may_limit(config.lr)
+        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`.
+
+        After a cut, or at a rollback by the host, see `limit_lr`.
+        """
+        self.per_tensor = self._clip_name == "adagc"
+        """Whether clipping is per tensor and needs `Signals.group_norms`."""
 
     @property
     def mode(self) -> str:
@@ -83,11 +93,6 @@ class Engine:
         others = (each for name, each in self.config.detectors if name != "nonfinite")
         return self.config.clip is not None or any("grad_norm" in each.NEEDS for each in others)
 
-    @cached_property
-    def cuts_lr(self) -> bool:
-        """Whether a rule can cut the learning rate."""
-        return any(rule.action & Action.CUT_LR for rule in self.config.rules)
-
     @property
     def resets_moments(self) -> bool:
         """Whether a cut of the learning rate resets the optimizer's moments."""
@@ -97,19 +102,6 @@ class Engine:
     def scales_lr(self) -> bool:
         """Whether `Decision.lr_scale` can differ from 1."""
         return self.cuts_lr or self.limits_lr
-
-    @cached_property
-    def limits_lr(self) -> bool:
-        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`.
-
-        After a cut, or at a rollback by the host, see `limit_lr`.
-        """
-        return lr.may_limit(self.config.lr)
-
-    @cached_property
-    def per_tensor(self) -> bool:
-        """Whether clipping is per tensor and needs `Signals.group_norms`."""
-        return self._clip_name == "adagc"
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
         """Returns the state before the first step, as NumPy arrays.

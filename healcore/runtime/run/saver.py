@@ -114,7 +114,7 @@ class Saver:
         """The live state to save, except healcore's record."""
         return {**self.driver.state(), ITEM: self.data.host}
 
-    def healing(self, step: int) -> dict[str, Any]:
+    def healing_record(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
             self.record,
@@ -128,7 +128,7 @@ class Saver:
 
     def commit(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
-        self.store.commit(step, self.healing(step))
+        self.store.commit(step, self.healing_record(step))
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Saver:
             return
         began = time.monotonic()
         try:
-            self.store.save(step, self.items(), healing=self.healing(step))
+            self.store.save(step, self.items(), healing=self.healing_record(step))
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise

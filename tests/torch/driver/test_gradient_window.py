@@ -85,7 +85,7 @@ def test_mean_losses(run, loss_fn, options, batch, most):
             healer.observe(loss_of_part)
             (loss_of_part * part.weight).backward()
     assert float((gradients(model) - expected).norm() / expected.norm()) < 1e-6
-    observed = healer._loop.driver.healings["optimizer"].hooks.measurer.losses
+    observed = healer._loop.driver.healings["optimizer"].healed_step.measurer.losses
     assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
     observed.clear()
 

@@ -80,7 +80,7 @@ def heal_engine(
     printed, part = checked(console), EngineOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
-    healing.hooks.incident_log.console = printed
+    healing.healed_step.incident_log.console = printed
     return healing
 
 
@@ -139,8 +139,8 @@ class EngineOptimizer(Optimizer):
         self.optimizer = engine.basic_optimizer
         self.per_rank = _is_sharded(engine) and engine.dp_world_size > 1
         healing = healing_of(self.optimizer)
-        if healing is not None and isinstance(healing.hooks, EngineStep):
-            self.trainer_limit = healing.hooks.adopted_limit
+        if healing is not None and isinstance(healing.healed_step, EngineStep):
+            self.trainer_limit = healing.healed_step.adopted_limit
         else:
             self.trainer_limit = float(engine.gradient_clipping() or 0.0) or None
 
@@ -171,7 +171,7 @@ class EngineOptimizer(Optimizer):
             healing.observe(loss)
             return backward(loss, *args, **kwargs)
 
-        changes = healing.hooks.changes
+        changes = healing.healed_step.changes
         changes.enter_context(replaced(engine, "backward", observed))
         if limit:
             changes.enter_context(replaced(engine._config, "gradient_clipping", 0.0))
