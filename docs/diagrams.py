@@ -76,7 +76,7 @@ def step() -> Iterator[str]:
     yield text(134, 438, "between two steps, on the host", "title")
     rows = [60, 144, 228, 312]
 
-    asks = [["loss, gradient norm"], ["NaN or Inf?"], ["norm far above", "its recent level?"]]
+    asks = [["loss, gradient norm"], ["NaN or Inf?"], ["with clip=: norm", "above max_norm?"]]
     for y, lines in zip(rows, [*asks, ["optimizer step"]], strict=True):
         yield box(left, y, lines)
     for y in rows[:3]:

@@ -35,7 +35,7 @@ from benchmarks.healbench.running import (
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "healbench.jsonl"
 PAGE = ROOT / "docs" / "healbench.md"
-SEEDS = {"healthy": 2, "sick": 3}
+SEEDS = {"healthy": 2, "faulty": 3}
 """By kind of task. Arms that are neither on nor off have one seed."""
 
 
@@ -91,7 +91,7 @@ def all_tasks() -> dict[tuple[str, str], object]:
 
 
 def _jobs(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Job]:
-    """The jobs asked for, and the undamaged runs that sick tasks are compared with."""
+    """The jobs asked for, and the undamaged runs that faulty tasks are compared with."""
     suites = {framework: suite(framework) for framework in FRAMEWORKS}
     names = {n for s in suites.values() for t in s.tasks.values() for n in (t.name, t.family)}
     arms = {name for each in suites.values() for name in each.arms}

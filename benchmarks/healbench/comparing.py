@@ -6,7 +6,7 @@ and metrics below zero, whose zero means nothing), the unit is 10 such standard 
 then 0.2 standard deviations, which Cohen calls a small effect. A metric that is not finite is
 infinitely bad; arms with as many of them are compared on the seeds where both are finite.
 
-A sick run is compared with the undamaged run of the arm that is off: the ratio of their metrics.
+A faulty run is compared with the undamaged run of the arm that is off: the ratio of their metrics.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Cell:
     against: Difference
     """From the arm that is off."""
     ratios: dict[int, float]
-    """Metric over the undamaged one, of a sick task, by seed; at most `CAP`."""
+    """Metric over the undamaged one, of a faulty task, by seed; at most `CAP`."""
     same: dict[int, bool]
     """Whether metric and weights end bit for bit as those of the arm that is off, by seed."""
 

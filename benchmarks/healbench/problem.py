@@ -64,7 +64,7 @@ class Task:
     """A name in the results table."""
 
     name: str
-    kind: Literal["healthy", "sick"]
+    kind: Literal["healthy", "faulty"]
     metric: str
     """The name of the value of `evaluate`: "held-out loss", "error rate", ..."""
     build: Callable[[int], Problem]
@@ -72,7 +72,7 @@ class Task:
     about: str
     """One sentence for the docs: the model, the data, what is special about it."""
     reference: str
-    """Of a sick task: the task that is the same run without the fault. Its result under the arm
+    """Of a faulty task: the task that is the same run without the fault. Its result under the arm
     that is off is what a perfect cure would reach. Empty for a healthy task."""
     quick: bool
     """Part of `--quick`."""
@@ -102,14 +102,14 @@ def task(
         metric: name of the metric.
         name: name of the task. The name of the function if empty.
         about: sentence for the docs. The docstring of the function if empty.
-        reference: healthy task of a sick task.
+        reference: healthy task of a faulty task.
         quick: part of `--quick`.
     """
 
     def register(build: _Build) -> _Build:
         key = name or getattr(build, "__name__", "")
         text = about or " ".join((build.__doc__ or "").split())
-        kind = "sick" if reference else "healthy"
+        kind = "faulty" if reference else "healthy"
         TASKS[key] = Task(key, kind, metric, build, text, reference, quick, family)
         return build
 

@@ -43,13 +43,13 @@ FAMILIES = {
     "poisoned data": "corrupt data",
     "arithmetic": "NaN, Inf, overflow",
 }
-"""Families of the sick tasks, with the names that the pages use."""
-KINDS = ("healthy", "sick")
+"""Families of the faulty tasks, with the names that the pages use."""
+KINDS = ("healthy", "faulty")
 
 
 def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
     """One row for each arm: healthy tasks that hold, and the cure of each family of faults."""
-    yield ["", "healthy tasks kept", *FAMILIES.values()]
+    yield ["", "healthy tasks not harmed", *FAMILIES.values()]
     for arm, title in ARMS.items():
         its = [cell for cell in cells if cell.arm == arm]
         healthy = [cell for cell in its if cell.task.kind == "healthy"]
@@ -63,7 +63,7 @@ def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
 
 
 def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
-    """Tasks that are not kept, healthy runs that were rolled back, and sick runs that end worse."""
+    """Tasks that are harmed, healthy runs that were rolled back, and faulty runs that end worse."""
     off = {cell.name: cell.metrics for cell in cells if cell.arm == comparing.OFF}
     yield ["task", "", "what", "healcore", "no protection"]
     for cell in (each for each in cells if each.arm in (*ARMS,)[1:]):
@@ -72,7 +72,7 @@ def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
             if not cell.holds:
                 low = f"; {cell.rate_left_low} of {len(cell.runs)} end at a lower rate"
                 text = comparing.shown(cell.against) + low * bool(cell.rate_left_low)
-                yield [*start, f"not kept: {text}", "", ""]
+                yield [*start, f"harmed: {text}", "", ""]
             for run in (run for run in cell.runs if run.rollbacks):
                 plain = off[cell.name][run.seed]
                 yield [*start, f"seed {run.seed}, rolled back", f"{run.value:.3g}", f"{plain:.3g}"]
@@ -98,7 +98,7 @@ def peers(results: Sequence[Result]) -> Iterator[list[str]]:
         f"healthy of {counts[0]}, against no protection",
         f"healthy of {counts[0]}, against a clip to 1.0",
         *FAMILIES.values(),
-        "all sick tasks",
+        "all faulty tasks",
         f"lost of {counts[1]}",
     ]
     for arm in (each for each in PEERS if any(cell.arm == each for cell in cells)):
@@ -108,21 +108,21 @@ def peers(results: Sequence[Result]) -> Iterator[list[str]]:
         for off in (comparing.OFF, "fixed_clip"):  # some peers clip by themselves
             against = [comparing.difference(c.metrics, metrics[c.task.name, off]) for c in healthy]
             row.append(str(sum(not d.percent > comparing.MARGIN for d in against)))
-        sick = [cell for cell in its if cell.task.kind == "sick"]
+        faulty = [cell for cell in its if cell.task.kind == "faulty"]
         ratios = {
             cell.name: _ratio(cell.metrics, metrics[cell.task.reference, "nothing"])
-            for cell in sick
+            for cell in faulty
         }
         for family in (*FAMILIES, ""):
-            some = [ratios[cell.name] for cell in sick if family in ("", cell.task.family)]
+            some = [ratios[cell.name] for cell in faulty if family in ("", cell.task.family)]
             row.append(f"{comparing.geometric_mean(some):.2f}")
         lost = sum(ratio >= comparing.CAP for ratio in ratios.values())
         yield [*row, str(lost)]
 
 
-def _ratio(sick: dict[int, float], undamaged: dict[int, float]) -> float:
+def _ratio(faulty: dict[int, float], undamaged: dict[int, float]) -> float:
     """A run without a finite metric counts as `comparing.CAP`, like a run that is lost."""
-    ratio = sick.get(SEED, math.nan) / undamaged[SEED]
+    ratio = faulty.get(SEED, math.nan) / undamaged[SEED]
     return ratio if ratio < comparing.CAP else comparing.CAP
 
 

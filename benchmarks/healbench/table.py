@@ -76,7 +76,7 @@ def _text(cell: Cell) -> str:
         text += f" (× {cell.ratio:.3g})" if cell.ratio < CAP else " (lost)"
     if cell.failed:
         text += f" {len(cell.failed)}/{len(cell.runs)} failed"
-    kept = cell.holds or cell.arm == OFF or cell.task.kind == "sick"
+    kept = cell.holds or cell.arm == OFF or cell.task.kind == "faulty"
     return text if kept else f"**{text}**"
 
 

@@ -75,12 +75,11 @@ DIED = Path(tempfile.gettempdir()) / f"healbench-test-{os.environ.get('PYTEST_XD
 """Exists once the arm `die` has ended its process: workers inherit the environment."""
 TASKS = {
     name: SimpleNamespace(
-        name=name, kind=kind, metric="loss", build=FakeProblem, about=f"The task {name}.",
-        reference=reference, quick=quick, family="fault" if kind == "sick" else "plain",
+        name=name, kind="faulty" if reference else "healthy", metric="loss", build=FakeProblem,
+        about=f"The task {name}.", reference=reference, quick=quick,
+        family="fault" if reference else "plain",
     )
-    for name, kind, reference, quick in (
-        ("well", "healthy", "", False), ("fine", "healthy", "", True), ("ill", "sick", "well", True)
-    )
+    for name, reference, quick in (("well", "", False), ("fine", "", True), ("ill", "well", True))
 }  # fmt: skip
 DOES = ("raise", "die", "hang", "nan", "stop", "unavailable")
 ARMS: dict[str, Any] = {
@@ -235,7 +234,7 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     page.write_text("# By hand\n")
     options = ["--results", str(file), "--jobs", "1", "--page", str(page)]
     assert command.main(options) == 0
-    # Two healthy tasks with two seeds and a sick one with three, the undamaged run's third seed,
+    # Two healthy tasks with two seeds and a faulty one with three, the undamaged run's third seed,
     # and the peers.
     assert "32 runs, 1 at a time" in capsys.readouterr().out
     text = page.read_text()

@@ -49,7 +49,7 @@ def test_the_suite_is_part_of_the_one_in_torch():
             assert getattr(task, part) == getattr(twin, part)
         assert not task.reference or task.reference in TASKS
     kinds = [task.kind for task in TASKS.values()]
-    assert (kinds.count("healthy"), kinds.count("sick")) >= (15, 8)
+    assert (kinds.count("healthy"), kinds.count("faulty")) >= (15, 8)
 
 
 @functools.cache
@@ -118,14 +118,14 @@ def test_a_fault_in_the_middle_leaves_the_first_half_as_it_was():
     assert len(faults) - len(late) == 3
     healthy: Any = TORCH["small_transformer"].build(0)
     for name in late:
-        sick: Any = TORCH[name].build(0)
+        faulty: Any = TORCH[name].build(0)
         middle = STEPS // 2
         same = [0, middle - 1]
         if name.startswith("shard_"):
-            assert not torch.equal(sick.batches[middle], healthy.batches[middle])
+            assert not torch.equal(faulty.batches[middle], healthy.batches[middle])
             same.append(middle + int(name.removeprefix("shard_")))
-        assert all(torch.equal(sick.batches[i], healthy.batches[i]) for i in same), name
-        rates = [problem.schedulers[MAIN].lr_lambdas[0] for problem in (healthy, sick)]
+        assert all(torch.equal(faulty.batches[i], healthy.batches[i]) for i in same), name
+        rates = [problem.schedulers[MAIN].lr_lambdas[0] for problem in (healthy, faulty)]
         assert all(rates[0](i) == rates[1](i) for i in range(middle)), name
     ends = []
     for name in ("small_transformer", "layer_50x"):

@@ -75,7 +75,7 @@ class BudgetConfig(NamedTuple):
     """How often a run may recover."""
 
     recoveries: Any = 3
-    """Rollbacks. When exhausted, a non-finite step stops the run; other trouble is an alert."""
+    """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
     lr_cuts: Any = 4
     """Cuts of the learning rate."""
     refund_after: Any = 1000

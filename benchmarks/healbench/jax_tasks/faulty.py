@@ -1,4 +1,4 @@
-"""Sick runs, and the two healthy ones that they are made of.
+"""Faulty runs, and the two healthy ones that they are made of.
 
 See tasks/learning_rates.py and tasks/sick_*.py.
 """
