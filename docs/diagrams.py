@@ -148,7 +148,8 @@ def rollback() -> Iterator[str]:
         (["rate above each healthy rate:", "limit it"], 16, 340),
         (["otherwise, once:", "repeat unchanged"], 288, 340),
         (["again:", "skip unusual steps"], 16, 400),
-        (["still:", "undo all trials, go on"], 288, 400),
+        (["a changed setting:", "restore its value"], 288, 400),
+        (["still: undo all trials,", "accept the change"], 16, 460),
     ]
     for lines, x, y in cases:
         yield box(x, y, lines, "act", 256)
@@ -158,7 +159,7 @@ def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
         "step.svg": svg("A step and the work between two steps", 432, 800, step()),
-        "rollback.svg": svg("A rollback to better weights", 560, 464, rollback()),
+        "rollback.svg": svg("A rollback to better weights", 560, 524, rollback()),
     }
 
 

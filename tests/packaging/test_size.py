@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37938),
-    "tests": (("tests",), 35132),
-    "benchmarks": (("benchmarks",), 8922),
+    "product": (("healcore", "adapters"), 37937),
+    "tests": (("tests",), 35131),
+    "benchmarks": (("benchmarks",), 8921),
 }
 """Part -> its folders, and the most lines."""
 

@@ -41,7 +41,7 @@ WORDS = {
     "a non-empty list, each entry one of ": "list of ",
 }
 """Words of a range, and what the page has instead."""
-HEAD = "key | default, range | meaning\n---|---|---"
+HEAD = "key | if missing, range | meaning\n---|---|---"
 TOGETHER = (("loss_spike", "grad_spike", "update_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
 

@@ -46,22 +46,14 @@ class Engine:
         for name, _ in config.detectors:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
-        self.config = config
+        self.config, self.mode = config, config.mode
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
         """Whether a rule can cut the learning rate."""
         self.limits_lr = lr.may_limit(config.lr)
-        """Whether the rate may get an absolute limit, which needs `Signals.learning_rate`.
-
-        After a cut, or at a rollback by the host, see `limit_lr`.
-        """
+        """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
-
-    @property
-    def mode(self) -> str:
-        """`heal` or `observe`."""
-        return self.config.mode
 
     @cached_property
     def fingerprint(self) -> str | None:

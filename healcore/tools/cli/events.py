@@ -38,7 +38,7 @@ def schema_() -> None:
 @app.command()
 @reported
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="The events file of a run.")],
+    file: Annotated[str, typer.Argument(metavar="RUN", help="A run's events file or folder.")],
     follow: Annotated[
         bool,
         typer.Option("--follow", "-f", help="Wait for new events until the run ends."),
@@ -49,7 +49,7 @@ def show(
     from healcore.history import RunState, runs_of
 
     path = Path(file)
-    if follow and path.is_dir():
+    if path.is_dir():
         path /= "healcore.events.jsonl"
     if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)

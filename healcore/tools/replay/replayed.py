@@ -70,6 +70,8 @@ class Summary(NamedTuple):
     """Step of the last row, which may be smaller than the largest step."""
     alarms: int
     """Number of rows with a cause."""
+    first_alarm: float | None
+    """Step of the first row with a cause, or None."""
     causes: dict[str, int]
     """Number of rows by cause, lowest flag first."""
     actions: dict[str, int]
@@ -90,8 +92,7 @@ class Summary(NamedTuple):
     lowest_lr_first: float
     """The smallest multiplier without repeat cuts."""
     stopped_step: float | None
-    """Step at which a live run ends: a rule orders STOP, or an incident's first rollback is
-    denied."""
+    """Step at which a live run ends: a rule stops it, or an incident's first rollback is denied."""
     inactive: dict[str, tuple[str, ...]]
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
@@ -216,7 +217,7 @@ def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = 
     incidents = _find_incidents(rows)
     steps, lr_scale = trace.rows.step, rows.lr_scale
     rollbacks, cuts = rows.action & _ROLLBACK != 0, rows.action & _CUT_LR != 0
-    stops = rows.step[rows.ends_run]
+    alarms, stops = rows.step[rows.cause != 0], rows.step[rows.ends_run]
     summary = Summary(
         trace=trace.name,
         policy=name,
@@ -226,6 +227,7 @@ def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = 
         first_step=float(steps[0]),
         last_step=float(steps[-1]),
         alarms=_count(rows.cause),
+        first_alarm=float(alarms[0]) if alarms.size else None,
         causes=_counts_by_flag(rows.cause, Cause),
         actions=_counts_by_flag(rows.action, Action),
         skips=_count(rows.skip),

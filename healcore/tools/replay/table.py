@@ -16,6 +16,7 @@ from healcore.tools.replay.replayed import Summary, inactive_line
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
+_MAX_FIRST_ALARMS = 10
 
 LEGEND = (
     "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: the "
@@ -98,7 +99,7 @@ def _common_folder(traces: Sequence[str]) -> str:
 
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
-    """Describes inactive parts of the policies, and rows that were not judged."""
+    """Describes first alarms, inactive parts of the policies, and rows that were not judged."""
     unjudged = {each.trace: each.unjudged for each in summaries}
     several = len({each.policy for each in summaries}) > 1
     counts = Counter(
@@ -107,6 +108,10 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         for signal, parts in each.inactive.items()
     )
     lines = [
+        f"{each.trace}, {each.policy}: first alarm at step {each.first_alarm:.15g}"
+        for each in [each for each in summaries if each.alarms][:_MAX_FIRST_ALARMS]
+    ]
+    lines += [
         line if count == len(unjudged) else f"{line} in {count} of {len(unjudged)} traces"
         for line, count in counts.items()
     ]

@@ -78,11 +78,10 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
 
 
 def test_show(tmp_path):
-    path = tmp_path / "run.events.jsonl"
-    log = Log(path)
+    log = Log(tmp_path / "healcore.events.jsonl")
     for step, kind in enumerate(SAMPLES):
         log.write(kind, step=step, **SAMPLES[kind])
-    done = healcore_cli("events", "show", str(path))
+    done = healcore_cli("events", "show", str(tmp_path))  # the folder of a run
     assert done.exit_code == 0
     first, *lines = done.stdout.splitlines()
     assert first == f"run {log.run}"

@@ -142,7 +142,8 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
     assert [row.index for row in orders] == [200, 206, 500, 506]
     assert [row.spent for row in orders] == [place >= budget for place in range(4)]
     assert budget == 3, "the last is denied, and is a repeat"
-    assert (summary.incidents, summary.rollbacks, summary.repeats) == (2, 4, 2)
+    assert (summary.first_alarm, summary.incidents) == (result.trace.rows.step[200], 2)
+    assert (summary.rollbacks, summary.repeats) == (4, 2)
     assert (summary.spent, summary.stopped_step) == (1, None)
     assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)
     assert summary.lowest_lr < summary.lowest_lr_first == orders[2].lr_scale
