@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,7 +20,6 @@ from healcore.runtime.data.loader_adapters import (
     UnusableLoader,
     adapter_for,
     check_division,
-    checked_ids,
     class_name,
     decode_position,
     encode_position,
@@ -45,7 +44,7 @@ class Cursor:
     Attributes:
         loader: the loader.
         next_id: the id of the next batch.
-        left_out: ids of the batches to skip, before and after the current position.
+        left_out: ids of the batches to skip, also before the current position.
         limit: number of batches after which an epoch ends, or None for all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
 
@@ -220,15 +219,6 @@ class Cursor:
                     return batch, which
             self._skipped.append(which)
         raise StopIteration
-
-    def leave_out(self, ids: Iterable[BatchId]) -> None:
-        """Skips batches when the cursor reaches them; `skipped` then lists them.
-
-        Args:
-            ids: batch ids, or pairs; DataError otherwise. Ids after the end of an epoch have no
-                effect on the next epoch.
-        """
-        self.left_out |= checked_ids(ids)
 
     def skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""

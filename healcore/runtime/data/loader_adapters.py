@@ -130,7 +130,9 @@ def decode_position(value: Any) -> Position:
         )
     try:
         number, behind = value["told_epoch"], int(value["behind"])
-        (batch,) = checked_ids([(value["epoch"], value["index"])])
+        batch = BatchId(value["epoch"], value["index"])
+        if not all(type(part) is int and part >= 0 for part in batch):
+            raise DataError(f"epoch and index of a batch are whole numbers >= 0, not {(*batch,)}")
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
         number = None if number is None else int(number)
@@ -139,19 +141,6 @@ def decode_position(value: Any) -> Position:
         raise
     except Exception as error:  # the value may be crafted or damaged
         raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
-
-
-def checked_ids(ids: Iterable[Any]) -> set[BatchId]:
-    """Batch ids from ids or pairs; DataError unless each is two whole numbers >= 0."""
-    checked = set()
-    for value in ids:
-        pair = tuple(value) if isinstance(value, (tuple, list)) else ()
-        if len(pair) != 2 or not all(type(part) is int and part >= 0 for part in pair):
-            raise DataError(
-                f"a batch id is BatchId(epoch, index), whole numbers >= 0, not {value!r}"
-            )
-        checked.add(BatchId(*pair))
-    return checked
 
 
 # -- the state of a loader ------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class RunLoader(Cursor):
         start: the position before the first batch, for checkpoints older than the first use.
         finished: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
+        trains: whether a step has used its batches. Others are read from the start after a restart.
         in_use: whether the loop is still using the last batch.
         unused: ids of the batches since the last step.
         contents: the batches since the last step, if weights are compared.
@@ -44,7 +45,7 @@ class RunLoader(Cursor):
         super().__init__(loader, epochs=epochs)
         self.number, self.left_out, self.limit = number, left_out, limit
         self.start = self.position()
-        self.finished = self.in_use = False
+        self.finished = self.in_use = self.trains = False
         self.in_loop = True
         self.unused: list[BatchId] = []
         self.contents: list[Any] = []
@@ -68,8 +69,8 @@ class LoaderRegistry:
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
-        current: the loader of the last step, or the first loader. Rollbacks rewind it; other
-            loaders, such as the loader of an evaluation inside the loop, are not rewound.
+        current: the loader of the last step, or the first loader. Rollbacks rewind it, and the
+            other loaders that a loop reads for steps, but not the loader of an evaluation.
         last: id of the last batch of the last step, or None.
         next_epoch: epoch at which the program's own loop continues after a restart.
     """
@@ -135,8 +136,10 @@ class LoaderRegistry:
         self._loaders.append(found)
         self.current = self.current or found
         saved = self._saved.pop(str(found.number), None)
-        if saved is not None and not found.rewind(saved):
-            self.notices.append(found.fast_forward(saved))
+        if saved is not None:
+            found.trains = (saved["epoch"], saved["index"]) > (0, 0)
+            if not found.rewind(saved) and found.trains:
+                self.notices.append(found.fast_forward(saved))
         if epoch is not None:
             found.read_only(epoch)
             self._epoch = epoch
@@ -178,12 +181,13 @@ class LoaderRegistry:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether the current loader can be rewound."""
-        return self.current is not None and self.current.can_rewind
+        """Whether the loaders of the steps can be rewound."""
+        return self.current is not None and all(n.can_rewind for n in [self.current, *self._others])
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
-        unfinished = {str(each.number): each.position() for each in self if not each.finished}
+        read = [each for each in self if not each.finished]
+        unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
         epoch, current = self.next_epoch, self.current
         if self._epoch is not None:
             # While the loop reads the loader, the program's code after the epoch has not run.
@@ -198,13 +202,13 @@ class LoaderRegistry:
 
     def position_after_step(self) -> dict[str, Any] | None:
         """The positions after the last step, or None if a loader cannot be rewound to it."""
-        first = {each: each.first_unused for each in self}
+        first = {each: each.first_unused for each in self if each.trains}
         before = {str(n.number): n.position_before(b) for n, b in first.items() if b is not None}
         return None if None in before.values() else {**self.position(), **before}
 
     def forward_positions(self) -> dict[str, Any]:
         """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
-        return {str(each.number): each.position() for each in self if not each.can_rewind}
+        return {str(n.number): n.position() for n in self if n.trains and not n.can_rewind}
 
     def left_out(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
@@ -242,26 +246,33 @@ class LoaderRegistry:
         more: int,
         again: Sequence[BatchId] = (),
     ) -> str:
-        """Rewinds the current loader and skips the `bad` batches and `more` after them.
+        """Rewinds the loaders of the steps and skips the `bad` batches and `more` after them.
 
-        Batches to read `again` are no longer skipped. A loader that cannot be rewound continues
-        forward, past the bad batches. `position` is None if the checkpoint has no position.
+        Batches to read `again` are no longer skipped. Loaders of which one cannot be rewound
+        continue forward, past the bad batches. `position` is None if the checkpoint has none.
+        The ids are of the current loader, and of others at the same batch, as in a `zip`.
 
         Returns:
-            Reason why the loader was not rewound, or an empty string.
+            Reason why the loaders were not rewound, or an empty string.
         """
         current = self.current
         if current is None:
             return "the loop does not read its batches through healcore"
-        # Earlier bad batches stay skipped, because a deeper rollback reads them again.
-        current.left_out.update(bad)
+        loaders = [current, *self._others]
         last = max(bad, default=self.last)
-        if last is not None:
-            current.left_out.update(BatchId(last.epoch, last.index + 1 + i) for i in range(more))
-        current.left_out.difference_update(again)
+        after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
+        for each in (each for each in loaders if each.next_id == current.next_id):
+            # Earlier bad batches stay skipped, because a deeper rollback reads them again.
+            each.left_out.update(bad, after)
+            each.left_out.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
-        if not current.rewind(position.get(str(current.number), current.start)):
-            return current.why_not or "it could not be rewound"
-        current.in_loop = False  # a `break` came after this position
+        for each in sorted(loaders, key=lambda each: each.can_rewind):
+            if not each.rewind(position.get(str(each.number), each.start)):
+                return each.why_not or "it could not be rewound"
+            each.in_loop = False  # a `break` came after this position
         return ""
+
+    @property
+    def _others(self) -> list[RunLoader]:
+        return [n for n in self if n is not self.current and n.trains and n.in_loop]

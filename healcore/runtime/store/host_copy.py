@@ -242,7 +242,7 @@ class ArrayFormat(ABC):
     def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
         """The part of the saved entries for the live values `like`.
 
-        Without optional values that the checkpoint lacks. Trees must have the same arrays. For
+        Without optional values that the checkpoint lacks. JAX trees must have the same arrays. For
         objects with `state_dict` only names and identities are compared: a fresh optimizer has no
         moments yet, and `load_state_dict` checks the rest.
 
@@ -262,7 +262,10 @@ class ArrayFormat(ABC):
             elif "leaves" in entry and "leaves" not in saved[name]:
                 wrong.append(f'"{name}" was an object with state_dict')
             else:
-                wrong += _differences(_array_types(name, saved[name]), _array_types(name, entry))
+                kinds = _array_types(name, saved[name]), _array_types(name, entry)
+                if "leaves" not in entry:  # a program's dictionaries and lists may grow and shrink
+                    kinds = tuple({k: of[k] for k in kinds[0].keys() & kinds[1]} for of in kinds)
+                wrong += _differences(*kinds)
         if wrong:
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)

@@ -104,7 +104,7 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
             position, model.at = marks[value % len(marks)]
             assert cursor.rewind(position)
         elif step == "leave out":
-            cursor.leave_out(value)
+            cursor.left_out |= {BatchId(*pair) for pair in value}
             model.left_out |= {BatchId(*pair) for pair in value}
         else:
             assert cursor.skipped() == model.skipped
