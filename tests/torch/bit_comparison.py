@@ -13,11 +13,7 @@ def bits(value: Any) -> Any:
         value = value.detach()
         if value.layout is not torch.strided:
             value = value.coalesce().to_dense()
-        data = (
-            value.cpu().numpy().tobytes()
-            if value.dtype is not torch.bfloat16
-            else value.view(torch.int16).cpu().numpy().tobytes()
-        )
+        data = value.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()  # NumPy has no bfloat16
         return str(value.dtype), tuple(value.shape), data
     if isinstance(value, dict):
         return {key: bits(each) for key, each in value.items()}

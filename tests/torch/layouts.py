@@ -7,13 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -27,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 FSDP2: dict[str, dict[str, Any]] = {
     "FSDP2": {},
-    "FSDP2, bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-    "FSDP2, offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "FSDP2, bfloat16": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "FSDP2, offloaded": {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
     "FSDP2, resharded to two": {"reshard_after_forward": 2},
 }
 
@@ -46,7 +41,7 @@ def spread(kind: str, net: nn.Sequential) -> tuple[nn.Module, int]:
     if kind == "FSDP1":
         wraps, cpu = ModuleWrapPolicy({nn.Linear}), torch.device("cpu")
         options = {"use_orig_params": True, "auto_wrap_policy": wraps, "device_id": cpu}
-        return FullyShardedDataParallel(net, **options), rank  # type: ignore[arg-type]
+        return fsdp.FullyShardedDataParallel(net, **options), rank  # type: ignore[arg-type]
     if kind == "HSDP":
         return shard(net, mesh("replicas", "shards")), rank
     if kind in FSDP2:
@@ -69,8 +64,8 @@ def shard(net: nn.Module, over: Any, **options: Any) -> Any:
     """FSDP2 of each linear layer, and of the rest."""
     for layer in net:  # type: ignore[attr-defined]
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=over, **options)
-    return fully_shard(net, mesh=over, **options)
+            fsdp.fully_shard(layer, mesh=over, **options)
+    return fsdp.fully_shard(net, mesh=over, **options)
 
 
 def plan(net: nn.Module, kind: str = "tensor parallel") -> dict[str, ParallelStyle]:

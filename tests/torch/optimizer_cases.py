@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from healcore.torch import Healing
 
-Where = Literal["host", "device"]
-"""Where the engine runs."""
 HOST_AND_DEVICE = ("host", "device")
+"""Where the engine runs."""
 host_and_device = pytest.mark.parametrize("where", HOST_AND_DEVICE)
 
 NAN = float("nan")

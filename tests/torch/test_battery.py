@@ -12,15 +12,7 @@ from healcore.torch import attach
 from healcore.torch.enforcer import moments_obstacle, reset_moments
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
-from tests.torch.optimizer_cases import (
-    CASES,
-    FUSED,
-    HOST_AND_DEVICE,
-    NAN,
-    Case,
-    Where,
-    host_and_device,
-)
+from tests.torch.optimizer_cases import CASES, FUSED, HOST_AND_DEVICE, NAN, Case, host_and_device
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.third_party_optimizers import Run, names
 
@@ -52,7 +44,7 @@ def test_every_optimizer_of_torch_is_tested():
     [(policies.CUTS, 1.0), (policies.OBSERVES, NAN)],
     ids=["cuts", "observes NaN"],
 )
-def test_a_neutral_decision_changes_no_bit(case: Case, where: Where, policy: Engine, factor: float):
+def test_a_neutral_decision_changes_no_bit(case: Case, where: Any, policy: Engine, factor: float):
     """Nor does a policy that may cut the rate, until it does, nor observe mode."""
     mine, twin = case.build(), case.build()
     heal = attach(mine, policy, engine=where)
@@ -65,7 +57,7 @@ def test_a_neutral_decision_changes_no_bit(case: Case, where: Where, policy: Eng
 
 @host_and_device
 @cases(WITHOUT_CLOSURE)
-def test_clip_is_that_of_clip_grad_norm(case: Case, where: Where):
+def test_clip_is_that_of_clip_grad_norm(case: Case, where: Any):
     mine, reference = case.build(), case.build()
     heal = attach(mine, policies.fixed(MAX_NORM), engine=where)
     for i in range(5):
@@ -99,7 +91,7 @@ def test_both_engines_clip_and_cut_to_the_same_bits(case: Case, policy: Engine):
 
 @host_and_device
 @pytest.mark.parametrize("fused", [True, False])
-def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
+def test_adagc_clips_each_tensor_by_its_own_history(where: Any, fused: bool):
     a, b, idle = (Parameter(torch.ones(4)) for _ in range(3))
     optimizer = torch.optim.SGD([a, idle, b], lr=1.0, fused=fused)
     heal = attach(optimizer, policies.ADAGC, engine=where)
@@ -117,7 +109,7 @@ def test_adagc_clips_each_tensor_by_its_own_history(where: Where, fused: bool):
 
 @host_and_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_other_dtypes_and_several_groups(where: Where, dtype: torch.dtype):
+def test_gradients_of_other_dtypes_and_several_groups(where: Any, dtype: torch.dtype):
     half, full = Parameter(torch.zeros(100, dtype=dtype)), Parameter(torch.zeros(100))
     optimizer = torch.optim.SGD([{"params": [half]}, {"params": [full], "lr": 0.5}], lr=1.0)
     heal = attach(optimizer, policies.fixed(1.0), engine=where)
@@ -134,7 +126,7 @@ def test_gradients_of_other_dtypes_and_several_groups(where: Where, dtype: torch
 @host_and_device
 @cases(CASES)
 @pytest.mark.parametrize("factor", [NAN, float("inf"), 1e5], ids=["nan", "inf", "spike"])
-def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Where, factor: float):
+def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, factor: float):
     """The gradients stay too, and the optimizer object. The first step is skipped as well."""
     mine, twin = case.build(), case.build()
     own, kind = set(vars(mine)), set(vars(type(mine)))
@@ -195,7 +187,7 @@ def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
         for policy in (("EVERYTHING", "CUTS", "ADAGC", "OBSERVES") if case.fused else ("SKIPS",))
     ],
 )
-def test_the_host_waits_no_more_than_without_healcore(case: Case, where: Where, policy: str):
+def test_the_host_waits_no_more_than_without_healcore(case: Case, where: Any, policy: str):
     """Not at all for fused optimizers, in skips too."""
     # Elsewhere without a skip: a step that does not run would hide a sync of healcore.
     steps, counted = (7 if case.fused else 4), []

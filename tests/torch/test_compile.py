@@ -10,7 +10,7 @@ from healcore.core.engine import Engine
 from healcore.torch import attach, engines
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import FUSED, NAN, Case, Where, host_and_device
+from tests.torch.optimizer_cases import FUSED, NAN, Case, host_and_device
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
@@ -44,7 +44,7 @@ def run(case: Case, policy: Any, *, compiles_step: bool = False, **options: Any)
 
 @host_and_device
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_compiled_step_clips_and_skips_as_an_eager_one(case: Case, where: Where):
+def test_a_compiled_step_clips_and_skips_as_an_eager_one(case: Case, where: Any):
     skips = policies.SKIPS.config.detectors
     engine = Engine(policies.fixed(4.0).config._replace(detectors=skips))
     (eager, state, _), (compiled, its_state, _) = (

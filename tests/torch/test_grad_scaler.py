@@ -15,7 +15,6 @@ from healcore.torch import attach
 from healcore.torch.measurement import SEARCH
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
-from tests.torch.optimizer_cases import Where
 
 SCALE = 1024.0
 every_way = pytest.mark.parametrize(
@@ -54,7 +53,7 @@ class Loop:
 
 
 @every_way
-def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, where: Where, unscale: bool):
+def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, where: Any, unscale: bool):
     mine, twin = Loop(SGD, fused=fused), Loop(SGD, fused=fused)
     heal = attach(mine.optimizer, policies.fixed(0.5), engine=where)
     for _ in range(3):
@@ -70,7 +69,7 @@ def test_clip_is_that_of_clip_grad_norm_after_unscale(fused: bool, where: Where,
 
 
 @every_way
-def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Where, unscale: bool):
+def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Any, unscale: bool):
     """A spike is skipped by the policy, and no other step is changed."""
     mine, twin = Loop(fused=fused), Loop(fused=fused)
     heal = attach(mine.optimizer, policies.SKIPS, engine=where, scaler=mine.scaler)
@@ -97,7 +96,7 @@ def test_an_overflow_skipped_by_the_scaler_is_not_counted(fused: bool, where: Wh
 
 
 @every_way
-def test_a_loss_that_is_not_finite_is_no_overflow(fused: bool, where: Where, unscale: bool):
+def test_a_loss_that_is_not_finite_is_no_overflow(fused: bool, where: Any, unscale: bool):
     """It is reported, and the next step is not judged by it."""
     loop, twin = Loop(fused=fused), Loop(fused=fused)
     heal = attach(loop.optimizer, policies.SKIPS, engine=where, scaler=loop.scaler)
@@ -112,7 +111,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow(fused: bool, where: Where, uns
 
 
 @every_way
-def test_overflows_that_do_not_end_are_counted(fused: bool, where: Where, unscale: bool):
+def test_overflows_that_do_not_end_are_counted(fused: bool, where: Any, unscale: bool):
     loop = Loop(fused=fused)
     heal = attach(loop.optimizer, policies.CUTS, engine=where, scaler=loop.scaler)
     for _ in range(3):

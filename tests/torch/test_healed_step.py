@@ -16,7 +16,7 @@ from healcore.policy import PolicyError
 from healcore.torch import AttachError, attach, gradients
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, bits, parameters, snapshot
-from tests.torch.optimizer_cases import NAN, Case, Where, host_and_device
+from tests.torch.optimizer_cases import NAN, Case, host_and_device
 
 
 def steps(heal: Any) -> int:
@@ -57,7 +57,7 @@ def test_removed_parameters_are_refused_where_each_has_a_history():
 
 
 @host_and_device
-def test_the_loss_that_a_closure_returns_is_judged(where: Where):
+def test_the_loss_that_a_closure_returns_is_judged(where: Any):
     p = Parameter(torch.ones(3))
     optimizer = AdamW([p], fused=True)
     heal, p.grad = attach(optimizer, policies.SKIPS, engine=where), torch.ones(3)
@@ -77,7 +77,7 @@ class Decaying(AdamW):
 
 
 @host_and_device
-def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Where):
+def test_a_step_with_its_own_arithmetic_is_skipped_too(where: Any):
     case = Case("", Decaying, {"fused": True})
     optimizer = case.build()
     heal = attach(optimizer, policies.SKIPS, engine=where)
@@ -144,7 +144,7 @@ def fail(*_: Any) -> None:
 
 @host_and_device
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
+def test_a_step_that_raises_does_not_end_healing(where: Any, fused: bool):
     p = Parameter(torch.ones(3))
     optimizer = SGD([p], lr=0.5, fused=fused)
     own = optimizer.param_groups[0]["lr"]
@@ -167,7 +167,7 @@ def test_a_step_that_raises_does_not_end_healing(where: Where, fused: bool):
 
 
 @host_and_device
-def test_a_step_without_gradients_is_a_no_op(where: Where):
+def test_a_step_without_gradients_is_a_no_op(where: Any):
     optimizer = AdamW([Parameter(torch.ones(3))], fused=True)
     heal = attach(optimizer, policies.EVERYTHING, engine=where)
     before, state = snapshot(optimizer), heal.state_dict()

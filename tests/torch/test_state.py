@@ -16,7 +16,7 @@ from healcore.errors import StateError
 from healcore.torch import Healing, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, parameters, snapshot
-from tests.torch.optimizer_cases import HOST_AND_DEVICE, NAN, Case, Where, host_and_device
+from tests.torch.optimizer_cases import HOST_AND_DEVICE, NAN, Case, host_and_device
 
 CASE = Case("", torch.optim.AdamW, {"fused": True})
 FACTORS = [1.0] * 6 + [float("nan"), 1.0, 1e5, 1.0, float("nan"), 1.0, 1.0, float("inf"), 1.0, 1.0]
@@ -35,7 +35,7 @@ def run(optimizer: Any, heal: Healing, steps: range) -> list[Any]:
     ("first", "to", "stop"),
     [("host", "host", 2), ("host", "device", 7), ("device", "host", 11), ("device", "device", 7)],
 )
-def test_a_resumed_run_decides_as_one_that_never_stopped(first: Where, to: Where, stop: int):
+def test_a_resumed_run_decides_as_one_that_never_stopped(first: Any, to: Any, stop: int):
     whole = CASE.build()
     heal = attach(whole, policies.EVERYTHING, engine=first)
     expected = run(whole, heal, range(len(FACTORS)))
@@ -57,7 +57,7 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(first: Where, to: Where
 
 
 @host_and_device
-def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Where):
+def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Any):
     optimizer = CASE.build()
     heal = attach(optimizer, policies.CUTS, engine=where)
     run(optimizer, heal, range(5))
@@ -84,7 +84,7 @@ def test_a_rollback_keeps_the_cut_and_costs_one_recovery(where: Where):
         (lambda d: {**d, "state": {**d["state"], "step": [1, 2]}}, "shape"),
     ],
 )
-def test_a_state_that_does_not_fit_loads_nothing(where: Where, broken: Any, message: str):
+def test_a_state_that_does_not_fit_loads_nothing(where: Any, broken: Any, message: str):
     optimizer = CASE.build()
     heal = attach(optimizer, policies.EVERYTHING, engine=where)
     run(optimizer, heal, range(3))
@@ -117,7 +117,7 @@ OTHERWISE = {KEEPS: STEPS, OBSERVES: STEPS, SKIPS_TOO: STEPS - 1}
         *((policy, where, OTHERWISE[policy]) for policy in OTHERWISE for where in HOST_AND_DEVICE),
     ],
 )
-def test_the_step_after_a_cut_is_the_first_of_new_moments(policy: Engine, steps: int, where: Where):
+def test_the_step_after_a_cut_is_the_first_of_new_moments(policy: Engine, steps: int, where: Any):
     """Only where the policy resets them, and not after a step that was skipped."""
     parameter, draw = Parameter(torch.zeros(3)), torch.Generator().manual_seed(0)
     optimizer = AdamW([parameter], lr=1e-2, fused=True)

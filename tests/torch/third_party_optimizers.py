@@ -1,6 +1,8 @@
 """Every optimizer of pytorch-optimizer and schedulefree, over one small problem."""
 
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,19 +27,12 @@ LEFT_OUT = {
 
 def names() -> list[str]:
     """The names of all cases; of a package that cannot be imported one, which is skipped."""
-    try:
-        import pytorch_optimizer
-    except ImportError:
-        theirs = ["adan"]
-    else:
-        theirs = pytorch_optimizer.get_supported_optimizers()
-    try:
-        import schedulefree
-    except ImportError:
-        free = ["AdamWScheduleFree"]
-    else:
-        kinds = {n: each for n, each in vars(schedulefree).items() if isinstance(each, type)}
-        free = [name for name, each in kinds.items() if issubclass(each, Optimizer)]
+    theirs, free = ["adan"], ["AdamWScheduleFree"]
+    if find_spec("pytorch_optimizer"):
+        theirs = import_module("pytorch_optimizer").get_supported_optimizers()
+    if find_spec("schedulefree"):
+        kinds = vars(import_module("schedulefree")).items()
+        free = [n for n, each in kinds if isinstance(each, type) and issubclass(each, Optimizer)]
     return [name for name in theirs if name not in LEFT_OUT] + [*WRAPPERS, *free]
 
 

@@ -3,6 +3,7 @@
 import shutil
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,17 +23,15 @@ from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
 from tests.torch.optimizer_cases import host_and_device
 
-adam = partial(AdamW, lr=0.01)
 
-
-class HalfStateful:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
+def driven(where: str = "host") -> tuple[Run, TorchDriver]:
+    run = Run(partial(AdamW, lr=0.01, fused=True))
+    return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
 
 
 def model_and(**more: Any) -> dict[str, Any]:
     model = nn.Linear(2, 2)
-    optimizer = adam(model.parameters())
+    optimizer = AdamW(model.parameters())
     return {"model": model, "optimizer": optimizer, **{k: f(optimizer) for k, f in more.items()}}
 
 
@@ -45,7 +44,7 @@ def model_and(**more: Any) -> dict[str, Any]:
         ({"optimizer": model_and()["optimizer"]}, "parameters"),
         (model_and(model=lambda o: nn.Linear(2, 2)), "not in the state"),
         (model_and(epoch=lambda o: 3), "dictionary"),
-        (model_and(loader=lambda o: HalfStateful()), "load_state_dict"),
+        (model_and(loader=lambda o: SimpleNamespace(state_dict=dict)), "load_state_dict"),
         (model_and(model=lambda o: nn.LazyLinear(2)), "lazy"),
     ],
 )
@@ -78,24 +77,24 @@ def test_an_existing_handle_is_used_and_stays():
     TorchDriver(state, CLIPS).close()
 
 
-def test_losses_go_to_all_optimizers_or_to_one():
+def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
     a, b = nn.Linear(1, 1), nn.Linear(1, 1)
     state = {"a": a, "b": b, "one": SGD(a.parameters()), "two": SGD(b.parameters())}
     driver = TorchDriver(state, ROLLS_BACK)
 
-    def losses() -> list[float]:
-        for module, name in ((a, "one"), (b, "two")):
+    def judged() -> list[Any]:
+        for module, name in ((a, "one"), (b, "two"), (a, "one")):
             module(torch.ones(1)).backward()
             state[name].step()
         handle = driver.steps()
         assert handle is not None
-        return [record.loss for record in handle.steps()[0]]
+        return [(record.engine, record.step, record.loss) for record in handle.steps()[0]]
 
     driver.observe(2.0)
-    assert losses() == [2.0, 2.0]
+    assert judged() == [("one", 1, 2.0), ("two", 1, 2.0), ("one", 2, 2.0)]
     driver.observe(3.0, "one")
     driver.observe(torch.tensor(4.0), state["two"])
-    assert losses() == [3.0, 4.0]
+    assert judged() == [("one", 3, 3.0), ("two", 2, 4.0), ("one", 4, 3.0)]
     driver.observe_eval(5.0, "two")
     with pytest.raises(AttachError, match="'three'"):
         driver.observe(1.0, "three")
@@ -104,8 +103,7 @@ def test_losses_go_to_all_optimizers_or_to_one():
 
 
 def test_a_missing_loss_has_one_warning_after_a_while():
-    run = Run(adam)
-    driver = TorchDriver(run.state, ROLLS_BACK)
+    run, driver = driven()
     for i in range(60):
         run.step(i)
         single_record(driver)
@@ -115,8 +113,7 @@ def test_a_missing_loss_has_one_warning_after_a_while():
 
 @pytest.mark.parametrize("polls", [True, False])
 def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCaptureFixture):
-    run = Run(adam)
-    driver = TorchDriver(run.state, ROLLS_BACK)
+    run, driver = driven()
     for i in range(2 * WITHOUT_POLL):
         run.step(i)
         if polls and i == 0:
@@ -178,11 +175,6 @@ WARMUP = 6
 """Steps until the spike detector is warm."""
 
 
-def driven(where: str = "host") -> tuple[Run, TorchDriver]:
-    run = Run(partial(AdamW, lr=0.01, fused=True))
-    return run, TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-
-
 @host_and_device
 def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(where)
@@ -226,20 +218,6 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     assert record.step == judged.step == 1
     assert (record.cause, record.action, record.skip) == (0, 0, False)
     assert (record.lr_scale, record.incident_open, record.evidence) == (0.5, True, ())
-
-
-def test_two_steps_of_one_batch_have_two_records():
-    a, b = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    state = {"a": a, "b": b, "critic": SGD(a.parameters()), "actor": SGD(b.parameters())}
-    driver = TorchDriver(state, ROLLS_BACK)
-    for module, name, grad in ((a, "critic", NAN), (b, "actor", 1.0), (a, "critic", 1.0)):
-        module.weight.grad = torch.full_like(module.weight, grad)
-        state[name].step()
-    handle = driver.steps()
-    assert handle is not None
-    records = handle.steps()[0]
-    assert [(t.engine, t.step) for t in records] == [("critic", 1), ("actor", 1), ("critic", 2)]
-    assert [bool(t.action & Action.ROLLBACK) for t in records] == [True, False, False]
 
 
 def test_gradients_left_after_a_step_are_not_an_accumulation():

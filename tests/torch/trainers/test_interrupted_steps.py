@@ -57,7 +57,7 @@ def train(folder: Path, accumulated: int, failing: Failing | None = None) -> Any
 
 @pytest.mark.parametrize("at", [(0,), (4, 5), (7,)])
 def test_a_step_of_a_trainer_is_repeated_after_a_failure_in_the_network(at: Any, tmp_path: Path):
-    """With the gradients and the random state of before the step, in its second micro-batch too."""
+    """Gradients and random state are those before the step, in its second micro-batch too."""
     whole, again = train(tmp_path / "whole", 2), train(tmp_path / "failed", 2, Failing(*at))
     assert again.state.global_step == whole.state.global_step == 8
     assert answers(tmp_path / "failed") == ["retry"] * len(at)
@@ -94,7 +94,7 @@ def test_a_reward_function_is_asked_again(tmp_path: Path):
         trainer.reward_funcs[0] = reward
         heal_trainer(trainer, store=folder / "store", retry=QUICK).train()
         assert answers(folder) == ["retry"] * len(at)
-        found.append((tiny.logged(trainer, "loss"), tiny.weights(trainer)))
+        found.append((small_runs.logged(trainer, "loss"), small_runs.weights(trainer)))
     assert found[0][0] == found[1][0]
     assert torch.equal(found[0][1], found[1][1])
 
@@ -114,11 +114,10 @@ class Module(fits.Regression):
 
 
 def fit(store: Path, loader: Any, asks: Any = bool, **options: Any) -> tuple[Module, Any]:
-    torch.manual_seed(0)
-    module, callback = Module(asks), LightningHealingCallback(store=store, checkpoints=OFTEN)
-    running = fits.trainer(callback, max_epochs=2, accumulate_grad_batches=3)
-    running.fit(module, loader(fits.data(7), batch_size=8, shuffle=True, **options))
-    return module, running
+    loaders = lambda: [loader(fits.data(7), batch_size=8, shuffle=True, **options)]  # noqa: E731
+    given: Any = {"max_epochs": 2, "accumulate_grad_batches": 3, "loaders": loaders}
+    callback = LightningHealingCallback(store=store, checkpoints=OFTEN)
+    return fits.fit(callback, make=lambda: Module(asks), **given)
 
 
 def killing(number: signal.Signals, at: int) -> Any:
@@ -157,6 +156,30 @@ def test_each_batch_of_a_fit_is_used_by_one_step(
         assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
 
+class Reloaded(Module):
+    """Makes its dataloader, of another size in each epoch."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(fits.data(3 + self.trainer.current_epoch), 8, shuffle=True)
+
+
+@pytest.mark.parametrize(("every", "at"), [(1, 5), (2, 10)])
+def test_a_fit_goes_on_with_the_dataloader_of_its_epoch(every: int, at: int, tmp_path: Path):
+    def run(folder: Path, asks: Any = bool) -> tuple[Module, Any]:
+        callback = LightningHealingCallback(store=folder, checkpoints=OFTEN)
+        options: Any = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
+        return fits.fit(callback, make=lambda: Reloaded(asks), loaders=list, **options)
+
+    whole, expected = run(tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "raised", Failing(at, error=ZeroDivisionError()))
+    new_process()
+    again, running = run(tmp_path / "raised")
+    assert again.seen == whole.seen[at:]
+    assert running.global_step == expected.global_step
+    assert all(map(torch.equal, whole.parameters(), again.parameters()))
+
+
 class Corrupt(Dataset):
     """Rows of another data set; one row of each of the batches `bad` cannot be read."""
 
@@ -186,30 +209,23 @@ def trained(folder: Path, bad: tuple[int, ...], **arguments: Any) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_trainer(workers: int, tmp_path: Path):
-    trainer = trained(
-        tmp_path, (0, 3, 7), max_steps=12, dataloader_num_workers=workers, num_train_epochs=3
-    )
-    assert skipped(tmp_path / "store") == [[e, b] for e in (0, 1) for b in (0, 3, 7)] + [[2, 0]]
-    assert [batch for _, batch in trainer.seen] == [1, 2, 4, 5, 6] * 2 + [1, 2]
-    assert trainer.state.global_step == 12
-
-
-@pytest.mark.parametrize("bad", [(1,), (5,), (6,), (6, 7)])
-def test_trainer_under_accumulation(bad: tuple[int, ...], tmp_path: Path):
+@pytest.mark.parametrize(("bad", "workers"), [((0,), 0), ((5,), 2), ((6,), 0), ((6, 7), 0)])
+def test_trainer_under_accumulation(bad: tuple[int, ...], workers: int, tmp_path: Path):
     """No gradient of one epoch is added to a step of the next one."""
-    trainer = trained(tmp_path, bad, max_steps=5, gradient_accumulation_steps=3)
+    options = {"gradient_accumulation_steps": 3, "dataloader_num_workers": workers}
+    trainer = trained(tmp_path, bad, max_steps=6, **options)
+    twice = [[epoch, batch] for epoch in (0, 1) for batch in bad]
+    assert skipped(tmp_path / "store")[: len(twice)] == twice
     steps: dict[int, list[int]] = {}
     for step, batch in trainer.seen:
         steps.setdefault(step, []).append(batch)
     good = [each for each in range(8) if each not in bad]
     windows = [good[i : i + 3] for i in range(0, len(good), 3)]
-    assert list(steps.values()) == (windows * 3)[:5]
+    assert list(steps.values()) == (windows * 3)[:6]
 
 
 def test_a_restart_knows_the_skipped_batches(tmp_path: Path):
-    """The batch was skipped after the step that was saved; its epoch is as short as before."""
+    """A batch is skipped after the step that was saved; the epoch stays as short."""
     found = []
     stop = small_runs.calling("on_step_begin", small_runs.raising(ZeroDivisionError()), at=1)
     for name, callbacks in (("whole", []), ("broken", [stop]), ("broken", [])):
@@ -237,11 +253,11 @@ class Validated(fits.Regression):
     ],
 )
 def test_lightning(loader: Any, bad: Any, first: Any, later: Any, tmp_path: Path):
-    rows, module = fits.data(8), Validated()
-    options = {"max_epochs": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
-    trainer = fits.trainer(LightningHealingCallback(store=tmp_path), **options)
-    read, validated = loader(Corrupt(rows, 8, bad), batch_size=8), DataLoader(rows, batch_size=8)
-    trainer.fit(module, read, validated)
+    rows = fits.data(8)
+    loaders = lambda: [loader(Corrupt(rows, 8, bad), batch_size=8), DataLoader(rows, 8)]  # noqa: E731
+    options: Any = {"max_epochs": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0}
+    options |= {"make": Validated, "loaders": loaders}
+    module, trainer = fits.fit(LightningHealingCallback(store=tmp_path), **options)
     numbers = {float(rows[i * 8 : i * 8 + 8][0].sum()): i for i in range(8)}
     order = [(each.epoch, numbers[each.inputs]) for each in module.seen]
     expected = enumerate((first, later, later))

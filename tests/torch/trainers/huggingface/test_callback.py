@@ -20,39 +20,39 @@ from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
-from tests.torch.trainers.huggingface.small_runs import (
-    BATCH,
-    SAVES,
-    Rows,
-    Steps,
-    calling,
-    counts,
-    logged,
-    raising,
-    trainer,
-    weights,
-)
+from tests.torch.trainers.huggingface.small_runs import SAVES, calling, logged, trainer, weights
 
 NAN = math.nan
 
 
-def test_one_nan_batch_is_noticed_in_its_step_and_the_run_completes(tmp_path: Path, capsys: Any):
-    callback, skipped = HealingCallback(), list[bool]()
+@pytest.mark.parametrize(("store", "read"), [(None, 8), ("auto", 9)])
+def test_a_nan_batch_is_noticed_in_its_step_and_logged(
+    tmp_path: Path, capsys: Any, recwarn: Any, store: Any, read: int
+):
+    callback, skipped, seen = HealingCallback(store=store), list[bool](), list[Any]()
     decided = lambda *_, **__: skipped.append(callback.healing.last_decision().skip)  # type: ignore[union-attr]  # noqa: E731
-    own = [callback, calling("on_step_end", decided)]
-    sick = trainer(tmp_path / "sick", scaled={20: NAN}, callbacks=own)
-    sick.train()
-    healthy = trainer(tmp_path / "healthy")
-    healthy.train()
-    assert [i for i, skip in enumerate(skipped) if skip] == [20]
-    assert sick.state.global_step == 40
-    assert weights(sick).isfinite().all()
-    rows = small_runs.Rows(40)  # without NaN
-    with torch.no_grad():
-        losses = [float(each.model(rows.x, rows.y)["loss"]) for each in (sick, healthy)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.15)
-    assert counts(callback, "skips", "incidents") == [1, 1]
-    assert "has no checkpoint" not in capsys.readouterr().err, "the Trainer has the checkpoints"
+    # As the trackers of report_to, before the user's callbacks.
+    tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
+    own = [tracker, callback, calling("on_step_end", decided)]
+    run = trainer(tmp_path, callbacks=own, scaled={7: NAN, 39: NAN})
+    run.train()
+    assert [i for i, skip in enumerate(skipped) if skip] == [7, 39]
+    assert weights(run).isfinite().all()
+    rows = [row for row in seen if "loss" in row]
+    assert len(rows) == run.state.global_step == 40
+    # A step is read after the next step; with a store when the next batch is read.
+    assert [i for i, row in enumerate(rows) if "heal/skips" in row] == [read]
+    assert (rows[read]["heal/skips"], rows[read]["heal/incidents"]) == (1.0, 1.0)
+    healthy = {"loss", "grad_norm", "learning_rate", "epoch", "heal/clips"}
+    assert all(row.keys() <= healthy for i, row in enumerate(rows) if i != read)
+    assert "train_loss" in seen[-1]
+    assert store is None or seen[-1]["heal/skips"] == 2.0, "the last row has the last steps"
+    printed = capsys.readouterr().err
+    (line,) = (each for each in printed.splitlines() if "incident 1: " in each)
+    assert "step 7: incident 1: nonfinite loss and nonfinite grad" in line
+    assert ", learning rate 0.007" in line
+    assert store or "has no checkpoint" not in printed, "the Trainer has the checkpoints"
+    assert not [each for each in recwarn if "scheduler" in str(each.message)]
 
 
 @pytest.mark.parametrize(("limit", "accumulated"), [(0.3, 3), (0.0, 1)])
@@ -69,44 +69,6 @@ def test_what_changes_nothing_changes_no_bit(tmp_path: Path, limit: float, accum
         assert logged(plain, "grad_norm") == logged(healed, "grad_norm")
 
 
-def test_the_policys_clip_is_really_applied(tmp_path: Path):
-    """With plain SGD a step moves the weights by learning rate times the clipped norm."""
-    own = [HealingCallback(clip={"kind": "fixed", "max_norm": 0.5}), moves := Steps()]
-    sgd = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.01}
-    run = trainer(tmp_path, scaled={30: 1000.0}, callbacks=own, **sgd)
-    run.train()
-    norms = logged(run, "grad_norm")
-    assert norms[30] > 500  # the log has the norm before clipping
-    expected = [0.01 * min(norm, 0.5) for norm in norms]
-    assert moves.moved == pytest.approx(expected, rel=1e-3)
-
-
-def test_a_row_of_the_log_has_what_has_changed(tmp_path: Path, capsys: Any, recwarn: Any):
-    seen: list[dict[str, float]] = []
-    # As the trackers of report_to, before the user's callbacks.
-    tracker = calling("on_log", lambda state, *, logs, **_: seen.append(dict(logs)))
-    trainer(tmp_path, callbacks=[tracker, HealingCallback()], scaled={7: NAN}).train()
-    rows = [row for row in seen if "loss" in row]
-    assert len(rows) == 40
-    # A step is read after the next step.
-    assert [i for i, row in enumerate(rows) if "heal/skips" in row] == [8]
-    assert (rows[8]["heal/skips"], rows[8]["heal/incidents"]) == (1.0, 1.0)
-    healthy = {"loss", "grad_norm", "learning_rate", "epoch", "heal/clips"}
-    assert all(row.keys() <= healthy for i, row in enumerate(rows) if i != 8)
-    (line,) = (each for each in capsys.readouterr().err.splitlines() if "incident 1: " in each)
-    assert "step 7: incident 1: nonfinite loss and nonfinite grad" in line
-    assert ", learning rate 0.007" in line
-    assert not [each for each in recwarn if "scheduler" in str(each.message)]
-
-
-def test_the_last_row_of_the_log_has_the_last_steps(tmp_path: Path):
-    own = [HealingCallback(store=tmp_path / "store")]
-    run = trainer(tmp_path, callbacks=own, scaled={39: NAN})
-    run.train()
-    assert run.state.log_history[-1]["heal/skips"] == 1.0
-    assert "train_loss" in run.state.log_history[-1]
-
-
 def test_an_order_to_save_saves(tmp_path: Path):
     callback = HealingCallback(respond=[{"to": ["nonfinite"], "do": ["skip", "save"]}])
     trainer(tmp_path, scaled={10: NAN}, callbacks=[callback]).train()
@@ -120,7 +82,7 @@ def test_the_end_by_an_exception_is_reported_and_nothing_stays(tmp_path: Path, l
     tracked: list[int] = []
     received = lambda step, values: tracked.append(step)  # noqa: E731
     callback = HealingCallback(trackers=SimpleNamespace(metrics=received, event=bool))
-    raises = calling("on_step_end", raising(ZeroDivisionError("here")), at=9)
+    raises = calling("on_step_end", small_runs.raising(ZeroDivisionError("here")), at=9)
     own = [callback, raises]
     run = trainer(tmp_path, scaled={4: NAN}, callbacks=[] if late else own)
     for each in own if late else []:
@@ -182,7 +144,7 @@ def test_a_token_mean_over_uneven_micro_batches_is_seen_as_such(tmp_path: Path):
     with torch.no_grad():
         true = float(run.model(data.x, data.y)["loss"])
     run.train()
-    assert counts(callback, "loss") == pytest.approx([true], rel=1e-5)
+    assert small_runs.counts(callback, "loss") == pytest.approx([true], rel=1e-5)
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -202,13 +164,13 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     }
     first = trainer(tmp_path, callbacks=[HealingCallback(**policy)], **arguments)
     first.train()
-    own = [HealingCallback(**policy), steps := Steps()]
+    own = [HealingCallback(**policy), steps := small_runs.Steps()]
     again = trainer(tmp_path, callbacks=own, **arguments)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-20"))
     moved = dict(zip(steps.steps, steps.moved, strict=True))
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
     (live,) = (e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback))
-    assert counts(live, "lr_scale", "skips") == [0.5, 1]
+    assert small_runs.counts(live, "lr_scale", "skips") == [0.5, 1]
     assert torch.equal(weights(first), weights(again))
 
 
@@ -230,91 +192,67 @@ def test_no_sync_is_added_to_a_step(tmp_path: Path, engine: Any, accumulated: in
     assert short - plain <= 2  # and hardly any at the beginning and the end
 
 
-def test_what_a_kill_cut_off_is_not_resumed_from(tmp_path: Path):
-    first = trainer(tmp_path, callbacks=[HealingCallback()], **SAVES)
+def test_a_checkpoint_that_is_not_whole_gives_way_to_an_older_one(tmp_path: Path, capsys: Any):
+    """Damaged files, and what a kill has cut off."""
+    first = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
     first.train()
-    (tmp_path / "checkpoint-40" / "trainer_state.json").unlink()
-    shutil.copytree(tmp_path / "checkpoint-30", tmp_path / "checkpoint-50")
-    state = tmp_path / "checkpoint-50" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
+    names = ("optimizer.pt", "model.safetensors", "trainer_state.json", "rng_state.pth")
+    damaged = dict(zip((20, 30, 40, 50), names, strict=True))
+    for number, name in reversed(damaged.items()):
+        path = tmp_path / f"checkpoint-{number}"
+        if number > 20:
+            shutil.copytree(tmp_path / "checkpoint-20", path)
+        os.truncate(path / name, (path / name).stat().st_size // 2)
     (tmp_path / "checkpoint-60").mkdir()
     resumed: list[int] = []
     begin = calling("on_train_begin", lambda state, **_: resumed.append(state.global_step))
-    again = trainer(tmp_path, callbacks=[HealingCallback(), begin], **SAVES)
+    again = trainer(tmp_path, callbacks=[HealingCallback(), begin], steps=20, **SAVES)
     again.train(resume_from_checkpoint=True)
-    assert resumed == [30]
-    assert torch.equal(weights(again), weights(first))
-
-
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
-        ("optimizer.pt", 0.5),
-        ("rng_state.pth", 0.5),
-        ("model.safetensors", 0.5),
-        ("scheduler.pt", 0),
-    ],
-)
-def test_a_damaged_file_gives_way_to_the_older_one(
-    tmp_path: Path, capsys: Any, name: str, kept: float
-):
-    first = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
-    first.train()
-    path = tmp_path / "checkpoint-20" / name
-    os.truncate(path, int(path.stat().st_size * kept))
-    if not kept:
-        path.unlink()
-    again = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
-    again.train(resume_from_checkpoint=True)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "not resume from" in line]
-    assert name in line
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not resume from" in line]
+    why = ["60: it has no ", *reversed(names)]
+    assert all(part in line for part, line in zip(why, lines, strict=True))
+    assert resumed == [10]
     assert torch.equal(weights(again), weights(first))
 
 
 def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: Path):
-    trainer(tmp_path, scaled={25: math.nan}, **SAVES).train()
-    again = trainer(tmp_path, scaled={25: math.nan}, callbacks=[HealingCallback()], **SAVES)
+    trainer(tmp_path, scaled={25: NAN}, **SAVES).train()
+    again = trainer(tmp_path, scaled={25: NAN}, callbacks=[HealingCallback()], **SAVES)
     # As HF's example scripts do, which ask before there is a Trainer.
     again.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
     assert weights(again).isfinite().all()
     assert again.state.global_step == 40
 
 
-def of_trl(kind: str, folder: Path, *, callbacks: Any = (), **given: Any) -> Any:
-    usual = {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 3e-3}
-    made = getattr(tiny, kind)(folder, **{**usual, **given})
-    for each in callbacks:
-        made.add_callback(each)
-    return made
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_the_loss_that_is_judged_is_the_steps(tmp_path: Path, kind: str):
-    """TRL's trainers scale it for the accumulation in two ways."""
-    callback, judged = HealingCallback(), list[float]()
-    note = calling("on_step_end", lambda *_, **__: judged.extend(counts(callback, "loss")))
-    run = of_trl(kind, tmp_path, callbacks=[callback, note], max_steps=6)
-    run.train()
-    assert judged == pytest.approx(logged(run, "loss"), rel=1e-2, abs=2e-4)
-    assert len(judged) == 6
-
-
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo", "grpo"])
 def test_a_nan_step_of_trl_is_skipped(tmp_path: Path, kind: str):
-    """The output is NaN, as of a fully masked row."""
-    hooks: list[Any] = []
+    """The output is NaN, as of a fully masked row. Other steps are judged by their own loss.
+
+    TRL's trainers scale the loss for the accumulation in two ways. GRPO would generate with NaN.
+    """
+    callback, judged, hooks = HealingCallback(), list[float](), list[Any]()
 
     def poison(state: Any, *, model: Any, **_: Any) -> None:
-        hook = lambda module, inputs, out: out * math.nan  # noqa: E731
+        hook = lambda module, inputs, out: out * NAN  # noqa: E731
         hooks.append(model.model.layers[0].register_forward_hook(hook))
 
-    begin = calling("on_step_begin", poison, at=8)
-    end = calling("on_step_end", lambda *_, **__: hooks.pop().remove(), at=9)
-    run = of_trl(kind, tmp_path, callbacks=[HealingCallback(), begin, end])
+    def judge(*_: Any, **__: Any) -> None:
+        judged.extend(small_runs.counts(callback, "loss"))
+
+    begin = calling("on_step_begin", poison, at=-1 if kind == "grpo" else 4)
+    end = calling("on_step_end", lambda *_, **__: hooks and hooks.pop().remove())
+    usual = {"gradient_accumulation_steps": 2, "max_steps": 8, "learning_rate": 3e-3}
+    run = getattr(tiny, kind)(tmp_path, **usual)
+    for each in (callback, calling("on_step_end", judge), begin, end):
+        run.add_callback(each)
     run.train()
     assert weights(run).isfinite().all()
-    assert logged(run, "heal/skips") == [1.0]  # a row has what has changed
-    assert run.state.global_step == 16
+    losses = logged(run, "loss")
+    if kind != "grpo":
+        assert logged(run, "heal/skips") == [1.0]  # a row has what has changed
+        del losses[4], judged[4]
+    assert len(judged) == run.state.global_step - (kind != "grpo")
+    assert judged == pytest.approx(losses, rel=1e-2, abs=2e-4)
 
 
 POLICY = {
@@ -332,12 +270,12 @@ class Stream(IterableDataset):
     """
 
     def __init__(self, batches: int, bad: int | None, *, once: bool) -> None:
-        rows = Rows(batches, {} if bad is None else {bad: math.nan})
+        rows = small_runs.Rows(batches, {} if bad is None else {bad: NAN})
         self.rows, self.once = rows, once
         self.left = self.all()
 
     def all(self) -> Iterator[Any]:
-        rows, self.rows = self.rows, Rows(len(self.rows) // BATCH)
+        rows, self.rows = self.rows, small_runs.Rows(len(self.rows) // small_runs.BATCH)
         for index in range(len(rows)):
             yield rows[index]
 
@@ -372,7 +310,7 @@ def test_iterable_data_continue_forward_after_a_rollback(once: bool, tmp_path: P
 
 def test_iterable_data_are_read_from_their_start_after_a_restart(tmp_path: Path):
     """The used batches are dropped."""
-    fails = calling("on_step_end", raising(RuntimeError("stop")), at=7)
+    fails = calling("on_step_end", small_runs.raising(RuntimeError("stop")), at=7)
     with pytest.raises(RuntimeError, match="stop"):
         run(tmp_path, callbacks=[fails])
     again = run(tmp_path)

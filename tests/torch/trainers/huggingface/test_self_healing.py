@@ -2,11 +2,11 @@
 
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import random
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import accumulate
@@ -21,8 +21,6 @@ from datasets import Dataset
 from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import AttachError, heal_trainer
-from tests import forked_programs
-from tests.forked_programs import TRANSFORMERS
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
@@ -35,7 +33,7 @@ AT = 6
 
 def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
-    before = float(tiny.weights(trainer).abs().max())
+    before = float(small_runs.weights(trainer).abs().max())
     rewarded, hooks = list[int](), list[Any]()
     reward = trainer.reward_funcs[0]
 
@@ -53,7 +51,7 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
 
     trainer.reward_funcs[0] = noted
     removed = calling("on_step_end", lambda *_, **__: hooks and hooks[0].remove())
-    for each in (calling("on_step_begin", damage, at=AT), removed, steps := tiny.Steps()):
+    for each in (calling("on_step_begin", damage, at=AT), removed, steps := small_runs.Steps()):
         trainer.add_callback(each)
     healed: Any = heal_trainer(
         trainer,
@@ -69,7 +67,7 @@ def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     assert first <= AT
     assert steps.steps[back:] == list(range(first, 13))
     assert rewarded.count(first - 1) == 2, "the completions of that step came once more"
-    assert float(tiny.weights(trainer).abs().max()) < 1.5 * before
+    assert float(small_runs.weights(trainer).abs().max()) < 1.5 * before
 
 
 def limit(trainer: Any, fits: Callable[[Any, int], bool]) -> list[int]:
@@ -100,8 +98,10 @@ def uneven(*, labelled: bool) -> Any:
     ("kind", "accumulated"), [("sft", 1), ("sft", 3), ("dpo", 3), ("plain", 1)]
 )
 def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
+    """And the batch is split before the trainer finds a smaller one by itself."""
     arguments: dict[str, Any] = {
         "gradient_accumulation_steps": accumulated,
+        "auto_find_batch_size": kind == "sft" and accumulated == 1,
         "max_steps": 3,
         "optim": "sgd",
         "max_grad_norm": 0.0,
@@ -126,22 +126,13 @@ def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp
         own: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None)
         own.train()
         assert max(seen[-2 * accumulated :]) <= fits, "the size is remembered"
-        assert own.report().counts["shrinks"] == (2 if kind == "plain" else 1)
-        assert trainer.args.per_device_train_batch_size == 4
+        found_sizes = [(e["cause"], e["answer"]) for e in events(tmp_path / "store", "fault")]
+        assert found_sizes == [(["OOM"], "shrink_microbatch")] * (2 if kind == "plain" else 1)
+        assert trainer.args.per_device_train_batch_size == trainer._train_batch_size == 4
         assert trainer.args.gradient_accumulation_steps == accumulated
         assert trainer.state.global_step == 3
     for a, b in zip(gradients[True], gradients[False], strict=True):
         assert float((a - b).norm() / b.norm()) < 1e-6
-
-
-def test_the_batch_is_split_before_the_trainer_finds_a_smaller_one(tmp_path: Path):
-    trainer = tiny.sft(tmp_path, max_steps=3, auto_find_batch_size=True)
-    limit(trainer, lambda _, rows: rows <= 2)
-    heal_trainer(trainer, store=tmp_path / "store").train()
-    assert trainer.state.global_step == 3
-    assert trainer._train_batch_size == 4
-    (found,) = events(tmp_path / "store", "fault")
-    assert (found["cause"], found["answer"]) == (["OOM"], "shrink_microbatch")
 
 
 def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
@@ -154,37 +145,6 @@ def test_gradient_checkpointing_is_the_further_step(tmp_path: Path):
     assert on[-1] is True
     assert not model.is_gradient_checkpointing, "as before, after the training"
     assert trainer.state.global_step == 3
-
-
-@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
-def test_a_dry_run_leaves_no_trace(kind: str, tmp_path: Path):
-    folder = tmp_path / "out"
-    trainer = getattr(tiny, kind)(folder, max_steps=6, save_strategy="steps", save_steps=1)
-    called: list[Any] = []
-    for event in ("on_step_end", "on_train_begin"):
-        trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
-    healed: Any = heal_trainer(trainer)
-
-    def facts() -> Any:
-        numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002
-        draws = random.getstate(), numpy, torch.get_rng_state().tolist()
-        return draws, repr(trainer.state), trainer.args.to_json_string()
-
-    weights, before = tiny.weights(trainer), facts()
-    found = healed.dry_run(steps=2)
-    assert torch.equal(weights, tiny.weights(trainer))
-    assert facts() == before
-    assert trainer.optimizer is None
-    assert not called
-    assert not folder.exists() or not list(folder.rglob("*"))
-    assert len(found.losses) == len(found.grad_norms) == 2
-    assert found.finite
-    # And it was these steps: a run has the same first losses.
-    trainer.args.save_strategy = "no"
-    healed.train()
-    losses = tiny.logged(trainer, "loss")
-    if kind != "grpo":
-        assert found.losses == pytest.approx(losses[:2], rel=1e-4)
 
 
 def test_a_dry_run_says_what_the_policy_would_do(tmp_path: Path):
@@ -223,13 +183,11 @@ DIVERGES = {
     "max_grad_norm": 0.0,
 }
 OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
-KINDS = ["plain", "sft", "dpo", "grpo"]
 
 
-@pytest.mark.parametrize("kind", ["plain", "sft"])
-def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
-    trainer = getattr(tiny, kind)(tmp_path, **DIVERGES)
-    steps, scales = tiny.Steps(), list[float]()
+def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
+    trainer = tiny.sft(tmp_path, **DIVERGES)
+    steps, scales = small_runs.Steps(), list[float]()
 
     def applied(*_: Any, **__: Any) -> None:
         (healing,) = healed.healer._loop.driver.healings.values()
@@ -254,26 +212,48 @@ def test_a_divergence_is_rolled_back_in_place(kind: str, tmp_path: Path):
     # The log has each step once, and the sums of the loss have gone back with it.
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     assert logged == list(range(1, 51))
-    losses = tiny.logged(trainer, "loss")
+    losses = small_runs.logged(trainer, "loss")
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(sum(losses) / 50, rel=1e-4)
     # Without healing the same run is lost.
-    alone = getattr(tiny, kind)(tmp_path, **DIVERGES)
+    alone = tiny.sft(tmp_path, **DIVERGES)
     alone.train()
-    assert torch.isfinite(tiny.weights(trainer)).all()
-    assert not torch.isfinite(tiny.weights(alone)).all()
+    assert torch.isfinite(small_runs.weights(trainer)).all()
+    assert not torch.isfinite(small_runs.weights(alone)).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
+def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Path):
     arguments: dict[str, Any] = {"max_steps": 20}
     if kind in ("plain", "sft"):
         arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
-    trainer = getattr(tiny, kind)(tmp_path, **arguments)
+    folder, called = tmp_path / "out", list[Any]()
+    trainer = getattr(tiny, kind)(folder, **arguments, save_strategy="steps", save_steps=1)
+    for event in ("on_step_end", "on_train_begin"):
+        trainer.add_callback(calling(event, lambda state, **_: called.append(state)))
     healed: Any = heal_trainer(trainer, store=tmp_path / "store", clip=None, **grouped(OFTEN))
+
+    def facts() -> Any:
+        numpy = pickle.dumps(np.random.get_state())  # noqa: NPY002
+        draws = random.getstate(), numpy, torch.get_rng_state().tolist()
+        return draws, repr(trainer.state), trainer.args.to_json_string()
+
+    weights, before = small_runs.weights(trainer), facts()
+    found = healed.dry_run(steps=2)
+    assert torch.equal(weights, small_runs.weights(trainer))
+    assert facts() == before
+    assert trainer.optimizer is None
+    assert not called
+    assert not folder.exists() or not list(folder.rglob("*"))
+    assert len(found.losses) == len(found.grad_norms) == 2
+    assert found.finite
+
+    trainer.args.save_strategy = "no"
     healed.train()
-    assert torch.equal(tiny.weights(trainer), tiny.weights(alone))
+    if kind != "grpo":
+        assert found.losses == pytest.approx(small_runs.logged(trainer, "loss")[:2], rel=1e-4)
+    assert torch.equal(small_runs.weights(trainer), small_runs.weights(alone))
     assert trainer.state.epoch == alone.state.epoch
     assert trainer.state.global_step == alone.state.global_step == healed.healer.step
     left_out = ("runtime", "per_second", "step_time", "heal/")
@@ -287,10 +267,10 @@ def test_a_healthy_run_is_bit_identical(kind: str, tmp_path: Path):
 def test_epochs_workers_and_evaluation(tmp_path: Path):
     """A rollback over the end of an epoch, into one that an evaluation has closed."""
     length = {"max_steps": -1, "num_train_epochs": 3, "gradient_accumulation_steps": 2}
-    saves = {"eval_strategy": "epoch", "save_strategy": "epoch", "dataloader_num_workers": 2}
+    saves = {"eval_strategy": "epoch", "save_strategy": "epoch", "dataloader_num_workers": 1}
     rate = {"warmup_steps": 24, "learning_rate": 40.0}
     trainer = tiny.plain(tmp_path / "out", **{**DIVERGES, **length, **saves, **rate})
-    trainer.add_callback(steps := tiny.Steps())
+    trainer.add_callback(steps := small_runs.Steps())
     options = {"store": tmp_path / "store", "clip": None, **grouped(OFTEN)}
     healed: Any = heal_trainer(trainer, "pretraining", **options)
     healed.train()
@@ -312,11 +292,11 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
     """Weights, trained steps and logged steps of a run that kills its process at a step."""
     trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2)
     killed = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), 9), at=kill_at)
-    for each in (steps := tiny.Steps(), killed):
+    for each in (steps := small_runs.Steps(), killed):
         trainer.add_callback(each)
     heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5)).train()
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
-    return tiny.weights(trainer), steps.steps, logged
+    return small_runs.weights(trainer), steps.steps, logged
 
 
 @pytest.mark.parametrize(
@@ -324,9 +304,10 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
 )
 def test_killed_and_started_again(kind: str, tmp_path: Path):
     """After kill -9 the same command ends with the weights of a run without interruption."""
-    command = ["-m", __name__, tmp_path, kind, 19]
-    assert forked_programs.run(*command, imports=TRANSFORMERS).returncode == -signal.SIGKILL
-    new_process()
+    killed = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, kind, 19))
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
     weights, steps, logged = run(tmp_path, kind, -1)
     new_process()
     whole, *_ = run(tmp_path / "whole", kind, -1)
@@ -355,7 +336,7 @@ def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_mode
     caplog.set_level(logging.INFO, "healcore")
     first = train(**stops)
     again = train(**stops)
-    assert torch.equal(tiny.weights(first), tiny.weights(again))
+    assert torch.equal(small_runs.weights(first), small_runs.weights(again))
     assert "completed earlier, at step 5: nothing was trained" in caplog.text
     assert "other settings" not in caplog.text
     with pytest.raises(StoreNotEmpty, match=r"optimizer\.lr: 0\.01 -> 0\.5"):
@@ -376,7 +357,3 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
     with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
     assert not (tmp_path / "_healcore").exists()
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

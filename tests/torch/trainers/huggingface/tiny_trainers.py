@@ -7,20 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from tests.torch.trainers.huggingface.small_runs import QUIET
-from tests.torch.trainers.huggingface.small_runs import Steps as Steps
-from tests.torch.trainers.huggingface.small_runs import logged as logged
-from tests.torch.trainers.huggingface.small_runs import weights as weights
 
 WORDS = 32
 """The size of the vocabulary; the last two are padding and the end."""
@@ -43,11 +35,13 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
     words = {f"w{i}": i for i in range(WORDS - 2)} | {"<pad>": WORDS - 2, "<eos>": WORDS - 1}
     own = Tokenizer(models.WordLevel(words, unk_token="w0"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=own, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def rows(count: int = 64, length: int = 12) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """Small fits: a regression as a LightningModule, its data, and a quiet Trainer."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 NAN = float("nan")
 
@@ -89,3 +90,17 @@ def trainer(*callbacks: Any, **options: Any) -> Any:
         "enable_model_summary": False,
     }
     return lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **{**quiet, **options})
+
+
+def fit(
+    *callbacks: Any,
+    make: Callable[[], Any] = Regression,
+    loaders: Callable[[], Any] = lambda: [DataLoader(data(), 8)],
+    ckpt_path: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Trains one epoch, or as the options say; returns the module and its Trainer."""
+    torch.manual_seed(0)
+    module, running = make(), trainer(*callbacks, **{"max_epochs": 1, **options})
+    running.fit(module, *loaders(), ckpt_path=ckpt_path)
+    return module, running

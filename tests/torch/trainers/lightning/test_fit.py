@@ -3,7 +3,8 @@
 import csv
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from healcore.torch import AttachError, LightningHealingCallback
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.lightning.fits import Displacement, Regression, data, trainer, vector
+from tests.torch.trainers.lightning.fits import Displacement, Regression, data, fit, vector
 
 # Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
 OPTIONS = {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3}
@@ -126,31 +127,17 @@ def test_the_same_bits(case: str):
 
 
 class Judged(LightningHealingCallback):
-    """Keeps the decision and the loss of every step."""
+    """Keeps the decisions and the losses of all steps, by optimizer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.decisions, self.losses = list[Any](), list[float]()
+        self.decisions, self.losses = defaultdict[str, list[Any]](list), defaultdict(list)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        (healing,) = self.healings.values()
-        decision = healing.last_decision()
-        if decision is not None and healing.live_engine.state.step > len(self.decisions):
-            self.decisions.append(decision)
-            self.losses.append(float(healing.metrics()["heal/loss"]))
-
-
-def fit(
-    *callbacks: Any,
-    make: Callable[[], Any] = Regression,
-    loaders: Callable[[], Any] = lambda: [DataLoader(data(), 8)],
-    ckpt_path: Any = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    module, running = make(), trainer(*callbacks, **{"max_epochs": 1, **options})
-    running.fit(module, *loaders(), ckpt_path=ckpt_path)
-    return module, running
+        for name, healing in self.healings.items():
+            if healing.live_engine.state.step > len(self.decisions[name]):
+                self.decisions[name].append(healing.last_decision())
+                self.losses[name].append(float(healing.metrics()["heal/loss"]))
 
 
 def with_nan() -> Any:
@@ -161,9 +148,10 @@ def test_one_bad_batch_is_noticed_in_its_step(tmp_path: Path):
     callback = Judged()
     logs = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     module, running = fit(callback, loaders=with_nan, max_epochs=2, **logs)
-    causes = [bool(each.cause & Cause.NONFINITE_LOSS) for each in callback.decisions]
+    (decisions,) = callback.decisions.values()
+    causes = [bool(each.cause & Cause.NONFINITE_LOSS) for each in decisions]
     assert [i for i, bad in enumerate(causes) if bad] == [3, 11]
-    assert [each.skip for each in callback.decisions] == causes
+    assert [each.skip for each in decisions] == causes
     assert all(p.isfinite().all() for p in module.parameters())
     assert running.global_step == 16
     with Path(running.logger.log_dir, "metrics.csv").open() as file:
@@ -182,24 +170,15 @@ def test_the_loss_is_the_one_that_training_step_returned(parts: int):
     rows = list(DataLoader(data(), batch_size=8))
     losses = [float(module.loss(batch)) for batch in rows]
     windows = [losses[i : i + parts] for i in range(0, len(losses), parts)]
-    assert callback.losses == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
+    (found,) = callback.losses.values()
+    assert found == pytest.approx([sum(w) / len(w) for w in windows], rel=1e-6)
 
 
 def test_each_network_of_a_gan_is_judged_by_its_own_loss():
-    losses: dict[str, list[float]] = {"optimizer0": [], "optimizer1": []}
-    passed: list[float] = []
-    callback = LightningHealingCallback(clip=None)
-
-    class Keep(lightning.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            for name, healing in callback.healings.items():
-                losses[name].append(float(healing.metrics()["heal/loss"]))
-
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-            passed.append(float(loss))
-
-    fit(callback, Keep(), make=Gan)
-    assert losses == {"optimizer0": passed[0::2], "optimizer1": passed[1::2]}
+    callback, keep, passed = Judged(clip=None), lightning.Callback(), list[float]()
+    keep.on_before_backward = lambda trainer, pl_module, loss: passed.append(float(loss))
+    fit(callback, keep, make=Gan)
+    assert callback.losses == {"optimizer0": passed[0::2], "optimizer1": passed[1::2]}
 
 
 # -- the Trainer's own clipping -------------------------------------------------------------------
@@ -231,20 +210,13 @@ def test_after_the_fit_nothing_is_left_on_trainer_and_optimizer(tmp_path: Any):
     assert "on_advance_end" not in vars(running.fit_loop.epoch_loop)
 
 
-class Counting(Regression):
-    """Does not read its inputs on the host, as `Regression` does."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-
 def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path):
     """Whatever the engine reads is in `Report.syncs_per_step`; hooks and metrics add nothing."""
     logs: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     counts = []
     for callbacks in ([], [LightningHealingCallback()]):
         with CountSyncs() as counted:
-            fit(*callbacks, make=Counting, accumulate_grad_batches=2, **logs)
+            fit(*callbacks, accumulate_grad_batches=2, **logs)
         counts.append(counted.count)
     (healing,) = callbacks[0].healings.values()
     assert healing.report().syncs_per_step == 0
@@ -271,7 +243,7 @@ def test_state_survives_lightnings_checkpoint(tmp_path: Any):
     ("at", "kind"), [(5, DataLoader), (10, StatefulDataLoader), (16, DataLoader)]
 )
 def test_a_callback_without_a_store_begins_where_ckpt_path_leads(at: int, kind: Any, tmp_path: Any):
-    """As Lightning resumes it, within an epoch and after one."""
+    """Lightning itself resumes the run, within an epoch and after one."""
 
     def run(*callbacks: Any, **options: Any) -> tuple[Any, Any]:
         rows = lambda: [kind(data(), batch_size=8, shuffle=True)]  # noqa: E731
