@@ -1,7 +1,5 @@
 """Starts programs in processes of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -31,13 +29,6 @@ def run(*arguments: Any, seconds: float) -> subprocess.CompletedProcess[str]:
     finally:
         process.kill()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    """The whole output. Checks that the exit status is 0."""
-    printed, _ = process.communicate(timeout=600)
-    assert process.returncode == 0
-    return printed
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

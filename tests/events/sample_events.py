@@ -1,7 +1,5 @@
 """A sample event of every kind, and the check that an event is as this version writes it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Fault 39: a writer killed in the middle of a line, and several writers of one file."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import subprocess
@@ -10,7 +8,7 @@ import time
 from pathlib import Path
 
 from healcore.events import Log, read
-from tests.events.processes import first_line, output, python
+from tests.events.processes import first_line, python
 
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5
@@ -58,8 +56,9 @@ def test_writers_at_once_lose_nothing(tmp_path):
     processes = [writer(path, count=count, size=size) for size in (50, 500, 9000)]
     runs = {}
     for process in processes:
-        run, lost = output(process).split()
-        assert lost == "0"
+        printed, _ = process.communicate(timeout=600)
+        run, lost = printed.split()
+        assert (process.returncode, lost) == (0, "0")
         runs[run] = count + 2
     history = read(path)
     assert {run: len(events) for run, events in history.runs().items()} == runs

@@ -1,7 +1,5 @@
 """Real runs of the Healer, in both frameworks: every line that they write follows the schema."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Code, JSON Schema and docs/events.md agree on events; real lines of every kind are checked."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator

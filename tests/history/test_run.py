@@ -1,7 +1,5 @@
 """A run is read from its events: incidents, attempts, counts, how it ended; thinned curves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -34,11 +32,10 @@ def run_of(*happened: tuple[str, int | None, dict[str, Any]]) -> Run:
 
 
 def test_an_incident_with_its_rollback():
-    alarms = [
-        ("alarm", step, {**NAN, "evidence": [{"name": "w", "grad_norm": "nan"}]}) for step in (4, 5)
-    ]
+    alarm = {**NAN, "evidence": [{"name": "w", "grad_norm": "nan"}]}
     left_out = {**BACK, "batches": [[0, 4], [0, 5]]}
-    run = run_of(BEGIN, *alarms, ("rollback", 6, left_out), ("save", 3, {}))
+    rollback, saved = ("rollback", 6, left_out), ("save", 3, {})
+    run = run_of(BEGIN, ("alarm", 4, alarm), ("alarm", 5, alarm), rollback, saved)
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
     assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
@@ -109,13 +106,8 @@ def test_which_processes_are_one_run(first, together):
 
 
 def test_how_a_run_ended():
-    endings = {
-        "completed": RunState.COMPLETED,
-        "requested": RunState.REQUESTED,
-        "?": RunState.ENDED,
-    }
-    for ending, state in endings.items():
-        assert run_of(("end", 9, {"ending": ending})).state is state
+    for ending, state in (("completed", "completed"), ("requested", "requested"), ("?", "ended")):
+        assert run_of(("end", 9, {"ending": ending})).state is RunState(state)
     assert run_of(("save", 9, {})).state is RunState.UNKNOWN
     assert set(STATES) == set(RunState), "each has a text"
 

@@ -4,8 +4,6 @@ The runs are this file as a program: python -m tests.runtime.test_hang_guard ROO
 ranks only rank 1 hangs, and the others wait for it in an all_reduce.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

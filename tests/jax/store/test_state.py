@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import flax.linen as nn
@@ -16,9 +17,9 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as orbax
 
 from healcore.runtime.store import CheckpointStore, StateMismatch, UnsavableState
+from tests import forked_programs
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch, linen
-from tests.runtime.store.programs import finish, start
 from tests.runtime.store.store_cases import (
     JAX_MEMORY,
     JAX_TIERS,
@@ -125,6 +126,6 @@ def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
 
 
 def test_sharded_arrays_on_eight_devices(tmp_path):
-    flags = "--xla_force_host_platform_device_count=8"
-    program = "tests.jax.store.sharded_program"
-    finish(start(program, tmp_path, XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = forked_programs.run("-m", "tests.jax.store.sharded_program", tmp_path, env=env)
+    assert (done.returncode, done.stdout[-5:]) == (0, "fine\n"), done.stderr[-4000:]

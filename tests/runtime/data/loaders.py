@@ -1,7 +1,5 @@
 """Real loaders of every kind. A second loader of a factory is the loader of the next process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Loaders that cannot be rewound, that raise, or that report wrong positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler

@@ -1,7 +1,5 @@
 """Rewinding from any place to any other gives the same batches under the same names."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -15,15 +13,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from healcore.runtime.data import BatchId, Cursor, EmptyLoader, UnusableLoader
 from healcore.runtime.data.loader_adapters import DataError, position_of_other_ranks
-from tests.runtime.data.loaders import (
-    BATCHES,
-    EXAMPLES,
-    REWINDING,
-    SIZE,
-    Kind,
-    over,
-    take,
-)
+from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind, over, take
 
 
 @over(REWINDING)

@@ -1,7 +1,5 @@
 """A real HTTP server on this machine that answers with given statuses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Real exceptions of real libraries are the fault that they are, and network calls are repeated."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gzip

@@ -1,7 +1,5 @@
 """docs/faults.md agrees with the table of failures, the default policy and the examples."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -55,10 +53,6 @@ def test_every_row_is_on_the_page():
         done = ", ".join(f"`{word}`" for word in responses(cause)) or "none"
         wanted.append(f"[`{row.name}`] | `{cause.name}` | {row.severity} | {done}")
     assert table == wanted, "write in docs/faults.md:\n" + "\n".join(wanted)
-
-
-def test_every_cause_has_a_row():
-    assert set(FAILURES) == set(Cause)
 
 
 @pytest.mark.parametrize("cause", FAILURES, ids=lambda cause: cause.name)

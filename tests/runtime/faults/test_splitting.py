@@ -1,8 +1,5 @@
 """Batches of every structure are split, put together again, and refused in words."""
 
-from __future__ import annotations
-
-from collections import UserDict
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -54,7 +51,6 @@ def test_parts_put_together_are_the_batch(n, data, framework):
         [{"a": rows(4)}, rows(4)],
         Pair(rows(4, 2), rows(4)),
         {"x": [rows(4), rows(4, 5)], "lr": torch.tensor(0.1), "n": None},
-        UserDict(x=rows(4)),
         MappingProxyType({"x": rows(4)}),
         BatchEncoding({"input_ids": rows(4, 7), "labels": rows(4, 7)}),
         [{"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}, {"x": rows(3)}],  # not split along 3

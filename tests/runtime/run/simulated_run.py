@@ -4,8 +4,6 @@ The store is a list and a step is healthy or not, so that hypothesis can try tho
 histories. Killing it means: the list stays, all the rest is gone.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace

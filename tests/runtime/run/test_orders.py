@@ -1,7 +1,5 @@
 """The choice of the checkpoint and of the trial, and what the monitor logs and skips."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -43,24 +41,14 @@ GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "c
 
 
 @pytest.mark.parametrize(
-    ("onset", "depth", "order"),
-    [
-        (350, 1, (300, 200, 100)),
-        (300, 1, (300, 200, 100)),  # saved before the step of the onset was taken
-        (299, 1, (200, 100)),
-        (1000, 1, (300, 200, 100)),  # a candidate is not known-good
-        (350, 2, (200, 100)),
-        (350, 9, (100,)),  # as deep as it goes
-        (350, 0, (300, 200, 100)),
-    ],
-)
-def test_depth(onset, depth, order):
-    assert choose(GOOD, onset=onset, depth=depth) == CheckpointChoice(order, False, False)
-
-
-@pytest.mark.parametrize(
     ("saves", "facts", "found"),
     [
+        (GOOD, {"onset": 350}, ((300, 200, 100), False, False)),  # a candidate is not known-good
+        # Saved before the step of the onset was taken.
+        (GOOD, {"onset": 300}, ((300, 200, 100), False, False)),
+        (GOOD, {"onset": 299, "depth": 0}, ((200, 100), False, False)),
+        (GOOD, {"onset": 350, "depth": 2}, ((200, 100), False, False)),
+        (GOOD, {"onset": 350, "depth": 9}, ((100,), False, False)),  # as deep as it goes
         (GOOD, {"onset": 360, "tried": [300]}, ((200, 100), False, False)),
         # What became good on the way back into the same trouble is not gone back to.
         ([*GOOD, saved(340)], {"onset": 345, "tried": [300]}, ((200, 100), False, False)),
@@ -159,32 +147,24 @@ FINE = record()
 NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 
 
-class Run:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-        self.log = RunLog(Log(None), console=True)
-        driver = SimpleNamespace(learning_rate=lambda: 0.001)
-        run = {"policy": HostPolicy.of("default"), "ranks": Alone(), "log": self.log}
-        saver: Any = SimpleNamespace(**run, ledger=Ledger(), driver=driver, every=0)
-        self.monitor = IncidentMonitor(saver, Hooks())
-        self._step = 0
-
-    def steps(self, number: int, **changes: Any) -> list[str]:
-        for _ in range(number):
-            self._step += 1
-            each = FINE._replace(step=self._step, **changes)
-            self.monitor.process(StepResult(self._step - 1, [each], ()))
-        return self._capsys.readouterr().err.splitlines()
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(capsys)
+def monitor() -> IncidentMonitor:
+    log, driver = RunLog(Log(None), console=True), SimpleNamespace(learning_rate=lambda: 0.001)
+    run = {"policy": HostPolicy.of("default"), "ranks": Alone(), "log": log, "driver": driver}
+    saver: Any = SimpleNamespace(**run, ledger=Ledger(), every=0)
+    return IncidentMonitor(saver, Hooks())
 
 
-def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
-    run.steps(5)
-    lines = run.steps(1000, incident=1, incident_open=True, **NAN)
+def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
+    for index in range(monitor.ledger.next_step, monitor.ledger.next_step + number):
+        each = FINE._replace(step=index + 1, **changes)
+        monitor.process(StepResult(index, [each], ()))
+
+
+def test_skips_of_one_long_incident_are_said_at_powers_of_ten(monitor, capsys):
+    steps(monitor, 5)
+    steps(monitor, 1000, incident=1, incident_open=True, **NAN)
+    lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("healcore: step 5: incident 1: nonfinite loss; ")
     assert "; skipped. The loss itself was NaN or Inf" in lines[0]
@@ -196,11 +176,9 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(run: Run):
 
 
 @pytest.mark.parametrize(("back_to", "skipped"), [(None, [0, 1, 2, 3]), (4, [0, 1, 2, 3, 4, 5])])
-def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
-    run: Run, back_to: int | None, skipped: list[int]
-):
+def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(monitor, back_to, skipped):
     """Steps 0 to 5 have batches of one loader, and those from 6 on of another one."""
-    monitor, start = run.monitor, 6
+    start = 6
     for index in range(start):
         monitor.process(StepResult(index, [FINE], (BatchId(0, 100 + index),)))
     monitor.begin_loader(start)
@@ -212,31 +190,30 @@ def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(
     assert [each.index for each in monitor.batches_between(0, 9)] == skipped
 
 
-def test_an_incident_that_is_over_has_one_event_and_one_line(run: Run):
-    run.steps(5)
-    run.steps(3, incident=1, incident_open=True, **NAN)
-    assert run.steps(9) == []
-    (line,) = run.steps(30, loss=0.5)
+def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
+    steps(monitor, 5)
+    steps(monitor, 3, incident=1, incident_open=True, **NAN)
+    capsys.readouterr()
+    steps(monitor, 9)
+    assert capsys.readouterr().err == ""
+    steps(monitor, 30, loss=0.5)
+    (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = run.log.run.incidents
+    (incident,) = monitor.log.run.incidents
     assert incident.over
-    assert not run.monitor.is_unhealthy
+    assert not monitor.is_unhealthy
 
 
 @pytest.mark.parametrize("cause", [Cause.PLATEAU, Cause.GRAD_VANISHING])
-def test_a_lasting_alarm_at_the_end_is_not_over(run: Run, cause: Cause):
-    run.steps(50)
-    run.steps(30, cause=cause, action=Action.ALERT)
-    assert run.monitor.is_unhealthy, "report().converged is false"
-    run.steps(1)
-    assert not run.monitor.is_unhealthy
-
-
-QUIET = 10
+def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
+    steps(monitor, 30, cause=cause, action=Action.ALERT)
+    assert monitor.is_unhealthy, "report().converged is false"
+    steps(monitor, 1)
+    assert not monitor.is_unhealthy
 
 
 def host_rules() -> HostRules:
-    policy = HostPolicy.of("default", {"incident": {"quiet_steps": QUIET}})
+    policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
     return HostRules(policy.rules, policy.engine.config)
 
 

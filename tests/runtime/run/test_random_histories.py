@@ -1,7 +1,5 @@
 """Random histories of a run against a plain oracle: rollback targets and kept checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 
@@ -13,15 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from healcore.runtime.run import record
 from healcore.runtime.run.record import Record
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.runtime.run.simulated_run import (
-    EVERY,
-    KEEP,
-    PROBATION,
-    REGION,
-    Killed,
-    Listed,
-    Process,
-)
+from tests.runtime.run.simulated_run import EVERY, KEEP, PROBATION, REGION, Killed, Listed, Process
 
 
 class Back(NamedTuple):
@@ -177,8 +167,6 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def what_is_good(self) -> None:
-        if not hasattr(self, "store"):
-            return
         saves = self.process.saver.listed()
         good = {s.step: s for s in saves if s.status == "good"}
         for step in good.keys() - self.good:
@@ -192,7 +180,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def what_is_remembered(self) -> None:
-        if not hasattr(self, "store") or self.over:
+        if self.over:
             return
         ledger = self.process.ledger
         assert self.process.step == len(self.healthy)
@@ -211,21 +199,17 @@ class History(RuleBasedStateMachine):
     @invariant()
     def the_way_down_stays_open(self) -> None:
         """Only while the run is in the region: checkpoints deleted beyond it stay deleted."""
-        if not getattr(self, "stays", None):
-            return
-        if len(self.healthy) <= self.back[-1].step + REGION:
-            assert self.stays <= self.store.saves.keys()
-        else:
+        if self.stays and len(self.healthy) > self.back[-1].step + REGION:
             self.stays = set()
+        assert self.stays <= self.store.saves.keys()
 
     @invariant()
     def not_too_much(self) -> None:
-        if hasattr(self, "store"):
-            good = [s for s in self.store.steps() if s.status == "good"]  # at the last save
-            # Where it went and the next deeper one besides; more only after a kill before the
-            # deletion, until the first save of the next process.
-            saved = any(event["kind"] == "save" for event in self.process.events)
-            assert len(good) <= KEEP.good + 2 or not saved
+        good = [s for s in self.store.steps() if s.status == "good"]  # at the last save
+        # Where it went and the next deeper one besides; more only after a kill before the
+        # deletion, until the first save of the next process.
+        saved = any(event["kind"] == "save" for event in self.process.events)
+        assert len(good) <= KEEP.good + 2 or not saved
 
 
 TestHistory = History.TestCase

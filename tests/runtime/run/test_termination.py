@@ -4,8 +4,6 @@ The interrupted run is this file as a program: `python -m tests.runtime.run.test
 HOW`.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal
@@ -55,7 +53,10 @@ def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
     assert "Traceback" not in err
     assert "keyboard after step 8: no intervention; checkpoint 8 is on disk" in err
     assert out.split("\n")[:-1] == ["caught", "tidied up"][how == "" :]
-    assert postmortems(tmp_path)[0]["ending"] == "interrupted"
+    (found,) = postmortems(tmp_path)
+    assert (found["ending"], found["process"]["pid"]) == ("interrupted", process.pid)
+    assert found["environment"]["python"]
+    assert 0 < found["seconds"] < 600
     loop = loop_of("torch")
     assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
     assert loop.faults.order == [8, 9, 10, 11]

@@ -3,8 +3,6 @@
 Comparisons take no time that counts, and every loss is known in advance.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Disk faults: small and read-only disks, where the system allows it, and flipped bits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ and goes on. Prints a JSON line per store with what was counted, or dies of the 
 not as it must be.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import multiprocessing
@@ -30,9 +28,9 @@ import torch
 from healcore.runtime.store import Keep, files
 from healcore.runtime.store.manifest import sweep
 from healcore.torch.store import DCPStore, MemoryStore
+from tests import forked_programs
 from tests.healer.killed_runs import forked
 from tests.runtime.store import store_cases
-from tests.runtime.store.programs import run
 from tests.runtime.store.store_cases import DCP, StoreCase
 
 KEEP = Keep(good=2, candidates=2)
@@ -128,7 +126,8 @@ KILLS = [
 
 @pytest.mark.parametrize(("rounds", "stores"), KILLS)
 def test_killed_many_times(rounds, stores, in_memory):
-    done = run("tests.runtime.store.test_killed", rounds, in_memory, *stores)
+    program = "-m", "tests.runtime.store.test_killed", rounds, in_memory, *stores
+    done = forked_programs.run(*program)
     assert done.returncode == 0, done.stderr[-3000:]
     counted = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(counted) == len(stores)

@@ -3,8 +3,6 @@
 The check for NaN and Inf reads bits; here it gets values of every float format.
 """
 
-from __future__ import annotations
-
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -118,10 +116,7 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
 
 @over(*TIERS)
 def test_memory_and_disk_stand_for_each_other(case, tmp_path):
-    store = case.make(tmp_path)
-    for step in (7, 8):
-        store.save(step, case.state(step))
-        store.wait()
+    store = case.filled(tmp_path, 7, 8)
     name = damage_in_memory(store, 7)
     assert same_states(case.state(7), store.restore(7, case.state(2)).state)
     assert any("memory" in str(each) and name in str(each) for each in store.failures())

@@ -1,7 +1,5 @@
 """The same tests over every store, values of checkpoints, and which can be deleted."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -24,17 +22,9 @@ from healcore.runtime.store import (
     superfluous,
     values,
 )
+from healcore.runtime.store.saved import disallowed
 from tests.runtime.store.disk_faults import read_only
-from tests.runtime.store.store_cases import (
-    ALL,
-    DISKS,
-    TIERS,
-    Cursor,
-    StoreCase,
-    over,
-    same,
-    same_states,
-)
+from tests.runtime.store.store_cases import ALL, TIERS, Cursor, StoreCase, over, same, same_states
 
 HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 
@@ -113,20 +103,8 @@ def test_a_commit_replaces_the_healing_state_alone_and_what_fails_changes_nothin
     assert same_states(case.state(7), restored.state)
 
 
-@over(*DISKS, *TIERS)  # memory keeps no such copy
-def test_arrays_that_may_hold_nan_can_be_named_later(case, tmp_path):
-    store = case.make(tmp_path)
-    store.save(1, case.with_nan(), healing={"attempts": [0], "proven": 9})
-    store.wait()
-    (saved,) = store.steps()
-    assert (saved.status, saved.finite) == ("candidate", False)
-    assert saved.nonfinite == ("weights.bfloat16",)
-    store.nonfinite_ok += ("weights.b*16",)
-    (saved,) = store.steps()
-    assert (saved.status, saved.finite, saved.nonfinite) == ("good", True, ())
-    store.verify(1)
-    store.nonfinite_ok = ()
-    assert not store.steps()[0].finite
+def test_arrays_that_may_hold_nan_are_named_by_patterns():
+    assert disallowed(["model.a.mask", "model.masks"], ["model.*.mask"]) == ("model.masks",)
 
 
 # -- after a rollback the same steps are saved again ----------------------------------------------
@@ -227,6 +205,7 @@ def saves(text: str) -> list[Saved]:
         ("gaana", Keep(good=1), [10, 20, 40]),
         ("cccc", Keep(candidates=2), [10, 20]),  # the oldest is the next to be good
         ("gcccc", Keep(good=1, candidates=2), [20, 30]),
+        ("nncccc", Keep(candidates=2), [30, 40]),
         ("nnnn", Keep(), [0, 10]),
     ],
 )
@@ -251,20 +230,6 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     distances = [newest - step for step in left[-2::-1]]
     assert all(b <= 4 * a for a, b in itertools.pairwise(distances))
     assert len(left) <= 3 + math.log2(newest / every) + 1
-
-
-@given(st.text("gcan", max_size=12), st.integers(1, 4), st.integers(2, 4))
-def test_always(text, good, candidates):
-    everything, keep = saves(text), Keep(good, candidates)
-    dropped = superfluous(everything, keep)
-    left = [save for save in everything if save.step not in dropped]
-    assert len(left) <= keep.most + 2
-    newest_good = [save for save in everything if save.status == "good"][-1:]
-    assert all(save in left for save in newest_good)
-    if not newest_good:
-        oldest = [s for s in everything if s.status == "candidate" and s.finite][:1]
-        assert all(save in left for save in oldest)
-    assert superfluous(left, keep) == []
 
 
 # -- nested Python values as JSON and back --------------------------------------------------------
@@ -306,39 +271,29 @@ def test_any_value_comes_back(value):
     assert repr(value) == repr(back(value)), "in the same order"
 
 
-FACTORIES = (None, int, list, dict, set, str, float, tuple)
-
-
 @pytest.mark.parametrize(
     "value",
     [
         {1, "a"}, frozenset({(1, 2)}), range(3, 9, 2), bytearray(b"\0x"), deque(), set(),
         OrderedDict([("b", 1), ("a", OrderedDict())]), Counter("abca"),
         {"pair": Pair(1, [Pair(2, (3,))]), Pair(0, 1): 2},
-        [defaultdict(factory, {"a": defaultdict(int, b=2)}) for factory in FACTORIES],
+        [defaultdict(each, {"a": defaultdict(int, b=2)})
+         for each in (None, int, list, dict, set, str, float, tuple)],
     ],
 )  # fmt: skip
 def test_other_types_of_the_standard_library(value):
     assert same(value, back(value))
 
 
-class Special(dict):
-    pass
-
-
-class Counter2(Counter):
-    """Its name differs from the standard library's."""
-
-
-Counter2.__name__ = "Counter"
-Row = type("Row", (list,), {})
+OwnDict = type("OwnDict", (dict,), {})
+OwnCounter = type("Counter", (Counter,), {})  # its name is the standard library's
 Text = type("Text", (str,), {})
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        Special(a=1), Counter2("ab"), Row([1]), time.localtime(0),
+        OwnDict(a=1), OwnCounter("ab"), time.localtime(0),
         defaultdict(lambda: 1), {"key": {Text("a"): 1}}, {Pair(1, 2): 1}.keys(),
     ],
     ids=lambda value: type(value).__name__,

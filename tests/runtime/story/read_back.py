@@ -1,7 +1,5 @@
 """Reads what each tracker has stored, with the tracker's own reader where it has one."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
@@ -9,8 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-NAMES = ("wandb", "trackio", "mlflow", "tensorboard")
 
 
 class Stored(NamedTuple):
@@ -23,11 +19,6 @@ class Stored(NamedTuple):
 def asked(name: str, folder: Path) -> str:
     """The argument `trackers`: each test has a project of its own, named as its folder."""
     return f"tensorboard:{folder / 'tb'}" if name == "tensorboard" else f"{name}:{folder.name}"
-
-
-def stored(name: str, folder: Path) -> Stored:
-    readers = _wandb, _trackio, _mlflow, _tensorboard
-    return dict[str, Any](zip(NAMES, readers, strict=True))[name](folder)
 
 
 def _wandb(folder: Path) -> Stored:
@@ -130,3 +121,7 @@ def _tensorboard(folder: Path) -> Stored:
                 if value.metadata.plugin_data.plugin_name == "text":
                     texts.append(value.tensor.string_val[0].decode())
     return Stored(rows, texts)
+
+
+STORED = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "tensorboard": _tensorboard}
+"""Name of a tracker -> its reader, which takes the folder of the test."""

@@ -1,7 +1,5 @@
 """The postmortem and its diagnosis, of this run, and of a killed run by the next start."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -15,7 +13,7 @@ import pytest
 from healcore.core.verdict import Cause
 from healcore.events import Log, read
 from healcore.events.models import Ending
-from healcore.history import Counts, Run, runs_of
+from healcore.history import Run, runs_of
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import RunEnd, advice, explain
 from healcore.runtime.story.postmortem import path_for
@@ -42,7 +40,6 @@ def end_of(ending: str, step: int, *happened: Any, **fields: Any) -> RunEnd:
     return RunEnd(run, ending, step, run.counts(), **fields)
 
 
-WITH_A_CAUSE = ("incident", 3, {"incident": 1, "onset": 3, "cause": ["LOSS_SPIKE"]})
 STOPPED = end_of(
     "stopped",
     4121,
@@ -105,7 +102,8 @@ def test_a_completed_run_gets_no_lecture():
     assert "resume" not in none
     assert "after 100 healthy steps (rollback.probation), and the run has had 40" in none
     assert 'rollback={"probation": 20}' in none
-    stopped = explain(end_of("stopped", 400, WITH_A_CAUSE, probation=100))
+    began = ("incident", 3, {"incident": 1, "onset": 3, "cause": ["LOSS_SPIKE"]})
+    stopped = explain(end_of("stopped", 400, began, probation=100))
     assert "resume from the start" in stopped
     assert "the run has had" not in stopped
 
@@ -124,30 +122,18 @@ def events(tmp_path) -> Path:
     return tmp_path / "run.events.jsonl"
 
 
-def test_the_postmortem_of_this_process(events):
-    run = Run()
-    run.add(Log(events).write("start", step=0, policy="default"))
-    end = RunEnd(run, "stopped", 4, Counts(skips=2), fault=Cause.HANG, last_good=3)
-    assert postmortem.write(events, end, trace="Traceback ...", lost=3) is None
-    content = postmortem.read(path_for(events, run.processes[0].id))
-    assert (content["ending"], content["step"], content["skips"]) == ("stopped", 4, 2)
-    assert (content["cause"], content["last_good"], content["lost_events"]) == (["HANG"], 3, 3)
-    assert content["exception"] == "Traceback ..."
-    assert content["process"]["pid"] == os.getpid()
-    assert "python" in content["environment"]
-    assert content["diagnosis"].startswith("healcore stopped the run at step 4")
-    assert 0 <= content["seconds"] < 60
-
-
 def test_a_full_and_a_read_only_disk(tmp_path):
     with small_disk(tmp_path / "disk", megabytes=1) as root:
-        assert postmortem.write(root / "run.events.jsonl", STOPPED) is None
-        path = path_for(root / "run.events.jsonl", "a")
+        events = root / "run.events.jsonl"
+        assert postmortem.write(events, STOPPED, trace="Traceback ...", lost=3) is None
+        path = path_for(events, "a")
         with pytest.raises(OSError, match="No space left"):
             (root / "filler").write_bytes(b"x" * (1 << 20))
-        problem = postmortem.write(root / "run.events.jsonl", STOPPED._replace(step=9))
+        problem = postmortem.write(events, STOPPED._replace(step=9))
         assert "No space left" in str(problem)
-        assert postmortem.read(path)["step"] == 4121, "the earlier one is whole"
+        found = postmortem.read(path)
+        assert (found["step"], found["lost_events"]) == (4121, 3), "the earlier one is whole"
+        assert (found["exception"], found["last_good"]) == ("Traceback ...", 3800)
         assert sorted(os.listdir(root)) == ["filler", path.name]
     root = tmp_path / "root"
     root.mkdir()
@@ -215,15 +201,13 @@ def log_of_a_run(path: Path, **changes: Any) -> str:
 def test_the_next_start_closes_the_case(events):
     """An earlier process had the number of this one."""
     name = log_of_a_run(events, born=1)
-    found = of_killed(events)
-    assert found["certain"]
+    assert of_killed(events)["certain"]
     log = Log(events)
     log.write("start", step=350, policy="default")
     assert of_killed(events) is None, "this one is alive"
     log.write("end", step=360, ending="completed")
     assert of_killed(events) is None
-    postmortems = [p for p in events.parent.iterdir() if "postmortem" in p.name]
-    assert postmortems == [path_for(events, name)]
+    assert [*events.parent.glob("*postmortem*")] == [path_for(events, name)]
 
 
 def test_a_process_of_another_host_cannot_be_seen(events):

@@ -3,8 +3,6 @@
 Whatever a tracker does, the run ends with the same weights, and its failure is reported once.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys
@@ -20,10 +18,8 @@ import wandb
 from healcore.runtime.story import trackers
 from healcore.runtime.story.trackers import select
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
-from tests.runtime.story.read_back import NAMES, asked, stored
+from tests.runtime.story.read_back import STORED, asked
 from tests.tools.report.small_runs import lines_of
-
-EACH = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture
@@ -33,19 +29,23 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
-@EACH
-def test_what_is_stored(name, folder):
-    loop, metrics = loop_of("torch", Faults(once=[13])), folder / "run.metrics.jsonl"
-    facts = train(
-        loop, rules(), range(20), store=folder / "c", metrics=metrics, trackers=asked(name, folder)
-    )
-    assert facts["rollbacks"] == 1
+@pytest.mark.parametrize("name", STORED)
+def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
+    data = range(20)
+    options: Any = {"store": folder / "c", "trackers": asked(name, folder)}
+    breaks_off(loop_of("torch"), rules(), data, at=8, **options)
+    if name == "wandb":
+        time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
+    loop = loop_of("torch", Faults(once=[13]))
+    assert train(loop, rules(), data, **options)["rollbacks"] == 1
     plain = loop_of("torch", Faults(once=[13]))
-    train(plain, rules(), range(20))
+    train(plain, rules(), data)
     assert same(plain.weights(), loop.weights()), "tracking changes nothing"
-    assert not [e for e in events(folder) if e["kind"] == "problem"]
-    found = stored(name, folder)
-    expected = lines_of(metrics)
+    events = lines_of(folder / "c" / "healcore.events.jsonl")
+    assert not [each for each in events if each["kind"] == "problem"]
+    found, expected = STORED[name](folder), lines_of(folder / "c" / "healcore.metrics.jsonl")
+    assert {each["step"] for each in expected} == set(range(19)), "one bad batch is left out"
+    assert (found.runs, len({each["run"] for each in expected})) == (1, 2)
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:
@@ -55,25 +55,7 @@ def test_what_is_stored(name, folder):
                 assert row[f"heal/{of}"] == pytest.approx(float(line[of]), nan_ok=True), (of, line)
     assert any("rollback" in text and "checkpoint" in text for text in found.texts), found.texts
     if name in ("mlflow", "tensorboard"):  # the others have alerts
-        assert any("completed" in text for text in found.texts), found.texts
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return lines_of(folder / "c" / "healcore.events.jsonl")
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
-def test_a_restarted_run_is_the_same_run_there(name, folder):
-    options: Any = {"store": folder / "c", "trackers": asked(name, folder)}
-    breaks_off(loop_of("torch"), rules(), range(16), at=8, **options)
-    if name == "wandb":
-        time.sleep(1.1)  # the folder of an offline run is named by the second in which it begins
-    train(loop_of("torch"), rules(), range(16), **options)
-    found = stored(name, folder)
-    assert found.runs == 1
-    assert {step for step, _ in found.rows} == set(range(16))
-    if name == "mlflow":
-        assert any("resume" in text for text in found.texts)
+        assert all(any(kind in each for each in found.texts) for kind in ("resume", "completed"))
 
 
 def test_own_objects_get_everything(folder):
@@ -110,7 +92,7 @@ def test_a_wandb_run_keeps_its_own_steps(folder):
     assert wandb.run is run, "it is still open"
     run.log({"heal/grad_norm": 7.0, "mine": 1.0}, step=5)
     run.finish()
-    rows = stored("wandb", folder).rows
+    rows = STORED["wandb"](folder).rows
     assert [row for _, row in rows][-1] == {"heal/grad_norm": 7.0}
     assert len(rows) <= 4, "rows are the user's"
     assert run.config["healcore"]["policy"] == "test"
@@ -123,11 +105,6 @@ def run(folder: Path, **options: Any) -> list[Any]:
     return loop.weights()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> list[Any]:
-    return run(tmp_path_factory.mktemp("plain"))
-
-
 CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
     "wandb": (f"wandb:{'x' * 200}", {}),
     "trackio": ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}),
@@ -137,13 +114,13 @@ CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
 """Real client -> a place that it cannot use, and the environment."""
 
 
-@EACH
-def test_it_cannot_start(name, folder, monkeypatch, undisturbed, capsys):
+@pytest.mark.parametrize("name", STORED)
+def test_it_cannot_start(name, folder, monkeypatch, capsys):
     (folder / "file").write_text("")
     place, environment = CANNOT_START[name]
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
-    assert same(run(folder, trackers=place), undisturbed)
+    assert same(run(folder, trackers=place), run(folder / "plain"))
     (problem,) = re.findall(r"tracker (\w+) fails, training continues", capsys.readouterr().err)
     assert problem == name
 
@@ -155,16 +132,16 @@ def broken(fault: Any) -> Any:
     return SimpleNamespace(metrics=metrics, event=lambda event: None)
 
 
-def test_it_fails_later(folder, undisturbed, capsys):
-    assert same(run(folder, trackers=broken(sys.exit)), undisturbed)
+def test_it_fails_later(folder, capsys):
+    assert same(run(folder, trackers=broken(sys.exit)), run(folder / "plain"))
     (problem,) = re.findall("tracker SimpleNamespace fails.*", capsys.readouterr().err)
     assert "SystemExit" in problem
 
 
-def test_it_blocks(folder, undisturbed, monkeypatch, capsys):
+def test_it_blocks(folder, monkeypatch, capsys):
     """The run does not wait for it, and its end waits for a bounded time."""
     monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
     released = threading.Event()
-    assert same(run(folder, trackers=broken(released.wait)), undisturbed)
+    assert same(run(folder, trackers=broken(released.wait)), run(folder / "plain"))
     assert "tracker SimpleNamespace has not finished within 0.2 s" in capsys.readouterr().err
     released.set()
