@@ -1,13 +1,12 @@
 """Which actions are carried out, and when: observing policies, hooks, rates after a rollback."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -26,12 +25,10 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 @BOTH
 def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
-    bad = Faults(always=[5, 23])
-    plain = loop_of(framework, Faults(always=[5, 23]))
+    plain, policy = loop_of(framework, Faults(always=[5, 23])), rules(mode="observe")
     for number in range(30):
         plain.step(None, number)
-    policy = rules(mode="observe")
-    watched = loop_of(framework, bad, policy)
+    watched = loop_of(framework, Faults(always=[5, 23]), policy)
     facts = train(watched, policy, range(30), store=tmp_path)
     assert facts["rollbacks"] == 0
     assert same(watched.weights(), plain.weights())
@@ -140,26 +137,14 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     assert "completed at step 39" in str(report)
 
 
-ALERTS = policies.loads(
-    """
-schema = 1
-name = "alerts"
-[detect.nonfinite]
-[detect.loss_spike]
-window = 20
-[detect.plateau]
-window = 5
-patience = 2
-[detect.overfit]
-max_gap = 0.5
-patience = 1
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "alert"]
-[[respond]]
-to = ["plateau", "overfit", "loss_spike"]
-do = ["alert"]
-"""
+PLATEAU, OVERFIT = {"window": 5, "patience": 2}, {"max_gap": 0.5, "patience": 1}
+ALERTS = policies.load(
+    SKIPS,
+    detect={"loss_spike": {"window": 20}, "plateau": PLATEAU, "overfit": OVERFIT},
+    respond=[
+        {"to": ["nonfinite"], "do": ["skip", "alert"]},
+        {"to": ["plateau", "overfit", "loss_spike"], "do": ["alert"]},
+    ],
 )
 
 
@@ -202,42 +187,30 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
 
 
-# -- the learning rate and the optimizers' moments after a rollback -------------------------------
-
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
 
 
-def adam_steps(loop: Any) -> int:
-    """Steps that the bias correction of the loop's AdamW counts."""
-    if loop.framework == "torch":
-        (steps,) = {int(each["step"]) for each in loop.optimizer.state.values()}
-        return steps
-    import optax
-
-    return int(optax.tree.get_all_with_path(loop.state, "count")[0][1])
-
-
 @pytest.mark.parametrize(
-    ("framework", "policy"),
-    [("torch", RESETS), ("jax", RESETS), ("torch", rules())],
-    ids=["torch", "jax", "off"],
+    ("framework", "resets"), [("torch", True), ("jax", True), ("torch", False)]
 )
-def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, policy, tmp_path):
+def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, tmp_path):
+    policy = RESETS if resets else rules()
     loop = loop_of(framework, Faults(always=[23]), policy)
     facts = train(loop, policy, range(40), store=tmp_path)
     (event,) = events(tmp_path, "rollback")
-    since = facts["step"] - event["checkpoint"]
-    assert event.get("moments_reset") is (True if policy is RESETS else None)
-    assert adam_steps(loop) == (since if policy is RESETS else facts["step"])
+    assert event.get("moments_reset") is (True if resets else None)
+    if framework == "torch":
+        counts = [each["step"] for each in loop.optimizer.state.values()]
+    else:
+        counts = [optax.tree.get_all_with_path(loop.state, "count")[0][1]]
+    since = event["checkpoint"] if resets else 0
+    assert {int(count) for count in counts} == {facts["step"] - since}
 
 
 def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):
-    class Own(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
+    own: Any = type("Own", (torch.optim.AdamW,), {"step": lambda self, closure=None: None})
     loop = loop_of("torch")
-    loop.state["optimizer"] = Own(loop.model.parameters(), lr=1e-2)
+    loop.state["optimizer"] = own(loop.model.parameters(), lr=1e-2)
     del loop.state["scheduler"]
     with pytest.raises(PolicyError, match=r"rollback\.reset_moments = true[\s\S]*Own"):
         Healer(RESETS, state=loop.state, store=tmp_path).__enter__()
