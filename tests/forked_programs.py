@@ -5,8 +5,6 @@ with its exit handlers, its uncaught exception and its exit status. Not for test
 what a library reads from the environment when it is imported.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

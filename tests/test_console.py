@@ -1,47 +1,35 @@
-"""Lines go where the program's logging sends them; the parts of the adapters are found by name."""
+"""Lines go where the program's logging sends them."""
 
-from __future__ import annotations
-
-import logging
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from healcore import adapter_registry, console
+from healcore import console
+from tests import forked_programs
 
-Err = Callable[..., list[str]]
+PROGRAM = """
+import logging
+from healcore import console
+logger, root = logging.getLogger("healcore"), logging.root
+{setup}
+before = logger.level, logger.propagate, [*logger.handlers], [*root.handlers]
+console.info("begun", {mode!r})
+console.warning("trouble", {mode!r})
+after = logger.level, logger.propagate, [*logger.handlers], [*root.handlers]
+assert after == before, "the program's logging is never changed"
+"""
 
 
-@pytest.fixture
-def err(capsys: pytest.CaptureFixture[str]):
+def err(setup: str, mode: Any = "auto") -> list[str]:
     """Standard error of a program that sets its logging up by `setup`, and has two lines."""
-    logger, root = logging.getLogger("healcore"), logging.root
-
-    def lines(setup: str, *, mode: console.Console = "auto") -> list[str]:
-        state = (list(root.handlers), root.level, logger.level, logger.propagate)
-        try:
-            exec(setup, {"logging": logging})
-            set_up = (logger.level, logger.propagate, [*logger.handlers], [*root.handlers])
-            console.info("begun", mode)
-            console.warning("trouble", mode)
-            now = (logger.level, logger.propagate, [*logger.handlers], [*root.handlers])
-            assert now == set_up, "the program's logging is never changed"
-        finally:
-            for handler in {*root.handlers, *logger.handlers}:
-                handler.close()
-            logger.handlers.clear()
-            root.handlers[:], root.level = state[:2]
-            logger.setLevel(state[2])
-            logger.propagate = state[3]
-            logging.disable(logging.NOTSET)
-        return capsys.readouterr().err.splitlines()
-
-    return lines
+    program = PROGRAM.format(setup=setup, mode=mode)
+    done = forked_programs.run("-c", program, imports=("healcore.console",))
+    return done.stderr.splitlines()
 
 
 PRINTED = ["healcore: begun", "healcore: trouble"]
-LOGGER = "logging.getLogger('healcore')"
+FORMATTED = "logging.basicConfig(format='%(name)s|%(message)s', level=logging.INFO)"
 
 
 @pytest.mark.parametrize(
@@ -49,23 +37,18 @@ LOGGER = "logging.getLogger('healcore')"
     [
         ("", PRINTED),
         ("logging.basicConfig()", PRINTED),  # absl does this in programs with Orbax
-        (f"{LOGGER}.addHandler(logging.NullHandler())", []),
-        (f"{LOGGER}.setLevel(logging.WARNING)", ["healcore: trouble"]),
-        (f"{LOGGER}.propagate = False", PRINTED),
+        ("logger.addHandler(logging.NullHandler())", []),
+        ("logger.setLevel(logging.WARNING)", ["healcore: trouble"]),
+        ("logger.propagate = False", PRINTED),
         ("logging.disable()", []),
-        (
-            "logging.basicConfig(format='%(name)s|%(message)s', level=logging.INFO)",
-            ["healcore|begun", "healcore|trouble"],
-        ),
+        (FORMATTED, ["healcore|begun", "healcore|trouble"]),
     ],
 )
-def test_what_the_program_has_set_up_decides(setup: str, lines: list[str], err: Err):
+def test_what_the_program_has_set_up_decides(setup: str, lines: list[str]):
     assert err(setup) == lines
 
 
-def test_console_true_prints_beside_a_file_and_never_twice_and_false_prints_nothing(
-    tmp_path: Path, err: Err
-):
+def test_console_true_prints_beside_a_file_and_never_twice_and_false_prints_nothing(tmp_path: Path):
     file = tmp_path / "run.log"
     for mode, shown in (("auto", []), (True, PRINTED)):
         assert err(f"logging.basicConfig(filename={str(file)!r})", mode=mode) == shown
@@ -76,12 +59,3 @@ def test_console_true_prints_beside_a_file_and_never_twice_and_false_prints_noth
     assert err("logging.basicConfig(format='%(message)s')", mode=False) == ["trouble"]
     with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):
         console.checked(3)
-
-
-@pytest.mark.parametrize("capability", adapter_registry.PROVIDED)
-def test_every_adapter_provides(capability):
-    for framework in adapter_registry.PROVIDED[capability]:
-        pytest.importorskip("flax" if framework == "jax" else framework)
-        provided = adapter_registry.find(framework, capability)
-        name = getattr(provided, "__module__", provided.__name__)
-        assert name.startswith(f"healcore.{framework}")

@@ -11,10 +11,11 @@ ROOT = Path(__file__).parents[2]
 
 def python(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
     """A Python that finds healcore and the tests; its standard output is a pipe."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         **options,

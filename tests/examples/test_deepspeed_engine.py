@@ -1,7 +1,5 @@
 """The example is rolled back under DeepSpeed, and completes; so do the snippets of the page."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -43,7 +41,6 @@ os.environ["MASTER_PORT"] = "{free_port()}"
 
 @pytest.mark.parametrize("library", ["deepspeed", "arctic_training"])
 def test_the_snippet_of_the_page(library: str, tmp_path: Path):
-    """As the launcher of DeepSpeed starts it."""
     pytest.importorskip(library)
     page = (ROOT / "docs" / "trainers" / "others.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)

@@ -1,12 +1,9 @@
 """The examples run unchanged and survive the faults in them; docs/tutorial.md quotes them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import signal
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,16 +16,17 @@ from tests import forked_programs
 from tests.forked_programs import ROOT, TRANSFORMERS
 
 
-def output(name: str, **options: Any) -> tuple[str, str]:
+def output(command: str, *, status: int = 0, **options: Any) -> tuple[str, str]:
     """What an example prints, and its messages."""
-    done = forked_programs.run(f"examples/{name}.py", **options)
-    assert done.returncode == 0, done.stderr
+    script, *arguments = command.split()
+    done = forked_programs.run(ROOT / "examples" / script, *arguments, **options)
+    assert done.returncode == status, done.stderr
     return done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", ["optax_loop", "torch_loop"])
 def test_example(name):
-    out, _ = output(name)
+    out, _ = output(f"{name}.py")
     match = re.fullmatch(r"loss (\S+), skips 4, cuts 1\n", out)
     assert match, out
     # Guessing the mean of sin() gives 0.5; a ruined run ends far above it, or in NaN.
@@ -36,7 +34,7 @@ def test_example(name):
 
 
 def test_a_loss_spike_is_healed_as_the_page_says():
-    out, _ = output("loss_spike")
+    out, _ = output("loss_spike.py")
     lines = dict(re.findall(r"^(.+?) +highest loss .*, final (\S+);", out, re.M))
     final = {name: float(loss) for name, loss in lines.items()}
     assert final["no protection"] == final["default"] > 3 * final["no bad batches"], out
@@ -45,27 +43,27 @@ def test_a_loss_spike_is_healed_as_the_page_says():
 
 
 def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
-    ported, stayed = output("port_a_run")[0].splitlines()
+    ported, stayed = output("port_a_run.py")[0].splitlines()
     assert "alarms 2, skips 2" in ported
     assert ported.removeprefix("ported") == stayed.removeprefix("stayed")
 
 
 def test_hf_trainer():
-    out, _ = output("hf_trainer", imports=TRANSFORMERS)
+    out, _ = output("hf_trainer.py", imports=TRANSFORMERS)
     assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
     assert "weights finite: True" in out
     assert float(out.split()[-1]) < 1.0  # guessing the mean gives 8
 
 
 def test_trl_sft():
-    out, _ = output("trl_sft", imports=TRANSFORMERS)
+    out, _ = output("trl_sft.py", imports=TRANSFORMERS)
     assert "steps skipped: 0" in out
     before, _, after = out.split()[-3:]
     assert float(after) < 0.5 * float(before)
 
 
 def test_a_call_that_fails_twice_is_repeated():
-    out, messages = output("retrying_hub")
+    out, messages = output("retrying_hub.py")
     assert re.fullmatch(r"loss \S+, uploads 3\n", out)
     assert "HTTP 503, attempt 2" in messages
     assert "upload has succeeded at attempt 3" in messages
@@ -84,19 +82,8 @@ def test_trackers_get_every_step_and_the_files_of_tensorboard_are_replayed(tmp_p
 
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
-SESSIONS = re.findall(r"^```console\n\$ python ([^\n]*)\n(.*?)^```", PAGE, re.M | re.S)
-RESUMED = ("resumes from", "nothing to do")
-FRESH = [block for block in SESSIONS if not any(text in block[1] for text in RESUMED)]
-
-
-def undented(text: str) -> str:
-    return textwrap.dedent(text).strip("\n")
-
-
-def parts(source: str, lines: int) -> set[str]:
-    """Every run of so many lines, without its indentation."""
-    rows = source.splitlines()
-    return {undented("\n".join(rows[i : i + lines])) for i in range(len(rows) - lines + 1)}
+SESSIONS = re.findall(r"^```console\n\$ python examples/([^\n]*)\n(.*?)^```", PAGE, re.M | re.S)
+FRESH = [block for block in SESSIONS if not re.search("resumes from|nothing to do", block[1])]
 
 
 EXAMPLE, _, OWN_LOOP = PAGE.partition("## 5. Your own loop")
@@ -108,15 +95,9 @@ def test_a_snippet_is_part_of_an_example():
     snippets = PYTHON.findall(EXAMPLE)
     assert len(snippets) > 2
     for snippet in snippets:
-        lines = snippet.count("\n")
-        assert any(undented(snippet) in parts(source, lines) for source in sources), snippet
-
-
-def run(command: str, directory: Path, expected_status: int = 0) -> str:
-    script, *options = command.split()
-    done = forked_programs.run(ROOT / script, *options, cwd=directory)
-    assert done.returncode == expected_status, done.stderr
-    return done.stdout + done.stderr
+        # At any indentation, which is the same for all of its lines.
+        forms = [textwrap.indent(snippet, " " * indent) for indent in range(0, 20, 4)]
+        assert any(f"\n{form}" in source for form in forms for source in sources), snippet
 
 
 def masked(output: str) -> list[str]:
@@ -129,7 +110,7 @@ def masked(output: str) -> list[str]:
 def check(quoted: str, printed: str) -> None:
     """Quoted lines were printed, in this order; the final loss is about the quoted one."""
     rest = iter(masked(printed))
-    # Standard error comes last, as in `run`.
+    # Standard error comes last, as in `output`.
     for line in sorted(masked(quoted), key=lambda line: line.startswith("healcore:")):
         assert line in rest, f"{line!r} is not in the rest of:\n{printed}"
     final = r"loss on unseen data (\S+)"
@@ -140,22 +121,22 @@ def check(quoted: str, printed: str) -> None:
         assert actual == pytest.approx(float(loss), rel=near, nan_ok=True)
 
 
-@pytest.mark.parametrize(("command", "output"), FRESH, ids=[command for command, _ in FRESH])
-def test_output(command, output, tmp_path):
-    printed = run(command, tmp_path)
-    check(output, printed)
+@pytest.mark.parametrize(("command", "quoted"), FRESH, ids=[command for command, _ in FRESH])
+def test_output(command, quoted, tmp_path):
+    printed = "".join(output(command, cwd=tmp_path))
+    check(quoted, printed)
     if command.endswith("healer"):
-        assert masked(printed)[-1] in masked(output), "the block lacks the last line"
+        assert masked(printed)[-1] in masked(quoted), "the block lacks the last line"
 
 
 def test_a_killed_run_resumes_and_a_completed_one_ends_at_once(tmp_path):
     (command, resumed), (again, nothing) = [block for block in SESSIONS if block not in FRESH]
     assert command == again
-    run(f"{command} --kill-at 300", tmp_path, -signal.SIGKILL)
-    printed = run(command, tmp_path)
+    output(f"{command} --kill-at 300", status=-signal.SIGKILL, cwd=tmp_path)
+    printed = "".join(output(command, cwd=tmp_path))
     check(resumed, printed)
     assert "back to the checkpoint" in printed
-    check(nothing, run(command, tmp_path))
+    check(nothing, "".join(output(command, cwd=tmp_path)))
 
 
 def test_the_loop_for_your_own_data_skips_a_batch_with_nan(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """The examples are rolled back and train to the end."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re
@@ -29,21 +27,18 @@ ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 5}
 """Most lines that healcore adds to a program."""
 
 
-def imported(name: str) -> Any:
-    pytest.importorskip(EXAMPLES[name][1])
-    return importlib.import_module(f"examples.{name}")
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
-    example = imported(name)
+    most, needed = EXAMPLES[name]
+    pytest.importorskip(needed)
+    example = importlib.import_module(f"examples.{name}")
     example.main(str(tmp_path))
     steps = getattr(example, "STEPS", 0) or example.EPOCHS * example.BATCHES
     # The rate was at fault: no batch is left out.
     last = rf"^loss (\S+), steps {steps}, rollbacks [1-9]\d*$"
     match = re.search(last, capsys.readouterr().out, re.MULTILINE)
     assert match
-    assert float(match[1]) < EXAMPLES[name][0]
+    assert float(match[1]) < most
     if name in ADDED:
         assert inspect.getsource(example).count("# <- healcore") <= ADDED[name]
 

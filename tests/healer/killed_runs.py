@@ -4,11 +4,10 @@ The frameworks are imported once, and a child is forked for every start, or one 
 the run that is not killed did at every step is what the killed ones must do too.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import hashlib
+import importlib
 import itertools
 import json
 import mmap
@@ -22,8 +21,11 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
 
 from healcore.events import read
 from healcore.runtime.run.recovery import Recovery
@@ -48,9 +50,6 @@ CALLS = ("fsync", "rename", "replace", "write", "unlink", "mkdir", "rmdir")
 AFTER_ANOTHER = {1, 128 + signal.SIGTERM, -signal.SIGTERM}
 """Exit statuses of a rank after another one's death: its own error, or what SIGTERM leads to, in
 the run or behind its end."""
-
-
-# -- the death of a process -----------------------------------------------------------------------
 
 
 class Aim(NamedTuple):
@@ -94,35 +93,28 @@ class Watched:
             (CheckpointStore, "_commit", WRITE),
             (Recovery, "roll_back", BACK),
         ):
-            self._watch(owner, name, phase)
+            self._watch(owner, name, partial(self.begin, phase), partial(self.end, phase))
         if self._aim and self._aim.calls is not None:
             for name in CALLS:
-                self._count(name)
+                self._watch(os, name, self._count)
 
-    def _watch(self, owner: Any, name: str, phase: str) -> None:
+    def _watch(self, owner: Any, name: str, before: Any, after: Any = lambda: None) -> None:
         function = getattr(owner, name)
 
         @functools.wraps(function)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            self.begin(phase)
+            before()
             result = function(*args, **kwargs)
-            self.end(phase)
+            after()
             return result
 
         setattr(owner, name, watched)
 
-    def _count(self, name: str) -> None:
-        function = getattr(os, name)
-
-        @functools.wraps(function)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self._calls_left is not None:
-                self._calls_left -= 1
-                if self._calls_left < 0:
-                    die()
-            return function(*args, **kwargs)
-
-        setattr(os, name, counted)
+    def _count(self) -> None:
+        if self._calls_left is not None:
+            self._calls_left -= 1
+            if self._calls_left < 0:
+                die()
 
     def begin(self, phase: str) -> None:
         self._shared[[*PHASES].index(phase)] = 1
@@ -149,9 +141,6 @@ def digest(*values: Any) -> str:
         is_array = hasattr(value, "tobytes")
         found.update(value.tobytes() if is_array else json.dumps(value, sort_keys=True).encode())
     return found.hexdigest()[:16]
-
-
-# -- processes ------------------------------------------------------------------------------------
 
 
 def forked(target: Callable[[], None], errors: Path | None = None) -> int:
@@ -195,10 +184,13 @@ def run_ranks(
 ) -> Ended:
     """Forks ranks, each of which calls `target` in a process group with that time-out.
 
-    When a rank has ended with an error, the others get SIGTERM, and SIGKILL `kills_after` seconds
-    later. AssertionError instead of SIGKILL if that is None, after BOUND seconds. `alone`: one
-    process without a group.
+    When a rank has ended with an error, the others get SIGTERM, as from the agent of torchrun, and
+    SIGKILL `kills_after` seconds later. AssertionError instead of SIGKILL if that is None, after
+    BOUND seconds. `alone`: one process without a group.
     """
+    if not alone:
+        for name in ("torch._dynamo", "healcore.torch.driver"):
+            importlib.import_module(name)  # the first step would, in every rank
     root.mkdir(exist_ok=True)
     file = root / f"rendezvous-{time.monotonic_ns()}"
     files = [root / f"stderr-{rank}" for rank in range(world)]
@@ -206,14 +198,11 @@ def run_ranks(
     def begin(rank: int) -> None:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         if not alone:
-            import torch.distributed as dist
-
-            wait = timedelta(seconds=seconds)
-            meet: dict[str, Any] = {"init_method": f"file://{file}", "timeout": wait}
-            dist.init_process_group("gloo", rank=rank, world_size=world, **meet)
+            options = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=seconds)}
+            dist.init_process_group("gloo", f"file://{file}", **options)
         target(rank)
 
-    left = {forked(functools.partial(begin, rank), files[rank]): rank for rank in range(world)}
+    left = {forked(partial(begin, rank), files[rank]): rank for rank in range(world)}
     statuses, until = [0] * world, float("inf")
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -240,9 +229,6 @@ def run_ranks(
     return Ended(statuses, [each.read_text() for each in files])
 
 
-# -- a run that is killed again and again ---------------------------------------------------------
-
-
 class Kind:
     """One kind of run, with what it does when nobody is killed.
 
@@ -250,9 +236,7 @@ class Kind:
     each step to `trace-RANK`, calls `begin(STEP)`, and writes `end-RANK.json`.
     """
 
-    def __init__(
-        self, root: Path, start: Callable[[Path, Watched], None], *, world: int = 1
-    ) -> None:
+    def __init__(self, root: Path, start: Callable[[Path, Watched], None], world: int = 1) -> None:
         self.root, self.world, self._start = root, world, start
         assert self.start(root, 0, None).statuses == [0] * world
         self.steps, self.facts = steps_of(root), facts_of(root)
@@ -311,16 +295,11 @@ def steps_of(root: Path) -> dict[tuple[int, int, int], list[Any]]:
 
 def logged_changes(root: Path) -> set[tuple[Any, ...]]:
     """Each rollback (number, onset, checkpoint) and change of the rate's multiplier, as logged."""
-    found: set[tuple[Any, ...]] = set()
-    numbers: list[int] = []
-    for event in read(root / "store" / NAME).events:
-        if event["kind"] == "rollback":
-            numbers.append(event["number"])
-            found.add((event["number"], event["onset"], event["checkpoint"]))
-        if event["kind"] == "lr":
-            found.add(("lr", event["step"], event["lr_scale_before"], event["lr_scale"]))
-    assert len({*numbers}) == len(numbers), f"{root}: a rollback is logged twice: {numbers}"
-    return found
+    events = read(root / "store" / NAME).events
+    back = [(e["number"], e["onset"], e["checkpoint"]) for e in events if e["kind"] == "rollback"]
+    assert len({each[0] for each in back}) == len(back), f"{root}: a rollback is logged twice"
+    rates = [(e["step"], e["lr_scale_before"], e["lr_scale"]) for e in events if e["kind"] == "lr"]
+    return {*(("rollback", *each) for each in back), *(("lr", *each) for each in rates)}
 
 
 def goes_on(root: Path, before: bytes) -> bytes:

@@ -1,7 +1,5 @@
 """The directory of a run: its events, its postmortems, and damage to its files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

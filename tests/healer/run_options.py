@@ -1,14 +1,12 @@
 """Options of a run by name, for tests that pass them through: `save_every=5`, `events=path`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from healcore import Checkpoints, Hooks, Logging
 
-_HOOKS = ("on_incident", "on_saved", "on_rollback")
+GROUPS = {"checkpoints": Checkpoints, "logging": Logging, "hooks": Hooks}
 
 
 def grouped(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -16,14 +14,8 @@ def grouped(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     given = {**more, **options}
     if "save_every" in given:
         given["every"] = given.pop("save_every")
-    found: dict[str, Any] = {}
-    groups: dict[str, tuple[Any, Any]] = {
-        "checkpoints": (Checkpoints, [each.name for each in fields(Checkpoints)]),
-        "logging": (Logging, [each.name for each in fields(Logging)]),
-        "hooks": (Hooks, _HOOKS),
-    }
-    for name, (group, options_of_group) in groups.items():
-        mine = {each: given.pop(each) for each in options_of_group if each in given}
+    for name, group in GROUPS.items():
+        mine = {each: given.pop(each) for each in signature(group).parameters if each in given}
         if mine:
-            found[name] = group(**mine)
-    return {**given, **found}
+            given[name] = group(**mine)
+    return given

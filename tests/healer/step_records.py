@@ -1,7 +1,5 @@
 """A step record in which a test replaces some fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from healcore.core import step_record

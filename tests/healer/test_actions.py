@@ -1,13 +1,12 @@
 """Which actions are carried out, and when: observing policies, hooks, rates after a rollback."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
 import torch
 
@@ -16,8 +15,7 @@ from healcore import policy as policies
 from healcore.core.verdict import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.run.termination import IncompleteRun
-from tests.healer.run_directory import events, events_of
-from tests.healer.run_options import grouped
+from tests.healer.run_directory import events
 from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
 from tests.runtime.faults.test_page import assert_on_the_page
 
@@ -26,12 +24,10 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 @BOTH
 def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
-    bad = Faults(always=[5, 23])
-    plain = loop_of(framework, Faults(always=[5, 23]))
+    plain, policy = loop_of(framework, Faults(always=[5, 23])), rules(mode="observe")
     for number in range(30):
         plain.step(None, number)
-    policy = rules(mode="observe")
-    watched = loop_of(framework, bad, policy)
+    watched = loop_of(framework, Faults(always=[5, 23]), policy)
     facts = train(watched, policy, range(30), store=tmp_path)
     assert facts["rollbacks"] == 0
     assert same(watched.weights(), plain.weights())
@@ -140,26 +136,14 @@ def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framew
     assert "completed at step 39" in str(report)
 
 
-ALERTS = policies.loads(
-    """
-schema = 1
-name = "alerts"
-[detect.nonfinite]
-[detect.loss_spike]
-window = 20
-[detect.plateau]
-window = 5
-patience = 2
-[detect.overfit]
-max_gap = 0.5
-patience = 1
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "alert"]
-[[respond]]
-to = ["plateau", "overfit", "loss_spike"]
-do = ["alert"]
-"""
+PLATEAU, OVERFIT = {"window": 5, "patience": 2}, {"max_gap": 0.5, "patience": 1}
+ALERTS = policies.load(
+    SKIPS,
+    detect={"loss_spike": {"window": 20}, "plateau": PLATEAU, "overfit": OVERFIT},
+    respond=[
+        {"to": ["nonfinite"], "do": ["skip", "alert"]},
+        {"to": ["plateau", "overfit", "loss_spike"], "do": ["alert"]},
+    ],
 )
 
 
@@ -202,92 +186,72 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
 
 
-# -- the learning rate and the optimizers' moments after a rollback -------------------------------
-
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
 
 
-def adam_steps(loop: Any) -> int:
-    """Steps that the bias correction of the loop's AdamW counts."""
-    if loop.framework == "torch":
-        (steps,) = {int(each["step"]) for each in loop.optimizer.state.values()}
-        return steps
-    import optax
-
-    return int(optax.tree.get_all_with_path(loop.state, "count")[0][1])
-
-
 @pytest.mark.parametrize(
-    ("framework", "policy"),
-    [("torch", RESETS), ("jax", RESETS), ("torch", rules())],
-    ids=["torch", "jax", "off"],
+    ("framework", "resets"), [("torch", True), ("jax", True), ("torch", False)]
 )
-def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, policy, tmp_path):
+def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, tmp_path):
+    policy = RESETS if resets else rules()
     loop = loop_of(framework, Faults(always=[23]), policy)
     facts = train(loop, policy, range(40), store=tmp_path)
     (event,) = events(tmp_path, "rollback")
-    since = facts["step"] - event["checkpoint"]
-    assert event.get("moments_reset") is (True if policy is RESETS else None)
-    assert adam_steps(loop) == (since if policy is RESETS else facts["step"])
+    assert event.get("moments_reset") is (True if resets else None)
+    if framework == "torch":
+        counts = [each["step"] for each in loop.optimizer.state.values()]
+    else:
+        counts = [optax.tree.get_all_with_path(loop.state, "count")[0][1]]
+    since = event["checkpoint"] if resets else 0
+    assert {int(count) for count in counts} == {facts["step"] - since}
 
 
 def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):
-    class Own(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
+    own: Any = type("Own", (torch.optim.AdamW,), {"step": lambda self, closure=None: None})
     loop = loop_of("torch")
-    loop.state["optimizer"] = Own(loop.model.parameters(), lr=1e-2)
+    loop.state["optimizer"] = own(loop.model.parameters(), lr=1e-2)
     del loop.state["scheduler"]
     with pytest.raises(PolicyError, match=r"rollback\.reset_moments = true[\s\S]*Own"):
         Healer(RESETS, state=loop.state, store=tmp_path).__enter__()
 
 
-RATE, CUT = 0.01, 0.25
-
-
-def warm_up(step: int) -> float:
-    return min(1.0, ((step + 1) / 40) ** 3)
-
-
 def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp_path, capsys):
     """The cut at step 37 limits the rate to a quarter; at step 0 the schedule is lower anyway."""
-    torch.manual_seed(0)
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
-    options: dict[str, Any] = {"rollback": {"confirm": False, "probation": 20}, "save_every": 5}
-    options |= {"incident": {"quiet_steps": 3}, "events": tmp_path / "run.events.jsonl"}
+    rate, cut = 0.01, 0.25
+
+    def warm_up(step: int) -> float:
+        return min(1.0, ((step + 1) / 40) ** 3)
+
+    loop, rates, healers = loop_of("torch", Faults(once=range(35, 39))), {}, []
+    loop.scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, warm_up)
+    loop.state["scheduler"] = loop.scheduler
     three = {"to": ["nonfinite"], "do": ["rollback", "cut_lr"], "when": {"consecutive": 3}}
-    options["respond"] = [{"to": ["nonfinite"], "do": ["skip"]}, three]
-    state, rates = {"model": net, "optimizer": optimizer, "schedule": schedule}, {}
-    with Healer("default", state=state, **grouped(options)) as healer:
-        driver: Any = healer._loop.driver
-        for batch in healer.batches([torch.randn(8, 4) for _ in range(70)]):
-            step = healer.step
-            optimizer.zero_grad()
-            loss = ((net(batch) - batch.sum(1, keepdim=True)) ** 2).mean()
-            if step in (35, 36, 37, 38) and not healer.rollbacks:
-                loss = loss * float("nan")
-            healer.observe(loss)
-            loss.backward()
-            optimizer.step()
-            decision = driver.healings["optimizer"].last_decision()
-            rates[step] = optimizer.param_groups[0]["lr"] * float(decision.lr_scale)
-            schedule.step()
-        (done,) = healer.report().rollbacks
-    limit = CUT * RATE * warm_up(37)
+    policy = policies.load(
+        "default",
+        rollback={"confirm": False, "probation": 20},
+        incident={"quiet_steps": 3},
+        respond=[{"to": ["nonfinite"], "do": ["skip"]}, three],
+    )
+
+    def before(healer: Any, number: int) -> None:
+        healers[:], step = [healer], healer.step - 1
+        decision = healer._loop.driver.healings["optimizer"].last_decision()
+        if decision is not None:  # after the first step
+            rates[step] = rate * warm_up(step) * float(decision.lr_scale)
+
+    train(loop, policy, range(70), events=tmp_path / "healcore.events.jsonl", before=before)
+    (done,) = healers[0].report().rollbacks
+    limit = cut * rate * warm_up(37)
     assert (done.step, done.target, done.lr_scale) == (39, 0, 1.0)
-    assert (done.lr, done.lr_limit) == pytest.approx((RATE, limit))
+    assert (done.lr, done.lr_limit) == pytest.approx((rate, limit))
     assert max(rates.values()) == pytest.approx(limit), "no step after it has had more"
-    assert rates[1] == pytest.approx(RATE * warm_up(1)), "and the first ones their schedule's"
-    found = events_of(options["events"])
-    (back,) = (each for each in found if each["kind"] == "rollback")
+    assert rates[1] == pytest.approx(rate * warm_up(1)), "and the first ones their schedule's"
+    (back,) = events(tmp_path, "rollback")
     assert (back["lr"], back["lr_limit"], back["lr_scale"]) == (done.lr, done.lr_limit, 1.0)
-    first, second = (each for each in found if each["kind"] == "lr")
-    assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], CUT)
+    first, second = events(tmp_path, "lr")
+    assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], cut)
     assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
-    assert RATE * warm_up(second["step"] - 1) < limit < RATE * warm_up(second["step"])
+    assert rate * warm_up(second["step"] - 1) < limit < rate * warm_up(second["step"])
     (line,) = (e for e in capsys.readouterr().err.splitlines() if "back to the checkpoint" in e)
     assert f"learning rate at most {limit:.3g} (the schedule had come to 0.01)" in line
     assert "data rewound" in line

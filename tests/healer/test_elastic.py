@@ -1,15 +1,10 @@
 """Ranks that are killed, under torchrun and without its cost: the job continues or ends, whole.
 
-This file is a program too. With ROOT KILLS it imports torch once and forks the ranks of every
-start. When a rank ends with an error the others get SIGTERM, as from torchrun's agent, and have to
-end by themselves. A run that is never killed comes first: what it did at every step is what the
-killed one must do too. Prints JSON lines with what was counted; ends with an error at the first
-thing that is not as it must be. With KIND ROOT KILLS SEED it is one rank under torchrun.
+This file is a program too. With ROOT KILLS it forks the ranks of every start, prints what was
+counted as lines of JSON, and ends with an error at the first thing that is not as it must be. With
+KIND ROOT KILLS SEED it is one rank under torchrun.
 """
 
-from __future__ import annotations
-
-import importlib
 import itertools
 import json
 import os
@@ -40,13 +35,8 @@ from tests.healer.killed_runs import STEP, Aim, Kind, Watched, run_ranks
 from tests.healer.training_loops import EVERY_5, rules
 
 WORLD = 2
-DATA, BAD = 45, (13, 14, 31)
-"""Batches, and those that are NaN, on rank 1 only."""
-WORLDS = [("FSDP2", [2, 4, 1]), ("DDP", [1, 2])]
-"""Kind of run, and the number of ranks of each start."""
-
-
-# -- one rank -------------------------------------------------------------------------------------
+BAD = (13, 14, 31)
+"""Batches that are NaN, on rank 1 only."""
 
 
 class OwnStep:
@@ -79,9 +69,7 @@ def digest(*values: Any) -> str:
     return killed_runs.digest(*of)
 
 
-def train(
-    kind: str, root: Path, watched: Watched, *, data: Any = range(DATA), any_world: bool = False
-) -> None:
+def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -> None:
     """Trains to the end, and writes what each step did.
 
     `any_world`: with nothing that only the same number of ranks can restore, and the digests of
@@ -106,16 +94,14 @@ def train(
         (root / f"trace-{rank}").open("a", buffering=1) as trace,
         Healer(rules(recoveries=6), **options) as healer,
     ):
-        for number in healer.batches(data):
+        for number in healer.batches(range(45)):
             assert any_world or own.step == healer.step, "a checkpoint is of different steps"
             moments = [m for s in optimizer.state.values() for m in s.values()]
             tensors = [*net.parameters(), *moments]
             if any_world:
                 tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-            digests = (
-                digest(*tensors, scheduler.state_dict()),
-                digest(healer._loop.driver.engines()),
-            )
+            engines = digest(healer._loop.driver.engines())
+            digests = digest(*tensors, scheduler.state_dict()), engines
             trace.write(json.dumps([healer.rollbacks, healer.step, number, *digests]) + "\n")
             watched.begin(STEP)
             inputs, targets = batch(number, rank)
@@ -150,18 +136,12 @@ def start(kind: str, root: Path, watched: Watched) -> None:
     dist.destroy_process_group()
 
 
-# -- all ranks ------------------------------------------------------------------------------------
-
-
-AT_13 = Aim(STEP, 13)
-
-
 def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]:
     """A run that goes on with another number of ranks at each start; returns what they found."""
     found: dict[str, Any] = {"worlds": worlds, "resumed": []}
     seen: dict[tuple[int, int], Any] = {}
     for number, world in enumerate(worlds):
-        aim = None if number == len(worlds) - 1 else AT_13
+        aim = None if number == len(worlds) - 1 else Aim(STEP, 13)
 
         def target(rank: int, aim: Aim | None = aim) -> None:
             train(kind, root, Watched(root / f"phases-{rank}", aim), any_world=True)
@@ -187,8 +167,6 @@ def other_worlds(kind: str, root: Path, worlds: Sequence[int]) -> dict[str, Any]
 
 
 def main(root: Path, kills: int) -> None:
-    for name in ("torch._dynamo", "healcore.torch.driver"):
-        importlib.import_module(name)  # the first step would, in every rank
     for name in ("DDP", "FSDP2"):
         counts = Counter[str]()
         kind = Kind(root / f"{name}-clean", partial(start, name), world=WORLD)
@@ -198,11 +176,9 @@ def main(root: Path, kills: int) -> None:
                 break
             counts += kind.killed(root / f"{name}-killed-{seed}", left, seed)
         print(json.dumps(counts), flush=True)
-    for kind, worlds in WORLDS:
+    for kind, worlds in (("FSDP2", [2, 4, 1]), ("DDP", [1, 2])):
         print(json.dumps(other_worlds(kind, root / f"{kind}-worlds", worlds)), flush=True)
 
-
-# -- tests ----------------------------------------------------------------------------------------
 
 PROGRAM = "-m", "tests.healer.test_elastic"
 

@@ -1,11 +1,8 @@
 """Every way in which a run can end, and the files and the exit status that it leaves.
 
-This file is a program too, of a run whose disk fills up at a step (0: never): `python -m
-tests.healer.test_endings FRAMEWORK FOLDER STEP`. With `torchrun MODULE ARGUMENT` it calls the
-main function of a module as torchrun calls a worker.
+This file is a program too: `python -m tests.healer.test_endings FRAMEWORK FOLDER STEP` is a run
+whose disk fills up at a step (0: never), and `torchrun MODULE ARGUMENT` is a worker of torchrun.
 """
-
-from __future__ import annotations
 
 import importlib
 import os
@@ -60,10 +57,9 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     loop = loop_of(framework, Faults(always=range(20, 40)), policy)
     with pytest.raises(RunStopped) as stopped:
         train(loop, policy, range(40), store=tmp_path)
-    text = str(stopped.value)
-    for part in ("budget", "nonfinite_loss", "rolled back from step"):
+    text, last_good = str(stopped.value), stopped.value.last_good
+    for part in ("budget", "nonfinite_loss", "rolled back from step", f"step {last_good}"):
         assert part in text
-    assert f"checkpoint of step {stopped.value.last_good}" in text
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["diagnosis"]) == ("stopped", text)
     assert events(tmp_path, "stop")[0]["diagnosis"] == text
@@ -81,20 +77,23 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
         while not healer._loop.ranks.stop_file.found:
             time.sleep(0.01)
 
-    loop = loop_of(framework, policy=rules())
-    with pytest.raises(EndRequested) as ended:
-        train(loop, rules(), range(12), store=store, before=at(7, ask), stop_file=path)
-    assert ended.value.code == 0
+    def run(**options: Any) -> None:
+        loop = loop_of(framework, policy=rules())
+        train(loop, rules(), range(12), store=store, stop_file=path, **options)
+
+    with pytest.raises(EndRequested) as stopped:
+        run(before=at(7, ask))
+    assert stopped.value.code == 0
     (found,) = postmortems(store)
     assert (found["ending"], found["step"], found["exception"]) == ("requested", 8, None)
     assert str(path) in found["diagnosis"]
     assert events(store, "save")[-1]["step"] == 8
     with pytest.raises(EndRequested), caplog.at_level("INFO", "healcore"):
-        train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
+        run()
     assert f"the stop file {path} exists" in caplog.text
     path.unlink()
-    train(loop_of(framework, policy=rules()), rules(), range(12), store=store, stop_file=path)
-    assert events(store, "end")[-1]["ending"] == "completed"
+    run()
+    assert ended(store)[-1] == "completed"
 
 
 STOPPED = """
@@ -157,9 +156,6 @@ def test_a_loop_that_ends_within_an_accumulation_is_saved(tmp_path):
     assert events(tmp_path, "save")[-1]["step"] == 2
     (problem,) = [each["problem"] for each in events(tmp_path, "problem")]
     assert "the run ends within an accumulation window" in problem
-
-
-# -- loops that end by themselves and whose runs are not complete ---------------------------------
 
 
 def ended(folder: Any) -> list[str]:
@@ -231,8 +227,6 @@ def test_a_break_before_the_end_of_the_data_is_resumed(tmp_path, caplog):
     assert ended(tmp_path) == ["requested", "completed"]
 
 
-# -- the same command, started again and again by a scheduler -------------------------------------
-
 PROGRAM = "tests.healer.test_endings"
 
 
@@ -275,29 +269,21 @@ def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path)
         nothing_is_done(disk / "run", PROGRAM, framework, disk, 0)
 
 
-LEFT = 8192
-"""Bytes that stay free: enough for a record, too few for a checkpoint."""
-
-
-def fill(folder: Path) -> None:
-    file = folder / "filler"
-    with suppress(OSError), file.open("wb", buffering=0) as disk:
-        while True:
-            disk.write(bytes(4096))
-    os.truncate(file, max(0, file.stat().st_size - LEFT))
-
-
 def trains(framework: str, folder: Path, full_at: int) -> None:
-    policy = rules()
-    loop = loop_of(framework, policy=policy)
+    policy, file = rules(), folder / "filler"
     keep = Keep(good=50, candidates=50)  # nothing is deleted, which would make room
 
-    def full(healer: Any) -> None:
+    def fill(healer: Any) -> None:
         healer._loop.saver.store.wait()  # a save that fails would free its part of the disk
-        fill(folder)
+        with suppress(OSError), file.open("wb", buffering=0) as disk:
+            while True:
+                disk.write(bytes(4096))
+        # Enough stays free for a record, and not for a checkpoint.
+        os.truncate(file, max(0, file.stat().st_size - 8192))
 
-    before = at(full_at or -1, full)
-    options: Any = {"store": folder / "run", "keep": keep, "save_every": None, "before": before}
+    options: Any = {"store": folder / "run", "keep": keep, "save_every": None}
+    options["before"] = at(full_at or -1, fill)
+    loop = loop_of(framework, policy=policy)
     print("trained to", train(loop, policy, list(range(30)), **options)["step"])
 
 

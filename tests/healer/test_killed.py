@@ -4,20 +4,21 @@ This file is a program too: python -m tests.healer.test_killed FRAMEWORK ROOT KI
 line with what was counted; ends with an error at the first thing that is not as it must be.
 """
 
-from __future__ import annotations
-
+import importlib
 import itertools
 import json
-import logging
 import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+from healcore.jax.store import OrbaxStore
 from healcore.runtime.run.termination import AlreadyCompleted
+from healcore.torch.store import DCPStore
 from tests.events import processes
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
 from tests.healer.training_loops import Faults, loop_of, rules, train
@@ -29,9 +30,6 @@ VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13,
 def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
     """Checks what is on disk, then trains to the end, writing each step's state."""
     check(framework, root)
-    logger = logging.getLogger("healcore")
-    logger.addHandler(logging.NullHandler())
-    logger.propagate = False
     policy, data = rules(recoveries=6), range(45)
 
     def run(**options: Any) -> dict[str, Any]:
@@ -45,7 +43,8 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
             watched.begin(STEP)
 
         numbers = iter(data) if variant == "forward" else data
-        facts = train(loop, policy, numbers, store=root / "store", before=before, **options)
+        options |= {"store": root / "store", "console": False}
+        facts = train(loop, policy, numbers, before=before, **options)
         return {**facts, "good": None, "weights": digest(*loop.weights())}
 
     with (root / "trace-0").open("a", buffering=1) as file:
@@ -58,11 +57,8 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
 
 def check(framework: str, root: Path) -> None:
     """All checkpoints are intact; once there is a usable or known-good one, there always is."""
-    if framework == "torch":
-        from healcore.torch.store import DCPStore as Store
-    else:
-        from healcore.jax.store import OrbaxStore as Store
-    store, had = Store(root / "store"), root / "had"
+    store: Any = (DCPStore if framework == "torch" else OrbaxStore)(root / "store")
+    had = root / "had"
     saves = [each for each in store.steps() if each.status != "abandoned" and each.finite]
     for each in saves:
         store.verify(each.step)
@@ -75,20 +71,12 @@ def check(framework: str, root: Path) -> None:
 
 def main(framework: str, root: Path, kills: int) -> None:
     """Imports everything before the fork; no backend of JAX is begun."""
-    if framework == "torch":
-        import healcore.torch.driver
-        import healcore.torch.store
-    else:
-        import jax
-
-        import healcore.jax.driver
-        import healcore.jax.store
-
+    importlib.import_module(f"healcore.{framework}.driver")
+    if framework == "jax":
         # Filled by the runs that are not killed: the others compile nothing.
         jax.config.update("jax_compilation_cache_dir", str(root / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    del healcore
     counts, kinds = Counter[str](), dict[str, Kind]()
     for number, name in enumerate(itertools.cycle(VARIANTS)):
         left = kills - counts["kills"]

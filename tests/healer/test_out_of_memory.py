@@ -1,7 +1,5 @@
 """Out of memory: smaller parts from then on, also after a restart, or a stop with a diagnosis."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

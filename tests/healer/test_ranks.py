@@ -4,11 +4,8 @@ The ranks are forked by this file as a program: python -m tests.healer.test_rank
 what it did in each scenario. The faults are on rank 1 only.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -35,7 +32,7 @@ from healcore.runtime.run.termination import EndRequested, Interrupted, RunStopp
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.events import processes
-from tests.healer.killed_runs import run_ranks
+from tests.healer.killed_runs import PATIENCE, run_ranks
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
@@ -44,16 +41,10 @@ from tests.runtime.store.disk_faults import flip
 BAD = 23
 TOLD = 21
 """Step of a proposal; the ranks vote two steps later, between two regular saves."""
-UNREADABLE = "unreadable"
-"""The scenario in which rank 1 cannot read two batches."""
 CORRUPT = (20, 39)
-"""The first comes again after the rollback, and the second is the last."""
+"""Batches that rank 1 cannot read: one that comes again after the rollback, and the last."""
 TROUBLE = "terminated in trouble"
 """The scenario in which the last step, not read yet when the run ends, orders a rollback."""
-SHARDED = "shard"
-"""The scenario in which each rank has a part of the model, which it saves itself."""
-SECONDS = 60
-"""After which a rank that waits for the other one shows where, and ends."""
 
 
 class Rows(Corrupt, Sequence):
@@ -107,7 +98,7 @@ ODD: dict[str, Any] = {
     "forgets": forgets,
     "rots": rots,
     "without a disk": rots,
-    SHARDED: loses_a_shard,
+    "shard": loses_a_shard,
 }
 """Scenario -> what happens to rank 1 before the step with NaN, which only rank 1 sees."""
 ENDS: dict[str, Any] = {
@@ -119,20 +110,20 @@ ENDS: dict[str, Any] = {
 """Scenario -> what happens to rank 1 before the step TOLD, which ends the run on both."""
 HOOKS = [lambda incident: Action(0), lambda incident: Action.STOP]
 """The hook of each rank in the scenario "severe"."""
-SCENARIOS = [*ODD, "severe", UNREADABLE, *ENDS]
+SCENARIOS = [*ODD, "severe", "unreadable", *ENDS]
 
 
 def run(scenario: str, root: Path, rank: int) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    model: Any = fully_shard(net) if scenario == SHARDED else DistributedDataParallel(net)
+    model: Any = fully_shard(net) if scenario == "shard" else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     bad = [TOLD + 1] if scenario == TROUBLE else []
     faults = Faults(always=bad if scenario in ENDS else [BAD])
     at, happens = (TOLD, ENDS[scenario]) if scenario in ENDS else (BAD, ODD.get(scenario))
     options: dict[str, Any] = {"store": root / "store", "events": root / "run.events.jsonl"}
     policy, data = rules(), range(40)
-    if scenario == UNREADABLE:
+    if scenario == "unreadable":
         policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
     if scenario == "stop file":
         options["stop_file"] = root / f"stop on rank {rank}"
@@ -144,10 +135,10 @@ def run(scenario: str, root: Path, rank: int) -> None:
     try:
         with Healer(policy, state=state, **grouped(options, save_every=5)) as healer:
             for number in healer.batches(data):
-                if number == at and happens and (rank == 1 or scenario == SHARDED):
+                if number == at and happens and (rank == 1 or scenario == "shard"):
                     happens(healer)
                 inputs, targets = map(torch.from_numpy, faults.batch(number))
-                if rank == 0 and scenario in (*ODD, UNREADABLE):
+                if rank == 0 and scenario in (*ODD, "unreadable"):
                     targets = torch.nan_to_num(targets)  # the fault is on rank 1 only
                 half = slice(rank, None, 2)
                 loss = (model(inputs[half]) - targets[half]).square().mean()
@@ -165,8 +156,8 @@ def run(scenario: str, root: Path, rank: int) -> None:
         "stopped": stopped,
         "step": healer.step,
         "rollbacks": healer.rollbacks,
-        "order": faults.order if scenario != UNREADABLE else len(faults.order),
-        "corrupt": [n for n in CORRUPT if rank and n in faults.order and scenario == UNREADABLE],
+        "order": faults.order if scenario != "unreadable" else len(faults.order),
+        "corrupt": [n for n in CORRUPT if rank and n in faults.order and scenario == "unreadable"],
         "weights": hashlib.sha256(weights).hexdigest(),
     }
     (root / f"{rank}.json").write_text(json.dumps(found))
@@ -183,12 +174,11 @@ def refused(root: Path, rank: int) -> None:
 
 
 def main(root: Path) -> None:
-    importlib.import_module("torch._dynamo")  # the first step would, in each rank
     termination.POLL_INTERVAL_S = 0.01
 
     def target(rank: int) -> None:
         for scenario in SCENARIOS:
-            faulthandler.dump_traceback_later(SECONDS, exit=True)
+            faulthandler.dump_traceback_later(PATIENCE, exit=True)
             run(scenario, root / scenario, rank)
         refused(root, rank)
 
@@ -255,10 +245,10 @@ def test_the_most_severe_of_two_hooks_wins(pair):
 
 def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pair):
     """Without a replacement one rank would wait for a last step."""
-    logged = pair.result(UNREADABLE)
+    logged = pair.result("unreadable")
     assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
     assert logged["corrupt"] == []
-    events = pair.events(UNREADABLE)
+    events = pair.events("unreadable")
     reports = [each["why"] for e in events if e["kind"] == "vote" for each in e["of_ranks"]]
     for number in CORRUPT:
         problem = f"batch {number} of epoch 0 cannot be read"

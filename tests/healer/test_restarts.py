@@ -1,7 +1,5 @@
 """What a start after a crash must know and do. All at once and with SIGKILL: test_killed.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,16 +16,7 @@ from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore, files
 from tests.healer.run_directory import events
-from tests.healer.training_loops import (
-    EVERY_5,
-    RULES,
-    Faults,
-    breaks_off,
-    loop_of,
-    rules,
-    same,
-    train,
-)
+from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 
 # -- a crash at any point of a rollback: the same end, bit for bit --------------------------------
 
@@ -112,53 +101,37 @@ def test_every_point_of_a_rollback(framework, data, distance, tmp_path, monkeypa
         assert same(after, weights), passed[at]
 
 
-# -- one fact per test ----------------------------------------------------------------------------
-
-
 def poisoned_run(
-    framework: str, policy: Any, *, shows: int, at: int = -1, until: int = -1, **options: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The loop and the facts of a run whose weights become large but finite at a batch.
+    policy: Any, *, shows: int, at: int = -1, until: int = -1, **options: Any
+) -> dict[str, Any]:
+    """The facts of a run whose weights become large but finite at a batch.
 
     From the batch `shows` on the loss of large weights is NaN. The run breaks off at `until`.
     """
-    loop, todo = loop_of(framework, policy=policy), {at}
-
-    def is_large(loop: Any) -> bool:
-        bias = loop.model[0].bias if framework == "torch" else loop.state["params"]["b1"]
-        return float(bias.max()) > 1e6
+    loop = loop_of("torch")
+    bias = loop.model[0].bias.data
 
     def before(healer: Any, number: int) -> None:
-        loop.state = healer.state
-        if number in todo:
-            todo.clear()
-            if framework == "torch":
-                loop.model[0].bias.data += 1e8
-            else:
-                params = loop.state["params"]
-                loop.state = {**loop.state, "params": {**params, "b1": params["b1"] + 1e8}}
-                healer.update(loop.state)
+        if number == at and not healer.rollbacks:
+            bias.add_(1e8)
         if number == until:
             healer._loop.saver.store.wait()
             raise RuntimeError("power")
-        loop.faults.always = frozenset([number] if number >= shows and is_large(loop) else [])
+        loop.faults.always = frozenset([number] if number >= shows and bias.max() > 1e6 else [])
 
     facts = train(loop, policy, before=before, **options)
-    assert not is_large(loop)
-    return loop, facts
+    assert bias.max() < 1e6
+    return facts
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(framework, tmp_path):
+def test_a_checkpoint_whose_state_breaks_again_is_not_restored_twice(tmp_path):
     """Damaged at step 8, saved at step 10, broken off at step 11; no checkpoint is known-good."""
-    text = RULES.format(cut="", skip_batches=0, recoveries=3)
-    policy = policies.loads(text.replace("probation = 4", "probation = 1000"))
+    policy = policies.load(rules(cut=False), rollback={"probation": 1000})
     options: dict[str, Any] = {"shows": 12, "data": range(30), "store": tmp_path}
     with pytest.raises(RuntimeError, match="power"):
-        poisoned_run(framework, policy, at=8, until=11, **options)
-    _, facts = poisoned_run(framework, policy, **options)
+        poisoned_run(policy, at=8, until=11, **options)
+    assert poisoned_run(policy, **options)["rollbacks"] == 2
     assert [event["checkpoint"] for event in events(tmp_path, "rollback")] == [10, 0]
-    assert facts["rollbacks"] == 2
 
 
 def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypatch):
@@ -197,20 +170,16 @@ def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
     assert any("exhausted" in event["problem"] for event in events(tmp_path, "problem"))
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_damage_of_long_ago_is_left_behind(framework, tmp_path):
+def test_damage_of_long_ago_is_left_behind(tmp_path):
     """The run goes back one checkpoint, then three, then five, ..."""
-    text = RULES.format(cut="", skip_batches=0, recoveries=8)
-    deep = policies.loads(text.replace("[rollback]", "[rollback]\ndeepen = 2"))
+    deep = policies.load(rules(cut=False, recoveries=8), rollback={"deepen": 2})
     options: dict[str, Any] = {"data": range(40), "store": tmp_path, "save_every": 2}
-    _, facts = poisoned_run(framework, deep, at=10, shows=28, **options)
+    facts = poisoned_run(deep, at=10, shows=28, **options)
     *before, last = [event["checkpoint"] for event in events(tmp_path, "rollback")]
     assert min(before) > 10 >= last, "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
     assert facts["step"] > 28
 
-
-# -- loops of epochs and steps --------------------------------------------------------------------
 
 LENGTH = 10
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])

@@ -5,8 +5,6 @@ some moment is the disk after a power loss then: it lacks what the file system s
 The options of the mount make the file system flush late and in any order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -28,36 +26,26 @@ from tests import forked_programs
 from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
-STORES = {
-    "dcp": ("torch", torch_stores.DCPStore),
-    "torch tiers": ("torch", lambda at: at),
-    "jax tiers": ("jax", lambda at: at),
-}
-SECONDS = 0.03
-"""Many steps of a run, and a short time for a test."""
 
-
-def outcome_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, delay: float) -> Any:
+def outcome_of(framework: str, store: Any, log: Path, delay: float = 0.0) -> Any:
     """What a run has done on a disk that takes `delay` or more for some writes and proofs."""
-    framework, make = STORES[kind]
-    with monkeypatch.context() as patch:
-        for store in (torch_stores.DCPStore, jax_stores.OrbaxStore):
-            write, verify = store._write, store.verify
+    with pytest.MonkeyPatch.context() as patch:
 
-            def writes_late(store: Any, copy: Any, folder: Path, write: Any = write) -> Any:
-                time.sleep(delay * (copy.step % 3))
-                return write(store, copy, folder)
+        def delay_some(kind: Any, name: str, period: int) -> None:
+            function = getattr(kind, name)
 
-            def verifies_late(store: Any, step: int, verify: Any = verify) -> Any:
-                time.sleep(delay * (step % 2))
-                return verify(store, step)
+            def late(store: Any, saved: Any, *args: Any) -> Any:
+                time.sleep(delay * (getattr(saved, "step", saved) % period))
+                return function(store, saved, *args)
 
-            patch.setattr(store, "_write", writes_late)
-            patch.setattr(store, "verify", verifies_late)
+            patch.setattr(kind, name, late)
+
+        for kind in (torch_stores.DCPStore, jax_stores.OrbaxStore):
+            delay_some(kind, "_write", 3)
+            delay_some(kind, "verify", 2)
         # The second bad batch is in the region of the first: the run goes deeper.
         loop = loop_of(framework, Faults(always=[43, 46]), rules())
-        log = folder.with_suffix(".jsonl")
-        options = {"store": make(folder), "events": log, "keep": Keep(good=3, candidates=3)}
+        options = {"store": store, "events": log, "keep": Keep(good=3, candidates=3)}
         train(loop, rules(), range(70), **options)
     found = events_of(log)
     return {
@@ -69,20 +57,20 @@ def outcome_of(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, delay: 
     }
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_the_rollback_target_depends_only_on_the_steps(kind, tmp_path, monkeypatch):
-    fast = outcome_of(kind, tmp_path / "fast", monkeypatch, 0.0)
+@pytest.mark.parametrize(
+    ("framework", "make"), [("torch", torch_stores.DCPStore), ("torch", Path), ("jax", Path)]
+)
+def test_the_rollback_target_depends_only_on_the_steps(framework, make, tmp_path):
+    fast = outcome_of(framework, make(tmp_path / "fast"), tmp_path / "fast.jsonl")
     assert [onset for onset, _ in fast["back"]] == [43, 45]
     assert fast["good"][:8] == [0, 5, 10, 15, 20, 25, 30, 35]
     assert fast["failed"] == []
-    assert outcome_of(kind, tmp_path / "slow", monkeypatch, SECONDS) == fast
+    # A delay is as long as many steps.
+    slow = outcome_of(framework, make(tmp_path / "slow"), tmp_path / "slow.jsonl", 0.03)
+    assert slow == fast
 
 
-# -- power loss -----------------------------------------------------------------------------------
-
-STEPS = 40
 PROGRAM = "tests.healer.test_unreliable_disks"
-LOSSES = 6
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -124,7 +112,6 @@ def checkpoints(store: Path) -> list[str]:
     return [path.name for path in store.glob("step-*")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
     undisturbed = result(forked_programs.run("-m", PROGRAM, framework, tmp_path / "plain"))
@@ -136,7 +123,7 @@ def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
             while not written.exists():
                 assert program.poll() is None, program.communicate()[1]
                 time.sleep(0.01)
-            for number in range(LOSSES):
+            for number in range(6):
                 time.sleep(random.uniform(0.05, 0.4))
                 known = json.loads(written.read_text())
                 images.append((shutil.copy(image, tmp_path / f"{number}.img"), known))
@@ -149,8 +136,6 @@ def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
 
 
 if __name__ == "__main__":
-    from tests.healer.training_loops import Faults, loop_of, rules, train
-
     framework, folder, *rest = sys.argv[1:]
 
     def before(healer, number: int) -> None:
@@ -162,5 +147,5 @@ if __name__ == "__main__":
             temporary.rename(rest[0])
 
     loop = loop_of(framework, Faults(always=[13, 31]), rules())
-    train(loop, rules(), range(STEPS), store=Path(folder), before=before)
+    train(loop, rules(), range(40), store=Path(folder), before=before)
     print(sum(float(abs(weights).sum()) for weights in loop.weights()))

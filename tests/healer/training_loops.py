@@ -4,8 +4,6 @@ Batches are numbers; what is in one follows from its number. So any list, genera
 of numbers is a data set, and a test can choose which batches are bad, always or only once.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,32 +23,10 @@ import torch
 from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.jax import protect
-from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.jax.opt_state import without_heal_state
 from tests.healer.run_options import grouped
 
 EVERY_5 = Checkpoints(every=5)
-
-RULES = """
-schema = 1
-name = "test"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "rollback"{cut}]
-[incident]
-quiet_steps = 2
-patience = 5
-[rollback]
-probation = 4
-region = 30
-skip_batches = {skip_batches}
-[lr]
-hold_steps = 3
-ramp_steps = 4
-[budget]
-recoveries = {recoveries}
-refund_after = 10000
-"""
 
 SKIPS = policies.loads(
     'schema = 1\nname = "skips"\n[detect.nonfinite]\n[[respond]]\nto = ["nonfinite"]\n'
@@ -62,18 +38,22 @@ SKIPS = policies.loads(
 def rules(
     *, cut: bool = True, skip_batches: int = 0, recoveries: int = 3, mode: Any = "heal"
 ) -> Any:
-    more = ', "cut_lr"' if cut else ""
-    text = RULES.format(cut=more, skip_batches=skip_batches, recoveries=recoveries)
-    return policies.load(policies.loads(text), mode=mode)
+    """A policy that rolls back, and cuts the rate, at the first bad batch."""
+    do = ["skip", "rollback", "cut_lr"] if cut else ["skip", "rollback"]
+    return policies.load(
+        SKIPS,
+        name="test",
+        mode=mode,
+        respond=[{"to": ["nonfinite"], "do": do}],
+        incident={"quiet_steps": 2, "patience": 5},
+        rollback={"region": 30, "skip_batches": skip_batches},
+        lr={"hold_steps": 3, "ramp_steps": 4},
+        budget={"recoveries": recoveries, "refund_after": 10000},
+    )
 
 
 class Faults:
-    """Which batches are bad, and how often they have been so.
-
-    Args:
-        always: batches whose targets are NaN each time.
-        once: batches whose targets are NaN the first time only.
-    """
+    """Which batches are bad: their targets are NaN each time, or the first time only."""
 
     def __init__(self, always: Iterable[int] = (), once: Iterable[int] = ()) -> None:
         self.always, self.once = frozenset(always), frozenset(once)
@@ -118,9 +98,8 @@ class TorchLoop:
         self.optimizer.zero_grad()
 
     def weights(self) -> list[np.ndarray]:
-        moments = [
-            m for s in self.optimizer.state.values() for m in (s["exp_avg"], s["exp_avg_sq"])
-        ]
+        states = self.optimizer.state.values()
+        moments = [each[name] for each in states for name in ("exp_avg", "exp_avg_sq")]
         tensors = [*self.model.parameters(), *moments]
         return [tensor.detach().numpy().copy() for tensor in tensors]
 
@@ -143,11 +122,9 @@ def protected_step(policy: Any) -> tuple[Any, Any]:
         updates, opt_state = optax.with_extra_args_support(tx).update(
             grads, state["opt_state"], state["params"], value=loss
         )
-        return {
-            "params": optax.apply_updates(state["params"], updates),
-            "opt_state": opt_state,
-            "key": jax.random.key_data(key),
-        }
+        params = optax.apply_updates(state["params"], updates)
+        key_data = jax.random.key_data(key)
+        return {**state, "params": params, "opt_state": opt_state, "key": key_data}
 
     return tx, jax.jit(step, donate_argnums=0)
 
@@ -181,20 +158,12 @@ class JaxLoop:
 
     def weights(self) -> list[np.ndarray]:
         """Everything that a step changes, as NumPy arrays, without the healing state."""
-        from healcore.jax.opt_state import without_heal_state
-
         return [np.asarray(leaf) for leaf in jax.tree.leaves(without_heal_state(self.state))]
 
 
 def loop_of(framework: str, faults: Faults | None = None, policy: Any = None) -> Any:
     """A fresh loop; the same weights each time."""
     return TorchLoop(faults) if framework == "torch" else JaxLoop(faults, policy)
-
-
-def skip_no_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, a rollback repeats the steps on the same batches."""
-    for name in ("batches_of", "batches_of_alarms"):
-        monkeypatch.setattr(IncidentMonitor, name, lambda *_: [])
 
 
 def train(

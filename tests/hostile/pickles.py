@@ -1,9 +1,6 @@
 """Pickles written opcode by opcode, and files of torch and DCP around them."""
 
-from __future__ import annotations
-
 import io
-import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -15,7 +12,6 @@ BEGIN, END = b"\x80\x02", b"."
 
 
 def text(value: str) -> bytes:
-    """A text."""
     data = value.encode()
     return b"X" + struct.pack("<I", len(data)) + data
 
@@ -27,7 +23,6 @@ def named(path: str) -> bytes:
 
 
 def called(path: str, *args: bytes) -> bytes:
-    """A call of a class or function."""
     return named(path) + b"(" + b"".join(args) + b"tR"
 
 
@@ -47,15 +42,6 @@ def dcp(folder: Path, index: bytes | None = None, **state: Any) -> Path:
     save(state or {"w": torch.ones(8)}, checkpoint_id=folder, no_dist=True)
     if index is not None:
         (folder / ".metadata").write_bytes(index)
-    return folder
-
-
-def changed_index(folder: Path, change: Any) -> Path:
-    """A directory of DCP whose index is changed by a function, in torch's own terms."""
-    at = folder / ".metadata"
-    metadata = pickle.loads(at.read_bytes())
-    change(metadata)
-    at.write_bytes(pickle.dumps(metadata))
     return folder
 
 

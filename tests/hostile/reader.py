@@ -3,8 +3,6 @@
 `python -m tests.hostile.reader ARGS` is `healcore ARGS`, and prints what it has used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -28,19 +26,15 @@ IMPORTS = (
 
 
 class Outcome(NamedTuple):
-    """What a command did."""
-
     status: int
     out: str
     err: str
 
     @property
     def text(self) -> str:
-        """The output on both streams."""
         return self.out + self.err
 
     def verdicts(self) -> list[str]:
-        """The verdicts of a probe."""
         return [result["verdict"] for result in json.loads(self.out)["results"]]
 
 

@@ -1,8 +1,5 @@
 """Bytes of good files changed at random: each reader raises its own errors, and no others."""
 
-from __future__ import annotations
-
-import atexit
 import contextlib
 import functools
 import json
@@ -27,7 +24,7 @@ from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judge
 from healcore.tools.replay.vary import VaryError, read_labels
 from healcore.tools.traces import open_traces
 from healcore.torch.store import DCPStore
-from tests.hostile.pickles import dcp, packed
+from tests.hostile.pickles import packed
 from tests.hostile.run_directories import sealed_again
 from tests.hostile.test_logs import EVENT, ROWS, tensorboard
 
@@ -54,25 +51,17 @@ def _reads(read: Callable[[Path], object], error: type[Exception]) -> Callable[[
     return reading
 
 
-@functools.cache
-def _store() -> Path:
-    """A store with one checkpoint, that of step 1. Never changed: examples copy it."""
-    root = Path(tempfile.mkdtemp())
-    store = DCPStore(root)
-    store.save(1, STATE_TO_SAVE)
-    store.wait()
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return root
-
-
-def _stored(name: str) -> bytes:
-    (folder,) = _store().glob("step-*")
-    return (folder / name).read_bytes()
+STORE = tempfile.TemporaryDirectory(prefix="store-")
+"""A store with one checkpoint, of step 1. Never changed: examples copy it."""
+_saving = DCPStore(Path(STORE.name))
+_saving.save(1, STATE_TO_SAVE)
+_saving.wait()
+(SAVED,) = Path(STORE.name).glob("step-*")
 
 
 def _restored(name: str, path: Path) -> None:
     """Restores and probes a checkpoint of which one file is this, with digests that hold."""
-    root = shutil.copytree(_store(), path.parent / "store")
+    root = shutil.copytree(STORE.name, path.parent / "store")
     (folder,) = root.glob("step-*")
     shutil.copy(path, folder / name)
     if name != MANIFEST:
@@ -80,11 +69,6 @@ def _restored(name: str, path: Path) -> None:
     with contextlib.suppress(StoreError):
         DCPStore(root).restore(1, {name: torch.zeros(4) for name in STATE_TO_SAVE})
     _checkpoint(root)
-
-
-def _dcp() -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        return (dcp(Path(folder) / "c") / ".metadata").read_bytes()
 
 
 LINES = "".join(json.dumps({"step": at, "loss": 1 / (at + 1)}) + "\n" for at in range(9))
@@ -99,7 +83,11 @@ READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
         "c.safetensors",
         _checkpoint,
     ),
-    "DCP": (_dcp(), ".metadata", lambda path: _checkpoint(path.parent)),
+    "DCP": (
+        (SAVED / "data" / ".metadata").read_bytes(),
+        ".metadata",
+        lambda path: _checkpoint(path.parent),
+    ),
     "CSV": (ROWS.encode(), "log.csv", _traced),
     "JSON Lines": (LINES.encode(), "log.jsonl", _traced),
     "Trainer": (DOCUMENT.encode(), "log.json", _traced),
@@ -108,7 +96,7 @@ READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "policy": (dumps(load("default")).encode(), "p.toml", _reads(load, PolicyError)),
     "labels": (LABELS.encode(), "labels.json", _reads(read_labels, VaryError)),
     **{
-        name: (_stored(name), "file", functools.partial(_restored, name))
+        name: ((SAVED / name).read_bytes(), "file", functools.partial(_restored, name))
         for name in ("state.json", "manifest.json", "data/.metadata")
     },
 }
@@ -130,14 +118,9 @@ def changed(content: bytes, asked: list[tuple[float, str, bytes]]) -> bytes:
     """The content with these changes."""
     for part, how, new in asked:
         at = int(part * (len(content) + 1))
-        if how == "set":
-            content = content[:at] + new + content[at + len(new) :]
-        elif how == "insert":
-            content = content[:at] + new + content[at:]
-        elif how == "cut":
-            content = content[:at] + content[at + len(new) :]
-        else:
-            content = content[:at] + content[at : at + 40] * 3 + content[at + 40 :]
+        put = {"set": new, "insert": new, "cut": b"", "repeat": content[at : at + 40] * 2}[how]
+        kept = content[at + len(new) :] if how in ("set", "cut") else content[at:]
+        content = content[:at] + put + kept
     return content
 
 

@@ -1,9 +1,6 @@
 """States of loaders and generators as text: they round-trip, and nothing in them is called."""
 
-from __future__ import annotations
-
 import json
-import random
 from collections import OrderedDict
 from typing import Any
 
@@ -29,10 +26,6 @@ ARRAYS = [
 ]
 
 
-class Row(list):
-    pass
-
-
 def back(value: Any, **options: Any) -> Any:
     return values.loads(values.dumps(value, ("x",), **options), ("x",), **options)
 
@@ -45,10 +38,6 @@ def test_arrays_of_numpy():
 
 
 def test_random_generators():
-    ours, again = random.Random(3), random.Random()
-    ours.gauss(0, 1)
-    again.setstate(back(ours.getstate()))
-    assert [again.gauss(0, 1) for _ in range(700)] == [ours.gauss(0, 1) for _ in range(700)]
     old, old_again = np.random.RandomState(4), np.random.RandomState()
     old.normal(size=3)
     old_again.set_state(back(old.get_state()))
@@ -90,8 +79,8 @@ def test_values_of_torch():
 
 @pytest.mark.parametrize(
     "value",
-    [Row([1, 2]), np.array([{}], object), torch.eye(2).to_sparse(), OrderedDict],
-    ids=["list of its own", "array of objects", "sparse", "class"],
+    [np.array([{}], object), torch.eye(2).to_sparse(), OrderedDict],
+    ids=["array of objects", "sparse", "class"],
 )
 def test_without_a_plain_form(value):
     with pytest.raises(UnsavableState, match=r"state\['x'\]\['at'\]\[1\]"):
@@ -106,8 +95,7 @@ KEYS = [
 NODES = st.recursive(
     st.one_of(st.none(), st.integers(), st.text(max_size=5), st.just(base64_of(b"abcd"))),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+        st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
     ),
     max_leaves=8,
 )

@@ -1,7 +1,5 @@
 """Links, pipes and notes that somebody has planted: nothing is followed, nothing waits."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -19,7 +17,6 @@ from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import cut_short
 
-needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 EVENTS, METRICS = "healcore.events.jsonl", "healcore.metrics.jsonl"
 
 
@@ -53,7 +50,6 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     assert link.is_symlink()
 
 
-@needs_pipes
 @pytest.mark.parametrize("name", [HEALING, MANIFEST])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     store = DCPStore(root)
@@ -68,7 +64,6 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
         store.verify(1)
 
 
-@needs_pipes
 @pytest.mark.parametrize(
     ("name", "expected"), [(LOCK, "no regular file"), (EVENTS, "36"), (METRICS, "36")]
 )

@@ -1,16 +1,16 @@
 """Logs, events and other texts that commands read: bombs, loops, damage, control characters."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from torch.utils.tensorboard import SummaryWriter
 
 from healcore.tools.output import clean, clean_json
 from tests.hostile import reader
@@ -34,30 +34,21 @@ def test_a_log_that_is_none(tmp_path, name):
     assert reader.probe("loss", path).status == 3
 
 
-def framed(data: bytes, length: int = 0) -> bytes:
-    """A record of TensorBoard."""
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    head = struct.pack("<Q", length or len(data))
-    crc = [struct.pack("<I", masked_crc32c(part)) for part in (head, data)]
-    return head + crc[0] + data + crc[1]
-
-
 def tensorboard(rows: int) -> bytes:
     """A file of TensorBoard with so many losses."""
-    from tensorboard.compat.proto import event_pb2, summary_pb2
-
-    proto: Any = event_pb2
-    losses = [{"tag": "loss", "simple_value": 1 / (at + 1)} for at in range(rows)]
-    events = [proto.Event(file_version="brain.Event:2")]
-    for step, loss in enumerate(losses):
-        events.append(proto.Event(step=step, summary=summary_pb2.Summary(value=[loss])))  # type: ignore
-    return b"".join(framed(each.SerializeToString()) for each in events)
+    with tempfile.TemporaryDirectory() as folder:
+        with SummaryWriter(folder) as board:
+            for step in range(rows):
+                board.add_scalar("loss", 1 / (step + 1), step)
+        (file,) = Path(folder).iterdir()
+        return file.read_bytes()
 
 
 def test_a_record_of_tensorboard_without_end(tmp_path):
+    length = struct.pack("<Q", 1 << 63)
+    endless = length + struct.pack("<I", masked_crc32c(length)) + b"x"
     path = tmp_path / "events.out.tfevents.1"
-    path.write_bytes(tensorboard(50) + framed(b"x", 1 << 63))
+    path.write_bytes(tensorboard(50) + endless)
     result = reader.probe("loss", path)
     assert result.status in (0, 1)
     assert "truncated or damaged" in reader.run("replay", path).text
