@@ -142,7 +142,6 @@ SLOW = (
         for test in ("every", "objects", "a_limit")
     ),
     "tests/jax/test_optax_states.py::test_the_parameters_move_by_the_cut_rate",
-    "tests/jax/test_battery.py::test_converges_inside_scan",
     "tests/jax/test_battery.py::test_multisteps_called_directly",
     *(
         f"tests/jax/test_opt_state.py::test_{test}"

@@ -20,13 +20,15 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 
 import healcore.jax
 import healcore.torch
 from healcore.core.verdict import Cause
 from healcore.torch import HealingCallback, LightningHealingCallback
+from tests.torch.trainers.huggingface import small_runs
+from tests.torch.trainers.lightning import fits
 
 RATE = 0.125
 STEPS = 160
@@ -133,14 +135,9 @@ def torch_loop(policy: Path | str) -> list[Decided]:
 def huggingface_loop(policy: Path) -> list[Decided]:
     healing, decided = HealingCallback(policy), []
 
-    class Keep(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            assert healing.healing is not None
-            decided.append(Decided.of(healing.healing.last_decision()))
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return SequentialSampler(rows())
+    def keep(state: Any, **kwargs: Any) -> None:
+        assert healing.healing is not None
+        decided.append(Decided.of(healing.healing.last_decision()))
 
     model = Given()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
@@ -149,19 +146,15 @@ def huggingface_loop(policy: Path) -> list[Decided]:
         per_device_train_batch_size=1,
         max_steps=STEPS,
         max_grad_norm=4.0,  # the limit of the policy; the lower one would hold
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
         remove_unused_columns=False,
-        disable_tqdm=True,
+        **small_runs.QUIET,
     )
-    InOrder(
+    small_runs.InOrder(
         model,
         arguments,
         train_dataset=rows(),
         optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
-        callbacks=[Keep(), healing],
+        callbacks=[small_runs.calling("on_step_end", keep), healing],
     ).train()
     return decided
 
@@ -184,15 +177,7 @@ def lightning_loop(policy: Path) -> list[Decided]:
         def on_train_batch_end(self, *args: Any) -> None:
             decided.append(Decided.of(healing.healings["optimizer"].last_decision()))
 
-    lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[healing, Keep()],
-    ).fit(Module(), DataLoader(rows()))
+    fits.trainer(healing, Keep(), max_epochs=1).fit(Module(), DataLoader(rows()))
     return decided
 
 
