@@ -64,7 +64,7 @@ BAD = {
     "name", [pytest.param(x, marks=pytest.mark.stress) if x in ALIKE else x for x in OPTIMIZERS]
 )
 def test_a_skip_changes_no_bit(name):
-    """And the run continues as if there had been no bad step."""
+    """The run continues as if there had been no bad step."""
     inner = optax.with_extra_args_support(OPTIMIZERS[name]())
     tx = protect(inner, policies.SKIP)
 

@@ -2,8 +2,7 @@
 
 JAX runs lane after lane on 0-d arrays, as in a training step, and for one policy also all lanes
 at once, as in a sweep: XLA compiles the two differently. The lanes of the catalogue's detectors are
-in test_vmapped_policies. Under `stress` there are millions of steps. Then runs that move between
-frameworks, the policies of the catalogue, and the comparison itself.
+in test_vmapped_policies. Under `stress` there are millions of steps.
 """
 
 from __future__ import annotations
@@ -39,22 +38,15 @@ def groups_of(clip: str | None) -> int:
     return policies.GROUPS if clip == "adagc" else 0
 
 
-@pytest.mark.parametrize("clip", policies.CLIPS)
-def test_the_same_bits_in_numpy_jax_and_torch(clip):
-    groups = groups_of(clip)
-    trace = fuzz.signals(np.random.default_rng(len(clip)), STEPS, LANES, groups=groups)
-    against = ("jax-scalars", "torch", *(["jax"] if clip == "zclip" else []))
-    compared = lockstep.steps_equal(
-        policies.covering(clip), [trace], against, groups=groups, lanes=LANES
-    )
+@pytest.mark.parametrize("name", [*policies.CLIPS, "catalogue"])
+def test_the_same_bits_in_numpy_jax_and_torch(name):
+    """The detectors of the catalogue in one policy: it is compiled once."""
+    groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
+    trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
+    against = ("jax-scalars", "torch", *(["jax"] if name == "zclip" else []))
+    config = policies.covering(name) if name in policies.CLIPS else published
+    compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
     assert compared == STEPS * LANES
-
-
-def test_the_detectors_of_the_catalogue_too():
-    """All in one policy: it is compiled once, and the state of each is compared."""
-    trace = fuzz.signals(np.random.default_rng(60), STEPS, LANES)
-    config = policies.only(*policies.PUBLISHED)
-    lockstep.steps_equal(config, [trace], ("jax-scalars", "torch"), lanes=LANES)
 
 
 @pytest.mark.stress
@@ -96,7 +88,7 @@ def test_a_lane_is_a_run_of_its_own(clip):
     ids=["clipping", "everything, graph", "everything"],
 )
 def test_compiled_by_torch_as_one_graph(config, backend):
-    """As a training step has it. Inductor takes some 40 seconds for every detector: `stress`."""
+    """Inductor takes some 40 seconds for every detector: `stress`."""
     if backend == "torch-compiled" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and there is none")
     trace = lockstep.scalar(fuzz.signals(np.random.default_rng(52), 100, 1), 0)

@@ -1,4 +1,4 @@
-"""With a `loss_fn` the weights are compared with earlier ones: damage is undone, and nothing else.
+"""A `loss_fn` compares the weights with earlier ones: damage is undone, and nothing else.
 
 Averages and teachers in the state are not replaced, and both sides have the same random keys.
 """
@@ -79,7 +79,7 @@ ACCUMULATED: Any = optax.MultiSteps(TX, 4, should_skip_update_fn=optax.skip_not_
 
 @pytest.mark.parametrize("tx", [ACCUMULATED, TX], ids=["accumulated", "scanned"])
 def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
-    """Also where the weights are damaged in between."""
+    """The weights are damaged in between."""
     size, done, waiting = 4, False, []
     step = lambda state, batch: (trained(*state, batch, tx=tx), None)  # noqa: E731
     scan = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])

@@ -44,9 +44,10 @@ def back_to(driver: JaxDriver, store: Any, step: int) -> None:
     [("plain", "memory", 2), ("linen", "memory", 0), ("linen", "disk", 2), ("nnx", "disk", 2)],
 )
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
-    """Also from the first state: a TrainState's step begins as the number 0, and is an array then.
+    """The first state is one case: the step of a TrainState is the number 0 there, not an array.
 
-    A new process continues from the checkpoint as well. The norm of the last update is restored.
+    A new process continues from the checkpoint. The norm of the last update, and the statistics of
+    each tensor, are restored.
     """
     detectors = (*POLICY.detectors, *policies.UPDATES.detectors)
     policy = POLICY._replace(detectors=detectors, clip=policies.ADAGC.clip)
