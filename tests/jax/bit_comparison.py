@@ -26,10 +26,6 @@ def assert_same_bits(a: Any, b: Any) -> None:
     assert not different, f"leaves differ: {different}"
 
 
-def differs(a: Any, b: Any) -> bool:
-    return bits(a) != bits(b)
-
-
 def avals(tree: Any) -> list[Any]:
     """Shape, dtype and weak type of every array: a compiled step depends on them."""
     return [(leaf.shape, leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]

@@ -3,7 +3,9 @@
     python -m tests.jax.killed_processes PROCESS PORT ROOT [KILLED SAVE DELAY]
 
 Every value in a checkpoint is its step, so that each start can see whether all that is listed is
-whole and of one step. The last line is "killed" or "whole".
+whole and of one step. Process KILLED kills itself in save SAVE of its start, from 1, at DELAY: a
+share of the time of the save before, from when the save has its temporary directory. The last line
+is "killed" or "whole".
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,16 +35,6 @@ SECONDS = 60
 """After which a process that is left alone has to have ended."""
 SAVES = 4
 """Of one start."""
-
-
-class Aim(NamedTuple):
-    """Which process kills itself, in which save of its start, and when in it."""
-
-    process: int
-    save: int
-    """From 1: the save before it shows how long one takes."""
-    delay: float
-    """Share of that time, from when the save has its temporary directory."""
 
 
 def state_of(step: int, mesh: Any) -> dict[str, Any]:
@@ -70,7 +62,7 @@ def values_in(state: dict[str, Any]) -> set[float]:
     }
 
 
-def one_process(process: int, port: str, root: Path, aim: Aim | None) -> None:
+def one_process(process: int, port: str, root: Path, killed: int, save: int, delay: float) -> None:
     faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
     join(process, 2, port, heartbeat_timeout_seconds=HEARTBEATS_S)
     mesh = jax.make_mesh((2,), ("data",))
@@ -86,14 +78,14 @@ def one_process(process: int, port: str, root: Path, aim: Aim | None) -> None:
     for step in found[:-3]:
         store.delete(step)
     first, lasted = max(found, default=0) + 1, 0.0
-    for number in range(SAVES if aim is None else 100 * SAVES):  # until the kill
-        if aim is not None and (process, number) == (aim.process, aim.save):
-            threading.Thread(target=kill, args=(root, aim.delay * lasted), daemon=True).start()
+    for number in range(SAVES if killed < 0 else 100 * SAVES):  # until the kill
+        if (process, number) == (killed, save):
+            threading.Thread(target=kill, args=(root, delay * lasted), daemon=True).start()
         began = time.monotonic()
         store.save(first + number, {"run": state_of(first + number, mesh)})
         store.wait()
         lasted = time.monotonic() - began
-    assert aim is None, "the kill came too late"
+    assert killed < 0, "the kill came too late"
     assert store.steps()[-1].step == first + SAVES - 1
     assert store.damaged() == []
     assert not list(root.glob(".tmp*"))
@@ -109,7 +101,7 @@ def kill(root: Path, delay: float) -> None:
 
 
 if __name__ == "__main__":
-    _, number, service, folder, *aimed = sys.argv
-    target = Aim(int(aimed[0]), int(aimed[1]), float(aimed[2])) if aimed else None
-    one_process(int(number), service, Path(folder), target)
+    _, number, service, folder, *aim = sys.argv
+    victim, save, delay = aim or (-1, 0, 0)
+    one_process(int(number), service, Path(folder), int(victim), int(save), float(delay))
     print("whole")

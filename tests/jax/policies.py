@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from healcore.core import detectors
 from healcore.core.clipping import AdaGCConfig, ZClipConfig
-from healcore.core.detectors import GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
+from healcore.core.detectors import DETECTORS, GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from healcore.core.verdict import Action, Cause
+from tests.core.policies import full
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 WARMUP = 3
@@ -39,13 +39,4 @@ UPDATES = EngineConfig(
     rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),
 )
 
-EVERYTHING = EngineConfig(
-    clip=("zclip", ZClipConfig()),
-    detectors=tuple((name, detector()) for name, detector in detectors.DETECTORS.items()),
-    rules=(
-        RuleConfig(NONFINITE, skip=True),
-        RuleConfig(NONFINITE, action=int(Action.ROLLBACK | Action.CUT_LR), count=5, within=20),
-        RuleConfig(int(Cause.LOSS_SPIKE | Cause.GRAD_SPIKE), skip=True),
-        RuleConfig(int(Cause.DIVERGENCE), action=int(Action.STOP | Action.SAVE), sustained=True),
-    ),
-)
+EVERYTHING = full(detectors=tuple((name, each()) for name, each in DETECTORS.items()))

@@ -13,7 +13,6 @@ import faulthandler
 import importlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from tests.torch.forked_ranks import run_ranks
+from tests.torch.forked_ranks import free_port, run_ranks
 
 SECONDS = 900
 """After which processes that wait for each other show where, and end."""
@@ -47,13 +46,6 @@ def join(process: int, world: int, port: str, **options: Any) -> None:
     multihost_utils.sync_global_devices("start")
 
 
-def free_port() -> str:
-    """A port for the coordination service."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return str(found.getsockname()[1])
-
-
 class Program:
     """What each process of a program wrote, scenario by scenario."""
 
@@ -61,7 +53,7 @@ class Program:
         jaxlib = importlib.import_module("jaxlib._jax")
         if world > 1 and not hasattr(jaxlib, "make_gloo_tcp_collectives"):
             pytest.skip("this jaxlib has no collectives of several processes on CPUs (gloo)")
-        arguments = (str(world), free_port(), str(devices), root, *scenarios)
+        arguments = (str(world), str(free_port()), str(devices), root, *scenarios)
         seconds = SECONDS + 60
         found = run_ranks("tests.jax.processes", *arguments, world=world, seconds=seconds)
         self.errors = "\n".join(errors[-3000:] for _, errors in found)

@@ -31,7 +31,7 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.run.orders import after_rollback
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
-from tests.jax.driver.small_runs import POLICY, advance, batch, plain
+from tests.jax.driver.small_runs import POLICY, advance, batch, driven, plain
 
 
 def schedule_free(base):
@@ -46,12 +46,16 @@ def sam(base):
     ("wrapper", "period", "second"), [(schedule_free, 1, "z"), (sam, 2, "cache")]
 )
 def test_a_cut_reaches_the_second_iterate(wrapper, period, second):
-    """It is what the same rates give as a schedule of the base optimizer."""
+    """It is what the same rates give as a schedule of the base optimizer.
+
+    The update of SAM takes no `value`, so `protect` must not pass it on.
+    """
     tx = protect(wrapper(optax.chain(optax.sgd(0.1), scale_by_heal_lr())), policies.CUT_LR)
     update, params, gradient = jax.jit(tx.update), jnp.ones(2), jnp.array([1.0, -3.0])
     state, scales = tx.init(params), []
     for number in range(12):
-        updates, state = update(gradient * (jnp.nan if number == 2 else 1.0), state, params)
+        bad = jnp.nan if number == 2 else 1.0
+        updates, state = update(gradient * bad, state, params, value=jnp.float32(1.0))
         params = optax.apply_updates(params, updates)
         scales += [] if number == 2 else [float(last_decision(state).lr_scale)]
     assert min(scales) == 0.5
@@ -88,8 +92,15 @@ KNOWN: dict[str, Any] = {
 }
 
 
-def in_a_chain(inner: Any, policy: Any) -> Any:
-    return optax.chain(heal(policy), inner)
+def chained(inner: Any, policy: Any) -> Any:
+    """`heal` before the optimizer, its multiplier behind it."""
+    chain = optax.chain(heal(policy), inner, scale_by_heal_lr())
+
+    def update(updates: Any, state: Any, params: Any = None, **signals: Any) -> Any:
+        updates, state = chain.update(updates, state, params, **signals)
+        return updates, optax.tree.set(state, heal_lr_scale=last_decision(state).lr_scale)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -111,10 +122,9 @@ def test_it_continues_as_a_new_optimizer(name):
     assert_same_bits(after(reset, range(10, 14))[0], after(fresh, range(10, 14))[0])
 
 
-@pytest.mark.parametrize("wrap", [protect, in_a_chain])
+@pytest.mark.parametrize("wrap", [protect, chained])
 def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
-    run = plain(optax.adamw(WARM), wrap=wrap)
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain(optax.adamw(WARM), wrap=wrap))
     advance(driver, run, [batch(seed) for seed in range(4)])
     assert driver.moments_obstacle() == ""
     compiled = run.compiled()
@@ -168,8 +178,7 @@ def states(policy: EngineConfig, inner: Any = None, *, jit: bool = True, bad: in
 
 
 @pytest.mark.parametrize("jit", [True, False])
-def test_the_step_after_the_cut_is_the_first_of_new_moments(jit: bool):
-    """The schedule continues."""
+def test_the_step_after_the_cut_is_the_first_of_new_moments_and_the_schedule_continues(jit: bool):
     inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
     state = states(CUTS, inner, jit=jit)[-1].inner_state
     counts = [int(n) for _, n in optax.tree.get_all_with_path(state, "count")]
@@ -205,17 +214,6 @@ def test_a_state_that_is_not_known_stays():
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=2, accumulation_size=1)
 
 
-def chained(inner: Any, policy: Any) -> Any:
-    """`heal` before the optimizer, its multiplier behind it."""
-    chain = optax.chain(heal(policy), inner, scale_by_heal_lr())
-
-    def update(updates: Any, state: Any, params: Any = None, **signals: Any) -> Any:
-        updates, state = chain.update(updates, state, params, **signals)
-        return updates, optax.tree.set(state, heal_lr_scale=last_decision(state).lr_scale)
-
-    return optax.GradientTransformationExtraArgs(chain.init, update)
-
-
 @pytest.mark.parametrize(
     ("inner", "wrap", "rate"),
     [
@@ -233,8 +231,7 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
         change = jax.tree.map(lambda b, a: (b - a).ravel(), before, driver.live["params"])
         return np.concatenate(jax.tree.leaves(change))
 
-    run = plain(inner, wrap=wrap)
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain(inner, wrap=wrap))
     store = driver.store(None)
     advance(driver, run, [batch(seed) for seed in range(4)])
     store.save(4, driver.state(), healing=driver.engines())

@@ -16,10 +16,10 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from tests.jax import trained_together
 from tests.jax.killed_processes import SAVES, SECONDS
-from tests.jax.processes import Program, free_port
+from tests.jax.processes import Program
 from tests.jax.trained_together import FAULT, FAULTS, KINDS_OF_FAULT, SPECS, STEPS
 from tests.jax.two_processes import BAD, POLICY
-from tests.torch.forked_ranks import run_ranks
+from tests.torch.forked_ranks import free_port, run_ranks
 
 SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
 
@@ -159,7 +159,7 @@ def test_a_process_that_is_killed_in_a_save_leaves_whole_checkpoints(kills: int,
     draw, within_a_save = random.Random(1), 0
     for number in range(kills + 1):
         aim = (number % 2, draw.randrange(1, SAVES), draw.random() / 2) if number < kills else ()
-        arguments = (free_port(), tmp_path, *map(str, aim))
+        arguments = (str(free_port()), tmp_path, *map(str, aim))
         found = run_ranks("tests.jax.killed_processes", *arguments, world=2, seconds=3 * SECONDS)
         ends = [{"killed", "whole"} & {*out.split()} for out, _ in found]
         wanted = [{"killed"} if rank in aim[:1] else set() if aim else {"whole"} for rank in (0, 1)]

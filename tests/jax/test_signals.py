@@ -16,9 +16,8 @@ import pytest
 from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
-from healcore.jax import gradients, heal_zclip, last_decision, metrics, protect
+from healcore.jax import gradients, heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.heal_state import find
-from healcore.jax.opt_state import without_heal_state
 from healcore.jax.signals import Axes, make_signals
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
@@ -33,13 +32,10 @@ every_transformation = pytest.mark.parametrize("tx", TRANSFORMATIONS, ids=["heal
 @pytest.mark.parametrize(
     ("signal", "message"),
     [
-        ({"value": np.ones(3, np.float32)}, "mean"),
-        ({"value": np.ones(1, np.float32)}, "shape"),
+        ({"value": np.ones(3, np.float32)}, r"shape \(3,\).*mean"),
         ({"value": 3}, "int32"),
         ({"value": {"loss": 1.0}}, "dict"),
-        ({"eval_loss": np.ones((2, 2), np.float32)}, "eval_loss"),
-        ({"grad_norm": np.int32(1)}, "grad_norm"),
-        ({"update_norm": np.ones(2, np.float32)}, "update_norm"),
+        ({"grad_norm": np.ones(1, np.float32)}, "grad_norm"),
         ({"change_expected": np.float32(1)}, "change_expected"),
         ({"externally_skipped": np.ones(2, bool)}, "externally_skipped"),
     ],
@@ -61,40 +57,26 @@ def test_a_loss_that_float32_cannot_hold_is_infinite():
 
 @every_transformation
 def test_a_given_norm_replaces_the_own_one(tx):
+    """Norms of each tensor are not reported then: in shard_map those of devices would differ."""
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(10.0))
     assert float(metrics(state)["heal/grad_norm"]) == 10.0
     np.testing.assert_allclose(last_decision(state).grad_scale, 0.1, rtol=1e-5)
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(jnp.inf))
     assert bool(last_decision(state).skip)
+    assert find(state).heal_leaf_norms.tolist() == [0.0]
 
 
-@every_transformation
-def test_an_externally_skipped_step_is_not_applied_learnt_or_counted(tx):
-    """`externally_skipped=~finite` is what an fp16 user writes."""
-    update = jax.jit(tx.update)
-    good, bad = jnp.bool_(False), jnp.bool_(True)
-    one = jnp.float32(1.0)
-    _, state = update(PARAMS, tx.init(PARAMS), PARAMS, value=one, externally_skipped=good)
-    for factor in (np.nan, np.inf, 7.0):
-        grads = {"w": jnp.full(3, factor)}
-        updates, new = update(grads, state, PARAMS, value=one, externally_skipped=bad)
-        assert not jnp.any(updates["w"])
-        assert bool(last_decision(new).skip)
-        assert int(metrics(new)["heal/skips"]) == 0
-        assert int(metrics(new)["heal/steps"]) == 1
-        assert_same_bits(without_heal_state(state), without_heal_state(new))
-
-
-def test_observe_withholds_only_steps_that_the_caller_skips():
-    tx, bad = protect(optax.sgd(1.0), "observe"), {"w": jnp.full(3, jnp.nan)}
+@pytest.mark.parametrize("tx", [protect(optax.sgd(1.0), "observe"), heal("observe")])
+def test_observe_withholds_only_steps_that_the_caller_skips(tx):
+    bad = {"w": jnp.full(3, jnp.nan)}
     update = jax.jit(lambda flag: tx.update(bad, tx.init(PARAMS), PARAMS, externally_skipped=flag))
     for flag in (False, True):
-        assert jnp.isnan(update(jnp.bool_(flag))[0]["w"]).all() != flag
+        updates, _ = update(jnp.bool_(flag))
+        assert (updates["w"] == 0).all() if flag else jnp.isnan(updates["w"]).all()
 
 
 @pytest.mark.parametrize("policy", ["default", policies.OBSERVE], ids=["heal", "observe"])
 def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
-    """A loop with loss scaling: the scale is halved after an overflow, nothing else happens."""
     tx = protect(optax.adam(1e-2), policy)
 
     @jax.jit
@@ -118,7 +100,7 @@ def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
     overflows = 20 - round(float(np.log2(scale)))
     assert 2 <= overflows < 10
     assert jnp.sum(params**2) < 3.0, "it has learnt"
-    assert int(optax.tree.get(state, "count")) == 60 - overflows
+    assert int(optax.tree.get(state, "count")) == 60 - overflows == metrics(state)["heal/steps"]
     assert int(metrics(state)["heal/skips"]) == int(metrics(state)["heal/incidents"]) == 0
 
 
@@ -209,25 +191,17 @@ def test_scaling_rounds_once_and_each_leaf_has_its_factor(dtype):
     assert_same_bits(out, {"a": jnp.full(2, 0.5), "b": tree["b"], "c": exact})
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, jnp.complex64])
 def test_norms_are_those_of_the_float64_values_for_any_dtype(dtype):
-    x = 300 * jnp.asarray(np.random.default_rng(0).standard_normal(4096), dtype)
+    factor = 300 - 300j if dtype == jnp.complex64 else 300
+    x = factor * jnp.asarray(np.random.default_rng(0).standard_normal(4096), dtype)
     ints, float0 = jnp.asarray([1000], jnp.int32), np.zeros((2,), jax.dtypes.float0)
     tree = {"a": x, "b": (x[:7], ints, float0, optax.MaskedNode()), "c": jnp.zeros((0,))}
     norm, each = jax.jit(gradients.both_norms)(tree)
-    exact = [np.linalg.norm(np.asarray(v, np.float64)) for v in (x, x[:7], [0.0])]
+    exact = [np.linalg.norm(np.asarray(v, np.complex128)) for v in (x, x[:7], [0.0])]
     assert norm.dtype == each.dtype == jnp.float32
     np.testing.assert_allclose(each, exact, rtol=1e-6)
     np.testing.assert_allclose(norm, np.linalg.norm(exact), rtol=1e-6)
-
-
-def test_norms_of_no_gradients_of_complex_ones_and_of_one_bad_element():
-    assert gradients.both_norms({"a": None})[0] == 0.0
-    assert gradients.both_norms([jnp.asarray([3.0 + 4.0j], jnp.complex64)])[0] == 5.0
-    for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        norm, each = gradients.both_norms({"a": jnp.ones(3), "b": jnp.asarray([1.0, bad])})
-        assert not jnp.isfinite(norm)
-        assert jnp.isfinite(each).tolist() == [True, False]
 
 
 # -- `protect` judges only gradients that the optimizer reads -------------------------------------
@@ -243,15 +217,15 @@ def partition(rate=0.1):
 
 FREEZING = optax.masked(optax.set_to_zero(), IS_FROZEN)
 FROZEN = {
-    "partition": lambda: protect(partition(), policies.BOTH),
-    "masked before": lambda: protect(optax.chain(FREEZING, optax.adam(0.1)), policies.BOTH),
-    "masked after": lambda: protect(optax.chain(optax.adam(0.1), FREEZING), policies.BOTH),
-    "accumulation": lambda: protect(optax.MultiSteps(partition(), 2), policies.BOTH),
-    "injected outside": lambda: optax.inject_hyperparams(
+    "partition": protect(partition(), policies.BOTH),
+    "masked before": protect(optax.chain(FREEZING, optax.adam(0.1)), policies.BOTH),
+    "masked after": protect(optax.chain(optax.adam(0.1), FREEZING), policies.BOTH),
+    "accumulation": protect(optax.MultiSteps(partition(), 2), policies.BOTH),
+    "injected outside": optax.inject_hyperparams(
         lambda rate: protect(partition(rate), policies.BOTH)
     )(rate=0.1),
-    "per tensor": lambda: protect(partition(), policies.ADAGC),
-    "update norm": lambda: protect(partition(), policies.UPDATES),
+    "per tensor": protect(partition(), policies.ADAGC),
+    "update norm": protect(partition(), policies.UPDATES),
 }
 EAGER = ("masked after", "accumulation", "injected outside")
 
@@ -284,8 +258,7 @@ def head_gradients(*bases, bad=None):
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_gradient_of_a_frozen_parameter_does_not_count(name):
-    run = in_loop if name in EAGER else in_scan
-    tx = FROZEN[name]()
+    run, tx = in_loop if name in EAGER else in_scan, FROZEN[name]
     params, state = run(tx, head_gradients(1.0, 1.0, np.nan, 1.0, 1e8, 1.0), tx.init(LAYERS))
     expected, healthy = run(tx, head_gradients(*6 * [1.0]), tx.init(LAYERS))
     assert_same_bits(params, expected)
@@ -297,22 +270,18 @@ def test_a_gradient_of_a_frozen_parameter_does_not_count(name):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.inner_state))
 
 
-@pytest.mark.parametrize("name", ["partition", "injected outside"])
-def test_a_trained_parameter_with_nan_still_skips(name):
-    tx = FROZEN[name]()
-    params, state = in_scan(tx, head_gradients(1.0, 1e8, 1.0, bad=2), tx.init(LAYERS))
-    assert metrics(state)["heal/skips"] == 1
-    assert np.isfinite(params["head"]).all()
-
-
 def test_all_gradients_of_an_optimizer_that_reads_them_count():
     zero_rate = optax.partition({"trained": optax.sgd(1.0), "frozen": optax.sgd(0.0)}, LABELS)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), partition())
     by_schedule = optax.sgd(lambda count: jnp.where(jnp.asarray(count) < 100, 0.0, 0.1))
+    bad_head = head_gradients(1.0, 1e8, 1.0, bad=2)
+    found = [(FROZEN[name], bad_head) for name in ("partition", "injected outside")]
     for inner in (zero_rate, clipped, by_schedule):
-        tx = protect(inner, policies.SKIP)
-        _, state = in_scan(tx, head_gradients(1.0, np.nan), tx.init(LAYERS))
+        found.append((protect(inner, policies.SKIP), head_gradients(1.0, np.nan)))
+    for tx, grads in found:
+        params, state = in_scan(tx, grads, tx.init(LAYERS))
         assert metrics(state)["heal/skips"] == 1
+        assert np.isfinite(params["head"]).all()
 
 
 def test_an_optimizer_that_needs_concrete_values_runs_eagerly():

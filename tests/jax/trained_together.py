@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,19 +110,9 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
     return jnp.mean(each * gradients), jnp.mean(each * observed)
 
 
-class Program(NamedTuple):
-    """One way to spread the model."""
-
-    mesh: Any
-    tx: Any
-    step: Any
-    """Compiled; donates."""
-    traces: list[None]
-    """One for each time that it was traced."""
-
-
 @functools.cache
-def program(kind: str) -> Program:
+def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
+    """Mesh, optimizer, compiled step, which donates, and an item for each time it was traced."""
     tx, traces = protect(optax.adamw(1e-2), POLICY), list[None]()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -134,7 +124,7 @@ def program(kind: str) -> Program:
         last = (heal_state.steps(heal.heal_engine) - 1) % len(heal.heal_records)
         return optax.apply_updates(params, updates), state, heal.heal_records[last]
 
-    return Program(None if kind == "alone" else mesh_of(kind), tx, step, traces)
+    return None if kind == "alone" else mesh_of(kind), tx, step, traces
 
 
 def begin(kind: str) -> tuple[Any, Any]:
@@ -195,14 +185,15 @@ def trained(root: Path, kind: str) -> dict[str, Any]:
     params, state, records, unmoved = advance(kind, params, state, range(STEPS))
     outcome = {"records": list(map(read, records)), "unmoved": unmoved}
     if kind != "alone":
+        mesh, _, _, traces = program(kind)
         after = jax.tree.leaves((params, state))
         outcome["copies"] = digest([leaf for leaf in after if leaf.is_fully_replicated])
         # One copy: a process may have several devices.
-        every = jax.tree.leaves(whole(program(kind).mesh, (params, state)))
+        every = jax.tree.leaves(whole(mesh, (params, state)))
         outcome["whole"] = digest([leaf.addressable_data(0) for leaf in every])
         # A state that is not on the mesh could not be saved, and its step would be traced again.
         on_mesh = all(len(leaf.sharding.device_set) == jax.device_count() for leaf in fresh)
-        outcome["on mesh"] = on_mesh and len(program(kind).traces) == 1
+        outcome["on mesh"] = on_mesh and len(traces) == 1
     if kind == "sharded":
         outcome["restored"] = saved_and_restored(kind, params, state, root / kind)
     return outcome

@@ -7,7 +7,6 @@ with 0-d arrays, which XLA rewrites in ways of its own; `torch-graph` is one gra
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -99,13 +98,6 @@ Run = Callable[[Any, Signals], tuple[Any, EngineState, Any]]
 """(state, chunk of signals) -> (state, states and decisions stacked along axis 0, in NumPy)."""
 
 _TORCH = Namespace(torch.device("cpu"))
-
-
-def missing(backend: str) -> str | None:
-    """Why this machine cannot run the backend, or None."""
-    if backend == "torch-compiled" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        return "torch.compile needs a C++ compiler on a CPU, and there is none"
-    return None
 
 
 def start(backend: str, state: EngineState) -> Any:

@@ -30,10 +30,8 @@ def all_runs() -> list[tuple[str, np.ndarray, np.ndarray | None, int]]:
         norm = None
         if rows and "grad_norm" in rows[0]:
             norm = np.array([float(row["grad_norm"] or "nan") for row in rows], np.float32)
-        spikes = label["spikes"]
-        onset = spikes[0]["onset"] if spikes and isinstance(spikes[0], dict) else 0
-        onset = spikes[0][0] if spikes and not isinstance(spikes[0], dict) else onset
-        runs.append((label["file"], loss, norm, int(onset)))
+        onset = label["spikes"][0]["onset"] if label["spikes"] else 0
+        runs.append((label["file"], loss, norm, onset))
     return runs
 
 
@@ -43,8 +41,7 @@ def lanes(rows: int, *, norms: bool) -> Signals:
     A longer run is cut to a window about its first spike; a shorter one ends in skipped steps.
     """
     chosen = [run for run in all_runs() if (run[2] is not None) == norms]
-    loss = np.ones((rows, len(chosen)), np.float32)
-    norm = np.ones((rows, len(chosen)), np.float32)
+    loss, norm = np.ones((2, rows, len(chosen)), np.float32)
     skipped = np.ones((rows, len(chosen)), bool)
     for lane, (_, losses, its_norms, onset) in enumerate(chosen):
         start = max(0, min(onset - rows // 2, len(losses) - rows))

@@ -2,14 +2,13 @@
 
 JAX runs lane after lane on 0-d arrays, as in a training step, and for one policy also all lanes
 at once, as in a sweep: XLA compiles the two differently. The lanes of the catalogue's detectors are
-in test_vmapped_policies. Under `stress` there are millions of steps. Then runs that move between
-frameworks, the policies of the catalogue, and the comparison itself.
+in test_vmapped_policies. Under `stress` there are millions of steps.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import shutil
 from typing import Any
 
 import jax
@@ -19,15 +18,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import healcore.policies
 from healcore.core import numerics
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Decision
-from healcore.policy import load
+from healcore.core.verdict import Action
+from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
 from tests.core.oracle import core_run
 from tests.core.random_policies import BOUNDED, engine_configs
@@ -40,22 +38,15 @@ def groups_of(clip: str | None) -> int:
     return policies.GROUPS if clip == "adagc" else 0
 
 
-@pytest.mark.parametrize("clip", policies.CLIPS)
-def test_the_same_bits_in_numpy_jax_and_torch(clip):
-    groups = groups_of(clip)
-    trace = fuzz.signals(np.random.default_rng(len(clip)), STEPS, LANES, groups=groups)
-    against = ("jax-scalars", "torch", *(["jax"] if clip == "zclip" else []))
-    compared = lockstep.steps_equal(
-        policies.covering(clip), [trace], against, groups=groups, lanes=LANES
-    )
+@pytest.mark.parametrize("name", [*policies.CLIPS, "catalogue"])
+def test_the_same_bits_in_numpy_jax_and_torch(name):
+    """The detectors of the catalogue in one policy: it is compiled once."""
+    groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
+    trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
+    against = ("jax-scalars", "torch", *(["jax"] if name == "zclip" else []))
+    config = policies.covering(name) if name in policies.CLIPS else published
+    compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
     assert compared == STEPS * LANES
-
-
-def test_the_detectors_of_the_catalogue_too():
-    """All in one policy: it is compiled once, and the state of each is compared."""
-    trace = fuzz.signals(np.random.default_rng(60), STEPS, LANES)
-    config = policies.only(*policies.PUBLISHED)
-    lockstep.steps_equal(config, [trace], ("jax-scalars", "torch"), lanes=LANES)
 
 
 @pytest.mark.stress
@@ -97,9 +88,9 @@ def test_a_lane_is_a_run_of_its_own(clip):
     ids=["clipping", "everything, graph", "everything"],
 )
 def test_compiled_by_torch_as_one_graph(config, backend):
-    """As a training step has it. Inductor takes some 40 seconds for every detector: `stress`."""
-    if reason := lockstep.missing(backend):
-        pytest.skip(reason)
+    """Inductor takes some 40 seconds for every detector: `stress`."""
+    if backend == "torch-compiled" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        pytest.skip("torch.compile needs a C++ compiler on a CPU, and there is none")
     trace = lockstep.scalar(fuzz.signals(np.random.default_rng(52), 100, 1), 0)
     lockstep.steps_equal(config, [trace], (backend,), reference="recorded")
 
@@ -109,7 +100,6 @@ def test_compiled_by_torch_as_one_graph(config, backend):
     ("norms", "against"), [(True, ("jax-scalars", "torch")), (False, ("torch",))]
 )
 def test_the_same_bits_on_every_recorded_run(norms, against):
-    """Every threshold as it comes."""
     every = tuple((name, detector()) for name, detector in DETECTORS.items())
     config = policies.full("zclip", detectors=every)
     trace = recorded_runs.lanes(200, norms=norms)
@@ -173,8 +163,6 @@ def test_from_jax_to_torch_to_numpy_and_on(clip):
 
 # -- every policy there is, recorded: the bits of the engine itself --------------------------------
 
-POLICIES = sorted(path.stem for path in Path(healcore.policies.__path__[0]).glob("*.toml"))
-
 
 def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) -> Signals:
     def number(*choices: float) -> np.float32:
@@ -192,7 +180,7 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
 
 
 @pytest.mark.parametrize("externally_skipped", [False, True])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*preset_names(), *recipe_names()])
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
     state = mine = lockstep.start("recorded", engine.init(groups=policies.GROUPS))
@@ -250,32 +238,12 @@ def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):
 # -- the state stays finite, factors in [0, 1], no bad gradient is accepted ------------------------
 
 
-def violations(state: Any, decision: Decision, signals: Signals) -> set[str]:
-    """Promises that were broken at this step, over all lanes."""
-    factors = [decision.grad_scale, decision.lr_scale, decision.group_scale]
-    bad = ~np.isfinite(signals.grad_norm)
-    if signals.group_norms is not None:
-        bad = bad | ~np.isfinite(signals.group_norms).all(-1)
-    skipped, deep = signals.externally_skipped, decision.rollback_depth > 0
-    found = {
-        "state not finite": not all(np.isfinite(leaf).all() for leaf in leaves(state)),
-        "factor outside [0, 1]": not all(
-            ((x >= 0) & (x <= 1)).all() for x in factors if x is not None
-        ),
-        "learning rate zero": (decision.lr_scale <= 0).any(),
-        "bad gradient accepted": (bad & ~decision.skip & ~skipped).any(),
-        "skip on an externally skipped step": (decision.skip & skipped).any(),
-        "depth without rollback": (deep != (decision.action & 4 > 0)).any(),
-    }
-    return {promise for promise, broken in found.items() if broken}
-
-
 @pytest.mark.parametrize("name", [*policies.CLIPS, *policies.PUBLISHED])
 @pytest.mark.parametrize(
     ("steps", "lanes"), [(300, 300), pytest.param(1000, 1000, marks=pytest.mark.stress)]
 )
 def test_no_promise_is_broken(name, steps, lanes):
-    groups = policies.GROUPS if name == "adagc" else 0
+    groups = groups_of(name)
     lanes = lanes // 10 if name == "autoclip" else lanes  # which has a histogram per lane
     engine = Engine(policies.full(name) if name in policies.CLIPS else policies.only(name))
     trace = fuzz.signals(np.random.default_rng(80), steps, lanes, groups=groups)
@@ -285,20 +253,15 @@ def test_no_promise_is_broken(name, steps, lanes):
         signals = fuzz.at(trace, i)
         with np.errstate(all="ignore"):
             state, decision = engine.step(state, signals, xp=np)
-        assert not violations(state, decision, signals), i
+        accepted = ~decision.skip & ~signals.externally_skipped
+        norms = [x for x in (signals.grad_norm, signals.group_norms) if x is not None]
+        assert all(np.isfinite(x[accepted]).all() for x in norms), i
+        factors = [decision.grad_scale, decision.lr_scale, decision.group_scale]
+        assert all(((x >= 0) & (x <= 1)).all() for x in factors if x is not None), i
+        assert (decision.lr_scale > 0).all(), i
+        assert not (decision.skip & signals.externally_skipped).any(), i
+        assert ((decision.rollback_depth > 0) == (decision.action & Action.ROLLBACK > 0)).all(), i
+        assert all(np.isfinite(leaf).all() for leaf in leaves(state)), i
     assert [(leaf.dtype, leaf.shape) for leaf in leaves(state)] == kinds
     assert int(state.tally.skips.min()) >= 0
     assert int(state.step.max()) > 0.9 * steps
-
-
-def test_a_broken_promise_is_noticed():
-    """The planted error: a skip that is not enforced, a state with a NaN, a factor of 2."""
-    engine = Engine(policies.full("zclip"))
-    signals = fuzz.at(fuzz.signals(np.random.default_rng(0), 60, 500), 30)
-    signals = signals._replace(externally_skipped=np.zeros(500, bool))
-    state, decision = engine.step(engine.init(batch=(500,)), signals, xp=np)
-    assert not violations(state, decision, signals)
-    worse = decision._replace(skip=np.zeros(500, bool), grad_scale=2 * decision.grad_scale)
-    state = state._replace(clip=state.clip._replace(mean=np.full(500, np.nan, np.float32)))
-    broken = {"bad gradient accepted", "factor outside [0, 1]", "state not finite"}
-    assert violations(state, worse, signals) == broken

@@ -27,8 +27,8 @@ COUNTS = {
     "pretraining": (928, 741),
     "zclip": (217, 186),
 }
-"""With jax 0.10.2 the primitives in the jaxpr of the engine, and with torch 2.13.0 the operations
-that torch dispatches in an eager `optimizer.step()` with the device engine."""
+"""Primitives in the jaxpr of the engine (jax 0.10.2), and operations that torch (2.13.0) dispatches
+in an eager `optimizer.step()` with the device engine."""
 
 
 def equations(jaxpr: Any) -> int:
@@ -53,7 +53,7 @@ def test_equations_of_the_engine(preset: str):
 
 @pytest.mark.parametrize("preset", COUNTS)
 def test_dispatches_of_the_device_engine(preset: str):
-    """And no read of a value by the host."""
+    """The host reads no value."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     heal = attach(optimizer, preset, engine="device", compile=False)

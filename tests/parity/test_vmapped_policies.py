@@ -17,27 +17,23 @@ from tests.parity import lockstep
 
 VARIANTS, STEPS = 500, 120
 
-
-WHOLE = {"warmup_steps", "sustain", "first_steps", "escape", "records", "patience"}
-WHOLE |= {"hold_steps", "ramp_steps"}
-"""Numbers that are counts."""
 Tables = dict[str, Any]
-"""Table of a policy -> key -> the ends between which it is drawn."""
+"""Table of a policy -> key -> the ends between which it is drawn, whole numbers if they are."""
 ZCLIP: Tables = {
-    "clip": {"z_threshold": (1, 6), "ema_decay": (0.8, 0.999), "max_norm": (0.1, 100.0)}
+    "clip": {"z_threshold": (1.0, 6.0), "ema_decay": (0.8, 0.999), "max_norm": (0.1, 100.0)}
     | {"min_rel_std": (0.001, 0.1), "warmup_steps": (1, 60)},
 }
 WATCHING: Tables = {
     "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
     "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
-    "grad_ema": {"ratio": (1.5, 20), "sigmas": (2, 20), "ema_decay": (0.8, 0.999)},
-    "grad_ceiling": {"ceiling": (1, 100), "first_ratio": (1.5, 10), "first_steps": (1, 40)},
-    "loss_ratio": {"ratio": (1.01, 6), "warmup_steps": (1, 24), "sustain": (1, 6)}
+    "grad_ema": {"ratio": (1.5, 20.0), "sigmas": (2.0, 20.0), "ema_decay": (0.8, 0.999)},
+    "grad_ceiling": {"ceiling": (1.0, 100.0), "first_ratio": (1.5, 10.0), "first_steps": (1, 40)},
+    "loss_ratio": {"ratio": (1.01, 6.0), "warmup_steps": (1, 24), "sustain": (1, 6)}
     | {"escape": (1, 20)},
-    "loss_ceiling": {"ceiling": (0, 12), "first_ratio": (1, 3), "first_steps": (0, 50)},
-    "instability": {"growth": (0, 0.5), "records": (2, 5), "norm_ratio": (1, 6)}
+    "loss_ceiling": {"ceiling": (0.0, 12.0), "first_ratio": (1.0, 3.0), "first_steps": (0, 50)},
+    "instability": {"growth": (0.0, 0.5), "records": (2, 5), "norm_ratio": (1.0, 6.0)}
     | {"patience": (1, 20)},
-    "records": {"alpha": (0.001, 0.3), "record_rate": (0.1, 0.9), "growth": (0, 0.5)}
+    "records": {"alpha": (0.001, 0.3), "record_rate": (0.1, 0.9), "growth": (0.0, 0.5)}
     | {"warmup_steps": (1, 12)},
 }
 LR: Tables = {
@@ -49,12 +45,12 @@ LR: Tables = {
 def drawn(tables: Tables, rng: np.random.Generator) -> Any:
     """Numbers of all variants, by table and key; a limit below zero is none."""
 
-    def of(key: str, low: float, high: float) -> np.ndarray:
-        if key in WHOLE:
-            return rng.integers(int(low), int(high), VARIANTS).astype(np.int32)
+    def of(low: Any, high: Any) -> np.ndarray:
+        if isinstance(low, int):
+            return rng.integers(low, high, VARIANTS).astype(np.int32)
         return np.maximum(rng.uniform(low, high, VARIANTS), 0).astype(np.float32)
 
-    return {name: {key: of(key, *ends) for key, ends in t.items()} for name, t in tables.items()}
+    return {name: {key: of(*ends) for key, ends in t.items()} for name, t in tables.items()}
 
 
 def every_number(numbers: Any) -> EngineConfig:
@@ -68,7 +64,6 @@ def every_number(numbers: Any) -> EngineConfig:
 
 
 def test_vmap_over_policies_equals_one_run_each():
-    """All variants in one program; some of them are compared with runs of their own."""
     rng = np.random.default_rng(73)
     numbers = drawn(ZCLIP | WATCHING | LR, rng)
     t = np.arange(STEPS)

@@ -165,6 +165,11 @@ def _nnx_program(policy: Any) -> Any:
 RUNS = {"plain": plain, "linen": linen, "nnx": in_place}
 
 
+def driven(run: Run, policy: Any = POLICY) -> tuple[Run, JaxDriver]:
+    """A run, and the driver that its Healer has."""
+    return run, JaxDriver(run.state, policy)
+
+
 def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
     """Steps the run; the handles of the steps, read at the end only."""
     handles = []

@@ -1,4 +1,4 @@
-"""With a `loss_fn` the weights are compared with earlier ones: damage is undone, and nothing else.
+"""A `loss_fn` compares the weights with earlier ones: damage is undone, and nothing else.
 
 Averages and teachers in the state are not replaced, and both sides have the same random keys.
 """
@@ -25,6 +25,7 @@ from healcore.policy import engine_of
 from healcore.runtime.run import evidence
 from healcore.runtime.run.orders import limited
 from tests.healer.run_options import grouped
+from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
 
@@ -60,19 +61,11 @@ def reversed_layer(params: Any) -> Any:
     return {**params, "b": -4.0 * params["b"]}
 
 
-def program(kind: str) -> tuple[Any, Any]:
-    """The optimizer, which may accumulate four batches, and a scan over the batches of one call."""
-    tx: Any = TX
-    if kind == "accumulated":
-        tx = optax.MultiSteps(tx, 4, should_skip_update_fn=optax.skip_not_finite)
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt = state
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        updates, opt = tx.update(grads, opt, params, value=loss)
-        return (optax.apply_updates(params, updates), opt), None
-
-    return tx, jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
+def trained(params: Any, opt: Any, *inputs: Any, loss: Any = loss_of, tx: Any = TX) -> Any:
+    """Parameters and optimizer state after one step."""
+    value, grads = jax.value_and_grad(loss)(params, *inputs)
+    updates, opt = tx.update(grads, opt, params, value=value)
+    return optax.apply_updates(params, updates), opt
 
 
 evaluate = jax.jit(loss_of)
@@ -81,11 +74,15 @@ evaluate = jax.jit(loss_of)
 # -- all batches of a step ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["accumulated", "scanned"])
-def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(kind):
-    """Also where the weights are damaged in between."""
+ACCUMULATED: Any = optax.MultiSteps(TX, 4, should_skip_update_fn=optax.skip_not_finite)
+
+
+@pytest.mark.parametrize("tx", [ACCUMULATED, TX], ids=["accumulated", "scanned"])
+def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
+    """The weights are damaged in between."""
     size, done, waiting = 4, False, []
-    tx, step = program(kind)
+    step = lambda state, batch: (trained(*state, batch, tx=tx), None)  # noqa: E731
+    scan = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
     batches = [data(number) for number in range(400)]
     numbers = {batch[0][0, 0]: number for number, batch in enumerate(batches)}
     compared: set[int] = set()
@@ -102,14 +99,14 @@ def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(kind):
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
         for batch in healer.batches(batches):
             waiting.append(batch)
-            if kind == "scanned" and len(waiting) < size:
+            if tx is TX and len(waiting) < size:
                 continue
             state = healer.state
             if 247 in map(number_of, waiting) and not done:
                 done, state = True, (reversed_layer(state[0]), state[1])
             stacked = jax.tree.map(lambda *each: jnp.stack(each), *waiting)
             waiting.clear()
-            healer.update(step(state, stacked))
+            healer.update(scan(state, stacked))
     compared -= {0}  # the Healer tries the first batch alone
     assert compared
     assert {size * (number // size) + i for number in compared for i in range(size)} == compared
@@ -126,17 +123,13 @@ def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
             calls.append(x)
             return evaluated(model, x)
 
-        options: Any = {"loss_fn": loss_fn} if asks else {}
-        with Healer("default", state=run.state, **grouped(options)) as healer:
+        with Healer("default", state=run.state, loss_fn=loss_fn if asks else None) as healer:
             for x in healer.batches([small_batch(n) * (1 + (n >= 120)) for n in range(160)]):
                 healer.update(run.step(healer.state, x))
         assert healer.rollbacks == 0
         assert (len(calls) > 4) is asks
-        ended.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))))
-    for a, b in zip(*ended, strict=True):
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(a, b)
+        ended.append(bits(nnx.to_pure_dict(nnx.state(model))))
+    assert ended[0] == ended[1]
 
 
 # -- the limit on the rate ------------------------------------------------------------------------
@@ -164,9 +157,7 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
 @jax.jit
 def averaged_step(state: Any, batch: Any) -> Any:
     teacher, params, average, opt = state
-    loss, grads = jax.value_and_grad(lambda p: loss_of(p, batch))(params)
-    updates, opt = TX.update(grads, opt, params, value=loss)
-    params = optax.apply_updates(params, updates)
+    params, opt = trained(params, opt, batch)
     return teacher, params, optax.incremental_update(params, average, 0.01), opt
 
 
@@ -270,9 +261,7 @@ def test_both_sides_have_the_same_key(make_key, uses_key):
     @jax.jit
     def step(state: Any, batch: Any) -> Any:
         params, opt, key = state
-        loss, grads = jax.value_and_grad(noisy)(params, key, batch)
-        updates, opt = TX.update(grads, opt, params, value=loss)
-        return optax.apply_updates(params, updates), opt, jax.random.split(key)[0]
+        return *trained(params, opt, key, batch, loss=noisy), jax.random.split(key)[0]
 
     def loss_fn(state: Any, batch: Any) -> Any:
         if batch[1].tobytes() != data(0)[1].tobytes():  # the Healer tries the first batch alone

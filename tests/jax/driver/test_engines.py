@@ -23,9 +23,11 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
-from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, plain
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
+ADAM: Any = optax.adam(0.1)
+HEALED, NONE = protect(ADAM, POLICY), optax.identity()
 
 
 def test_the_states_of_many_runs_at_once_are_refused_at_the_start():
@@ -52,14 +54,15 @@ def test_a_healing_state_of_another_kind_touches_nothing():
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_an_announcement_does_not_hide_the_step_before_it(kind):
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(RUNS[kind]())
     advance(driver, run, [batch(2)])  # from weak types, which is compiled apart
     driver.update(run.step(driver.live, batch(0)))
     driver.expect_change()
     (name,) = driver.engines()
     assert driver.engines()[name]["state"]["change_expected"] is True
     assert driver.steps() is not None
+    driver.expect_change()
+    assert driver.steps() is None  # which is no step
     compiled = run.compiled()
     advance(driver, run, [batch(1)])
     assert driver.engines()[name]["state"]["change_expected"] is False
@@ -67,28 +70,21 @@ def test_an_announcement_does_not_hide_the_step_before_it(kind):
 
 
 def test_engines_of_one_optimizer_have_their_places_as_names():
-    tx = optax.multi_transform(
-        {"x": protect(optax.sgd(1.0), POLICY), "y": protect(optax.sgd(1.0), POLICY)},
-        {"w": "x", "b": "y"},
-    )
+    tx = optax.multi_transform({"x": HEALED, "y": HEALED}, {"w": "x", "b": "y"})
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, POLICY)
     names = list(driver.engines())
     assert len(names) == 2
     assert all(name.startswith("['opt_state'].inner_states['") for name in names)
 
 
-def accumulating(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    return optax.MultiSteps(protect(inner, POLICY), 2).gradient_transformation()
-
-
 @pytest.mark.parametrize(
     ("tx", "parts"),
     [
-        (protect(optax.adam(0.1), POLICY), ["'params'"]),
+        (HEALED, ["'params'"]),
         # A NaN stays in the accumulator: a rollback empties it.
-        (accumulating(optax.adam(0.1)), ["'params'", "acc_grads"]),
+        (optax.MultiSteps(HEALED, 2), ["'params'", "acc_grads"]),
         # The state does not show which parameters the optimizer trains: all arrays count.
-        (optax.masked(protect(optax.adam(0.1), POLICY), {"w": True, "b": False}), ["'"]),
+        (optax.masked(HEALED, {"w": True, "b": False}), ["'"]),
     ],
     ids=["alone", "accumulated", "masked"],
 )
@@ -104,25 +100,22 @@ def test_the_parameters_have_to_be_finite_and_nothing_else(tx, parts):
 
 
 def test_batch_statistics_of_nnx_are_no_parameters():
-    run = RUNS["nnx"]()
-    driver, model = JaxDriver(run.state, POLICY), run.state["model"]
+    run, driver = driven(RUNS["nnx"]())
+    model = run.state["model"]
     for leaf, finite in ((model.norm.mean, True), (model.first.bias, False)):
         leaf[...] = leaf[...] + jnp.nan
         assert driver.finite() is finite
 
 
 @pytest.mark.parametrize(
-    ("wrap", "bare"),
+    ("healed", "bare"),
     [
-        (lambda tx: optax.chain(heal(POLICY), tx, scale_by_heal_lr()), optax.identity()),
-        (lambda tx: optax.MultiSteps(protect(tx, POLICY), 2), None),
+        (optax.chain(heal(POLICY), ADAM, scale_by_heal_lr()), optax.chain(NONE, ADAM, NONE)),
+        (optax.MultiSteps(HEALED, 2), optax.MultiSteps(ADAM, 2)),
     ],
 )
-def test_without_its_healing_part_a_state_is_that_of_plain_optax(wrap, bare):
-    inner: Any = optax.adam(0.1)
-    plain_one = optax.MultiSteps(inner, 2) if bare is None else optax.chain(bare, inner, bare)
-    healed, before = wrap(inner), plain_one.init(PARAMS)
-    like = healed.init(PARAMS)
+def test_without_its_healing_part_a_state_is_that_of_plain_optax(healed, bare):
+    like, before = healed.init(PARAMS), bare.init(PARAMS)
     assert_same_bits(without_heal_state(like), before)
     old = jax.tree.map(lambda leaf: leaf + 1, before)
     state = with_heal_state(old, like)
@@ -134,8 +127,7 @@ def test_without_its_healing_part_a_state_is_that_of_plain_optax(wrap, bare):
 
 
 def test_a_checkpoint_of_a_run_without_healing_restores(tmp_path):
-    run = plain(epoch=4)
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain(epoch=4))
     store = driver.store(tmp_path)
     advance(driver, run, [batch(0)])
     tx = optax.adamw(1e-2)
@@ -153,30 +145,7 @@ def test_a_checkpoint_of_a_run_without_healing_restores(tmp_path):
     advance(driver, run, [batch(1)])
 
 
-# -- a loop that continues with a state of its own after an edit ----------------------------------
-
-LINE = r"healer\.update\(step\(healer\.state, batch\)\)"
-
-
-@pytest.mark.parametrize(("kind", "to"), [("plain", 0), ("plain", 4), ("linen", 2)])
-def test_the_state_of_before_is_refused_in_the_next_step(kind, to):
-    run = RUNS[kind]()
-    driver = JaxDriver(run.state, POLICY)
-    store = driver.store(None)
-    advance(driver, run, [batch(i) for i in range(to)])
-    store.save(to, driver.state(), healing=driver.engines())
-    advance(driver, run, [batch(i) for i in range(to, 5)])
-    mine = jax.tree.map(jnp.copy, driver.live)
-    restored = store.restore(to, driver.state())
-    driver.load(restored.state, restored.healing or {})
-    right = driver.live
-    with pytest.raises(HealStateError, match=LINE):
-        driver.update(run.step(mine, batch(9)))
-    assert driver.live is right
-    assert driver.steps() is None
-    # The loop may mend that.
-    (handle,) = advance(driver, run, [batch(9)])
-    assert handle.steps()[-1][0].step == to + 1
+# -- states of the loop that are not the last step's. A stale one: tests/healer/test_jax_states ---
 
 
 def overflows(inner: Any, policy: Any) -> Any:
@@ -188,23 +157,17 @@ def overflows(inner: Any, policy: Any) -> Any:
     return optax.GradientTransformationExtraArgs(tx.init, update)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("wrap", "steps"), [(overflows, [0, 0, 1, 1, 2, 3]), (every_third, [0, 0, 1, 1, 1, 2])]
-)
-def test_a_step_that_the_engine_does_not_count_is_no_fresh_state(wrap, steps):
-    """An overflow with loss scaling, from the first step on; a micro-batch."""
-    run = plain(wrap=wrap)
-    driver = JaxDriver(run.state, POLICY)
+def test_an_overflow_which_the_engine_does_not_count_is_no_fresh_state():
+    run, driver = driven(plain(wrap=overflows))
     handles = advance(driver, run, [batch(i, bad=i in (0, 1, 3)) for i in range(6)])
-    assert [handle.steps()[-1][0].step for handle in handles] == steps
+    assert [handle.steps()[-1][0].step for handle in handles] == [0, 0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("every_step", [True, False])
 def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
     """A call of `tx.init` within the loop; one that keeps the healing state is allowed."""
-    run = plain()
+    run, driver = driven(plain())
     fresh = jax.tree.map(np.array, run.state["opt_state"])
-    driver = JaxDriver(run.state, POLICY)
     advance(driver, run, [batch(i) for i in range(3)])
 
     def restarted(number: int, *, keeps_healing: bool = False) -> Any:

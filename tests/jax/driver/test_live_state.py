@@ -19,7 +19,7 @@ from healcore.runtime.driver import WeightsChanged
 from healcore.runtime.store.errors import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
-from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, every_third, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, every_third, plain
 
 BATCHES = [batch(seed) for seed in range(6)]
 
@@ -44,13 +44,14 @@ def back_to(driver: JaxDriver, store: Any, step: int) -> None:
     [("plain", "memory", 2), ("linen", "memory", 0), ("linen", "disk", 2), ("nnx", "disk", 2)],
 )
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
-    """Also from the first state: a TrainState's step begins as the number 0, and is an array then.
+    """The first state is one case: the step of a TrainState is the number 0 there, not an array.
 
-    A new process continues from the checkpoint as well. The norm of the last update is restored.
+    A new process continues from the checkpoint. The norm of the last update, and the statistics of
+    each tensor, are restored.
     """
-    policy = POLICY._replace(detectors=(*POLICY.detectors, *policies.UPDATES.detectors))
-    run = RUNS[kind](policy=policy)
-    driver = JaxDriver(run.state, policy)
+    detectors = (*POLICY.detectors, *policies.UPDATES.detectors)
+    policy = POLICY._replace(detectors=detectors, clip=policies.ADAGC.clip)
+    run, driver = driven(RUNS[kind](policy=policy), policy)
     store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, BATCHES[:at])
     store.save(at, driver.state(), healing=driver.engines())
@@ -80,26 +81,22 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
 
 
 def test_nnx_objects_stay_the_users_own():
-    run = RUNS["nnx"]()
+    run, driver = driven(RUNS["nnx"]())
     model, optimizer = run.state["model"], run.state["optimizer"]
     kernel, moment = model.first.kernel, optimizer.opt_state.inner_state[0].mu["first"]["kernel"]
-    driver = JaxDriver(run.state, POLICY)
     store = driver.store(None)
     store.save(0, driver.state())
     before = jax.tree.map(jnp.copy, (kernel[...], moment[...]))
     advance(driver, run, BATCHES)
-    assert (int(optimizer.step[...]), int(model.dropout.rngs.count[...])) == (6, 6)
     driver.load(store.restore(0, driver.state()).state)
     assert driver.live["model"] is model
     assert model.first.kernel is kernel
     assert_same_bits(before, (kernel[...], moment[...]))
-    assert (int(optimizer.step[...]), int(model.dropout.rngs.count[...])) == (0, 0)
 
 
 def test_python_numbers_come_back_as_they_were():
     extra = {"epoch": 3, "mean": 0.1 + 0.2, "done": True, "far": 2**70, "best": float("inf")}
-    run = plain(**extra)
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain(**extra))
     store = driver.store(None)
     store.save(0, driver.state())
     assert store.steps()[0].finite
@@ -111,8 +108,7 @@ def test_python_numbers_come_back_as_they_were():
 
 
 def test_a_state_that_does_not_fit_changes_nothing():
-    run = RUNS["nnx"]()
-    driver = JaxDriver(run.state, POLICY)
+    _, driver = driven(RUNS["nnx"]())
     items, before = driver.state(), saved(driver)
     wrong = jax.tree.map(lambda leaf: leaf, items["model"])
     wrong["first"]["kernel"] = jnp.zeros((9, 9))
@@ -133,8 +129,7 @@ def multisteps(inner: Any, policy: Any) -> Any:
 
 @pytest.mark.parametrize("wrap", [every_third, multisteps])
 def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
-    run = plain(optax.sgd(0.1), wrap=wrap)
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain(optax.sgd(0.1), wrap=wrap))
     assert driver.may_save()
     advance(driver, run, BATCHES[:3])
     assert driver.may_save()
@@ -155,8 +150,7 @@ def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
 def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     cuts = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
     policy = policies.SKIP._replace(rules=(cuts,), lr=POLICY.lr._replace(reset_moments=True))
-    run = plain(policy=policy)
-    driver = JaxDriver(run.state, policy)
+    run, driver = driven(plain(policy=policy), policy)
     store = driver.store(None)
     advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
     store.save(7, driver.state(), healing=driver.engines())
@@ -170,8 +164,7 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
 
 
 def test_a_state_without_its_healing_part_is_refused():
-    run = plain()
-    driver = JaxDriver(run.state, POLICY)
+    run, driver = driven(plain())
     params = {"params": run.state["params"]}
     with pytest.raises(HealStateError, match="opt_state"):
         driver.update(params)

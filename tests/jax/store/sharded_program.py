@@ -11,11 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from healcore.jax.store import Keep, MemoryStore, OrbaxStore
 from healcore.runtime.store import CheckpointStore
-from tests.runtime.store.store_cases import PinningFormat
+from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, PinningFormat, same
 
-root, KEEP = Path(sys.argv[1]), Keep()
+root = Path(sys.argv[1])
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
 
 
@@ -39,18 +38,8 @@ def fresh():
 spoil = jax.jit(lambda leaf: leaf * 0 + 7, donate_argnums=0)
 
 
-def data(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-
-stores = {
-    "orbax": OrbaxStore(root / "orbax"),
-    "memory": MemoryStore(KEEP),
-    "pinned": CheckpointStore(PinningFormat(), keep=KEEP),
-    "tiers": OrbaxStore(root / "tiers", in_memory=KEEP),
-}
-for name, store in stores.items():
+stores = {case.name: case.make(root / case.name) for case in (ORBAX, JAX_MEMORY, JAX_TIERS)}
+for name, store in {**stores, "pinned": CheckpointStore(PinningFormat())}.items():
     state = fresh()
     store.save(1, {"x": state})
     for key, leaf in state.items():
@@ -58,7 +47,7 @@ for name, store in stores.items():
             jax.block_until_ready(spoil(leaf))
     store.wait()
     store.verify(1)
-    if name == "memory":
+    if name == "jax-memory":
         # Of replicas one is copied. (Every part is rounded up to 64 bytes.)
         assert store.steps()[0].bytes < 1500, store.steps()
     for _ in range(2):
@@ -66,7 +55,7 @@ for name, store in stores.items():
         for key, leaf in fresh().items():
             assert found[key].sharding == leaf.sharding, (name, key, found[key].sharding)
             assert found[key].committed == leaf.committed, (name, key)
-            assert (data(found[key]) == data(leaf)).all(), (name, key)
+            assert same(found[key], leaf), (name, key)
             if key != "key":  # donating what was restored reaches neither store nor replicas
                 jax.block_until_ready(spoil(found[key]))
         store.verify(1)

@@ -22,62 +22,56 @@ from healcore.jax.store import OrbaxStore
 SAVES = 12
 
 
-class V0:
-    """The user's `CheckpointManager`."""
+def manager_of_v0(root: Path) -> tuple[Any, Any, Any]:
+    """`save`, `restore` and `close` of the user's `CheckpointManager`."""
+    options = v0.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True)
+    manager = v0.CheckpointManager(root, options=options)
 
-    def __init__(self, root: Path) -> None:
-        options = v0.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=True)
-        self._manager = v0.CheckpointManager(root, options=options)
-        self.close = self._manager.close
+    def restore(step: int, like: dict[str, Any]) -> Any:
+        manager.wait_until_finished()
+        return manager.restore(step, args=v0.args.StandardRestore(like))
 
-    def save(self, step: int, state: dict[str, Any]) -> bool:
-        return self._manager.save(step, args=v0.args.StandardSave(state))
-
-    def restore(self, step: int, like: dict[str, Any]) -> Any:
-        self._manager.wait_until_finished()
-        return self._manager.restore(step, args=v0.args.StandardRestore(like))
+    save = lambda step, state: manager.save(step, args=v0.args.StandardSave(state))  # noqa: E731
+    return save, restore, manager.close
 
 
-class V1:
-    """The user's `Checkpointer` of the newer API."""
+def manager_of_v1(root: Path) -> tuple[Any, Any, Any]:
+    """The same of the user's `Checkpointer` of the newer API."""
+    latest: Any = v1.training.preservation_policies.LatestN(3)
+    # The default leaves out a save while another is being written.
+    always: Any = v1.training.save_decision_policies.FixedIntervalPolicy(1)
+    manager = v1.training.Checkpointer(
+        str(root), preservation_policy=latest, save_decision_policy=always
+    )
 
-    def __init__(self, root: Path) -> None:
-        latest: Any = v1.training.preservation_policies.LatestN(3)
-        # The default leaves out a save while another is being written.
-        always: Any = v1.training.save_decision_policies.FixedIntervalPolicy(1)
-        self._manager = v1.training.Checkpointer(
-            str(root), preservation_policy=latest, save_decision_policy=always
-        )
-        self.close = self._manager.close
+    def restore(step: int, like: dict[str, Any]) -> Any:
+        manager.wait()
+        return manager.load_checkpointables(step, {"state": like})["state"]
 
-    def save(self, step: int, state: dict[str, Any]) -> bool:
-        return self._manager.save_checkpointables_async(step, {"state": state}) is not None
-
-    def restore(self, step: int, like: dict[str, Any]) -> Any:
-        self._manager.wait()
-        return self._manager.load_checkpointables(step, {"state": like})["state"]
+    save = lambda step, state: manager.save_checkpointables_async(step, {"state": state})  # noqa: E731
+    return save, restore, manager.close
 
 
-@pytest.mark.parametrize("kind", [V0, V1])
-def test_both_save_at_the_same_time(kind, tmp_path):
+@pytest.mark.parametrize("manager_of", [manager_of_v0, manager_of_v1])
+def test_both_save_at_the_same_time(manager_of, tmp_path):
     store = OrbaxStore(tmp_path / "healing")
-    manager = kind(tmp_path / "own")
+    save, restore, close = manager_of(tmp_path / "own")
     state = {f"w{i}": jnp.full((128, 128), float(i)) for i in range(6)}
     for step in range(SAVES):
         state = {name: value + 1 for name, value in state.items()}
         store.save(step, state)
-        assert manager.save(step, state)
+        assert save(step, state)
         if step % 6 == 5:  # a rollback reads while the user's save is being written
             store.wait()
             assert store.restore(step, state).state["w1"][0, 0] == state["w1"][0, 0]
-    own = manager.restore(SAVES - 1, state)
+    own = restore(SAVES - 1, state)
     store.wait()
     restored = store.restore(SAVES - 1, state).state
     for name, value in state.items():
         np.testing.assert_array_equal(own[name], value)
         np.testing.assert_array_equal(restored[name], value)
     assert len(store.steps()) == SAVES
-    manager.close()
+    close()
 
 
 def test_a_save_does_not_wait_for_the_directory_of_another_manager(tmp_path):
