@@ -10,7 +10,7 @@ from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, dumps, fingerprint, load, loads, preset_names
 from healcore.policy.answers import FAULTS, Retry, SkipBatch
 from healcore.runtime.host_policy import HostPolicy
-from tests.catalogue.watch.curves import decisions_of, first
+from tests.catalogue.curves import decisions_of, first
 
 
 def healthy(steps):

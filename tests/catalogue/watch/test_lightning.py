@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from healcore.core.verdict import Cause
-from tests.catalogue.watch import curves
+from tests.catalogue import curves
 from tests.parity import recorded_runs
 
 torch = pytest.importorskip("torch")
@@ -20,7 +20,6 @@ spike = pytest.importorskip("lightning.fabric.utilities.spike", reason="lightnin
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAME = "lightning-spike-detection"
 ESCAPE = 25
-SYNTHETIC = curves.synthetic()
 
 
 @pytest.fixture
@@ -58,13 +57,13 @@ def compare(losses, original):
     return int(theirs[:end].sum()), end
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", curves.SYNTHETIC)
 def test_the_same_at_every_step(name, original):
-    losses = SYNTHETIC[name].copy()
+    losses = curves.SYNTHETIC[name].copy()
     losses[300:303] = np.nan, np.inf, -np.inf
     assert original(losses)[300:303].tolist() == port(losses)[300:303].tolist() == [True] * 3
-    found, compared = compare(SYNTHETIC[name], original)
-    assert compared == curves.STEPS or name == "shift"
+    found, compared = compare(curves.SYNTHETIC[name], original)
+    assert compared == curves.STEPS or name.startswith("shift")
     if name.startswith(("healthy", "ramp")):
         assert found == 0
     elif not name.startswith("rows"):  # most of a row is below three means
@@ -74,6 +73,6 @@ def test_the_same_at_every_step(name, original):
 @recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_on_recorded_runs(original, most):
-    runs = curves.from_runs(250, most)
+    runs = curves.recorded(250, most)
     assert len(runs) >= 10
-    assert sum(compare(losses, original)[0] for losses in runs.values()) >= 1
+    assert sum(compare(losses, original)[0] for _, losses, _ in runs) >= 1

@@ -12,13 +12,12 @@ import pytest
 
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from tests.catalogue.watch import curves
+from tests.catalogue import curves
 
 originals = pytest.importorskip("tests.catalogue.watch.originals")  # needs transformers
 
 NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
-SYNTHETIC = curves.synthetic()
 
 
 def original(losses):
@@ -31,10 +30,10 @@ def port(losses):
     return curves.decisions_of(NAME, losses)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", curves.SYNTHETIC)
 def test_the_same_outliers(name):
     """Wherever both have the same window."""
-    losses = SYNTHETIC[name]
+    losses = curves.SYNTHETIC[name]
     theirs, _, _ = original(losses)
     ours = port(losses).reports(Cause.LOSS_SPIKE)
     clean = outliers = 0
@@ -87,7 +86,7 @@ def test_half_a_window_above_ten_kills():
 def test_axolotl_stops_at_the_same_loss(threshold):
     """With `logging_steps = 1`: the original is asked before the step is logged, one step later."""
     policy = load("axolotl-watchdog", detect={"loss_ceiling": {"ceiling": threshold}})
-    for name, losses in SYNTHETIC.items():
+    for name, losses in curves.SYNTHETIC.items():
         asked = curves.first(originals.watched([*losses, losses[-1]], threshold=threshold))
         stop = curves.first(curves.decisions_of(policy, losses).orders(Action.STOP))
         assert stop == (None if asked is None else asked - 1), name
