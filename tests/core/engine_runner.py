@@ -3,8 +3,6 @@
 Without lanes it runs as in training, recorded once (`healcore.core.recorded`): a fifth of the time.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -77,7 +75,6 @@ def sustained(cause: Cause) -> RuleConfig:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees have the same values."""
     return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
@@ -87,5 +84,4 @@ def alarms(decisions: list[Decision], cause: Cause) -> np.ndarray:
 
 
 def ordered(decisions: list[Decision], action: Action) -> np.ndarray:
-    """At which steps `action` was ordered."""
     return np.array([(d.action & int(action)) != 0 for d in decisions])

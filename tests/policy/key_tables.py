@@ -4,8 +4,6 @@ Keys, defaults, ranges and sentences are those of the tables of `Policy`. A sent
 docstring of the field, in the table or else in the engine's config.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

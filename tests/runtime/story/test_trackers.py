@@ -19,9 +19,9 @@ import wandb
 
 from healcore.runtime.story import trackers
 from healcore.runtime.story.trackers import select
+from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.story.read_back import NAMES, asked, stored
-from tests.tools.report.small_runs import lines_of
 
 EACH = pytest.mark.parametrize("name", NAMES)
 
@@ -45,7 +45,7 @@ def test_what_is_stored(name, folder):
     assert same(plain.weights(), loop.weights()), "tracking changes nothing"
     assert not [e for e in events(folder) if e["kind"] == "problem"]
     found = stored(name, folder)
-    expected = lines_of(metrics)
+    expected = events_of(metrics)
     if name == "mlflow":  # its own reader sorts by time
         assert sorted(step for step, _ in found.rows) == sorted(e["step"] for e in expected)
     else:
@@ -59,7 +59,7 @@ def test_what_is_stored(name, folder):
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    return lines_of(folder / "c" / "healcore.events.jsonl")
+    return events_of(folder / "c" / "healcore.events.jsonl")
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])

@@ -1,7 +1,5 @@
 """The loss probe: its verdicts on healthy and bad curves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,7 +39,6 @@ CASES = {
     "healthy and short": ("PASS", falling(40, 0.0), {}),
     "healthy and noisy": ("PASS", falling(3000, 0.3), {}),
     "a rising line": ("FAIL", np.linspace(2, 3, 10), {}),
-    "a long rising line": ("FAIL", np.linspace(2, 3, 5000), {}),
     "all the same": ("WARN", np.full(ROWS, 0.5), {}),
     "policy gradients about 0": ("PASS", 0.02 * NOISE[:400], {}),
     "policy gradients below 0": ("PASS", np.linspace(-1, -3, 400) + 0.05 * NOISE[:400], {}),
@@ -151,8 +148,6 @@ def test_any_curve_has_an_answer(tmp_path_factory, values):
     elif len(values) < 10:
         assert verdict == "SKIP"
 
-
-# -- instability events: sustained spikes, not noise ----------------------------------------------
 
 NOISES = {
     "gauss": lambda r, n: r.normal(size=n),
