@@ -1,7 +1,5 @@
 """The optimizer probe on Orbax checkpoints of optax states, wherever in the tree they are."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
