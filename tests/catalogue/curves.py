@@ -1,7 +1,5 @@
 """Runs on which an original rule and its port run, and the decisions of a policy on them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -28,11 +26,9 @@ class Decisions(NamedTuple):
     """The limit of the clipping rule."""
 
     def reports(self, cause: Cause) -> np.ndarray:
-        """At which steps, bool (steps,)."""
         return (self.cause & int(cause)) != 0
 
     def orders(self, action: Action) -> np.ndarray:
-        """At which steps, bool (steps,)."""
         return (self.action & int(action)) != 0
 
 
@@ -64,9 +60,9 @@ class Run(NamedTuple):
     norm: np.ndarray
 
 
-def port(policy: Any, runs: list[Run]) -> list[Decisions]:
-    """The decisions of a policy on each run."""
-    return [decisions_of(policy, run.loss, run.norm) for run in runs]
+def on(runs: list[Run], policy: Any) -> list[tuple[Run, Decisions]]:
+    """Each run, and the decisions of a policy on it."""
+    return [(run, decisions_of(policy, run.loss, run.norm)) for run in runs]
 
 
 def healthy(seed: int = 0, steps: int = STEPS) -> Run:
@@ -81,14 +77,15 @@ def synthetic() -> list[Run]:
     """Healthy runs, single spikes, rows of them, level shifts, heavy tails; all finite, above 0."""
     runs, ones = [], np.ones(STEPS)
     for seed in range(2):
-        rng = np.random.default_rng(50 + seed)
+        rng = np.random.default_rng(90 + seed)
         base = healthy(seed)
-        single = rng.random(STEPS) < 0.01
+        single = (rng.random(STEPS) < 0.01) & (np.arange(STEPS) > 30)  # after a warm-up
         row = np.zeros(STEPS, bool)
         for start in (150, 270, 420):
             row[start : start + int(rng.integers(2, 12))] = True
         rise = np.clip((np.arange(STEPS) - 300) / (1, 20)[seed], 0, 1)
         heavy = 1 + 0.1 * np.abs(rng.standard_t(1.5, size=STEPS))
+        tails = 1 + 0.05 * np.abs(rng.standard_t(2, size=STEPS))
         height = rng.uniform(1.3, 30, STEPS)
         runs.append(base)
         for name, loss, norm in (
@@ -98,6 +95,8 @@ def synthetic() -> list[Run]:
             ("shift", 1 + 3 * rise, 1 + 3 * rise),
             ("ramp", 1 + np.maximum(0, np.arange(STEPS) - 200) / 30, ones),
             ("heavy tails", heavy, heavy[::-1]),
+            ("moderate tails", tails, tails[::-1]),
+            ("moderate shift", 1 + rise, 1 + 2 * rise),
         ):
             scaled = (base.loss * loss).astype(np.float32), (base.norm * norm).astype(np.float32)
             runs.append(Run(f"{name} {seed}", *scaled))

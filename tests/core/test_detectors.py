@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from healcore.core.detectors import DETECTORS
+from healcore.core.engine import RuleConfig
 from healcore.core.verdict import Action
-from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
+from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60
 SPIKES = "update_spike", "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
@@ -34,9 +35,10 @@ def judged(name: str, settings: dict, **signals) -> tuple[np.ndarray, np.ndarray
     given = {signal: np.asarray(values, np.float32) for signal, values in signals.items()}
     _, *lanes = next(iter(given.values())).shape
     cause = DETECTORS[name].CAUSE
-    runner = Runner(watching(name, sustained(cause), **settings), lanes=sum(lanes))
+    lasting = RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
+    runner = Runner(watching(name, lasting, **settings), lanes=sum(lanes))
     decisions = runner.feed(**given)
-    return alarms(decisions, cause), ordered(decisions, Action.ROLLBACK)
+    return flags(decisions, cause), flags(decisions, Action.ROLLBACK)
 
 
 def watched(name: str, settings: dict, **signals) -> np.ndarray:

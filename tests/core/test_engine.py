@@ -17,14 +17,14 @@ from healcore.core.engine import (
 from healcore.core.tree import map_leaves
 from healcore.core.verdict import Action, Cause
 from tests.core import fuzz, policies
-from tests.core.engine_runner import Runner, ordered, same, watching
+from tests.core.engine_runner import Runner, flags, same, watching
 
 NOT_FINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
 ROLLBACK = int(Action.ROLLBACK)
 
 
 def where(decisions, action: Action) -> list[int]:
-    return np.flatnonzero(ordered(decisions, action)).tolist()
+    return np.flatnonzero(flags(decisions, action)).tolist()
 
 
 def fired(rule: RuleConfig, losses, action: Action = Action.ROLLBACK) -> list[int]:

@@ -34,8 +34,6 @@ SURFACE = {
     """,
 }
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""
-
-
 INTERNAL = {
     "ChecksumError", "NotRecordable", "UnsplittableBatch", "EpochChanged", "WeightsChanged",
     "RuleBroken",

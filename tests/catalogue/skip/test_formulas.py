@@ -1,7 +1,5 @@
 """Rules on no package index against their formulas, and the fixed clip against torch and optax."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -23,8 +21,8 @@ def equal_wherever_the_windows_are(recipe, original):
     Elsewhere the original's window has the outlier in it, so that it judges by a larger deviation:
     the port finds whatever the original finds, and some steps more.
     """
-    runs, compared, skipped, more = curves.everything(), 0, 0, 0
-    for run, ours in zip(runs, curves.port(recipe, runs), strict=True):
+    compared = skipped = more = 0
+    for run, ours in curves.on(curves.everything(), recipe):
         theirs, alarm = original(run.loss, run.norm), ours.cause != 0
         before = np.cumsum(np.concatenate([[0], alarm]))
         at = np.arange(len(alarm))
@@ -65,7 +63,7 @@ def test_the_same_norms_are_skipped(policy, original, fewest):
     runs, skipped = curves.everything(), 0
     if original is BY_DEVIATIONS:
         runs = [run for run in curves.synthetic() if "shift" not in run.name]
-    for run, ours in zip(runs, curves.port(policy, runs), strict=True):
+    for run, ours in curves.on(runs, policy):
         theirs = original(run.norm)
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
         skipped += int(theirs.sum())
@@ -84,9 +82,8 @@ def test_megatron_finds_the_same_losses_unexpectedly_large():
 
 
 def test_a_fixed_clip_has_the_factors_of_torch_and_optax():
-    runs = curves.everything()
     clip = optax.clip_by_global_norm(1.0)
-    for run, ours in zip(runs, curves.port("fixed-clip", runs), strict=True):
+    for run, ours in curves.on(curves.everything(), "fixed-clip"):
         factors = []
         for norm in run.norm:
             weight = torch.nn.Parameter(torch.ones(1))

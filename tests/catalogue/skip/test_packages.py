@@ -5,8 +5,6 @@ shift. AdaGC ends its warm-up one step before ours, with the numbers of the pape
 The limit of autoclip comes from a histogram, rounded up to its bin: up to 4.4 % more.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -26,8 +24,8 @@ FEW = 20
 
 @pytest.mark.parametrize("recipe", LIMITS)
 def test_zclip_has_the_same_factors(recipe):
-    runs, clipped = curves.synthetic(), 0
-    for run, ours in zip(runs, curves.port(recipe, runs), strict=True):
+    clipped = 0
+    for run, ours in curves.on(curves.synthetic(), recipe):
         theirs, *_ = published(run.norm, max_grad_norm=LIMITS[recipe])
         # The two can differ after a level shift, or where norms have less than 1 % of noise.
         steps = 300 if "shift" in run.name else len(run.norm)
@@ -75,8 +73,7 @@ def test_adagc_has_the_same_factors_tensor_by_tensor(seed, scale):
 
 
 def test_the_limit_of_autoclip_is_the_published_one_up_to_a_bin():
-    runs = curves.everything()
-    for run, ours in zip(runs, curves.port("autoclip", runs), strict=True):
+    for run, ours in curves.on(curves.everything(), "autoclip"):
         for i in range(0, len(run.norm), 7):
             held = run.norm[: i + 1]
             # np.percentile interpolates between two norms; the histogram knows the next above.
@@ -88,8 +85,7 @@ def test_the_limit_of_autoclip_is_the_published_one_up_to_a_bin():
 def test_the_package_autoclip_clips_the_same_steps():
     """The limit comes from the norms before this one."""
     autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
-    runs = curves.synthetic()[:4]
-    for run, ours in zip(runs, curves.port("autoclip", runs), strict=True):
+    for run, ours in curves.on(curves.synthetic()[:4], "autoclip"):
         weight = torch.nn.Parameter(torch.ones(1))
         clipper = autoclip.QuantileClip([weight], quantile=0.1, global_threshold=True)
         compared = 0

@@ -1,11 +1,9 @@
 """The self-healing system for HF and TRL, and PaLM's, OPT's and KempnerForge's recipes.
 
-The rules of the first are an oracle (`originals.SelfHealing`), with which its detectors are
+The rules of the first are an oracle (`originals.self_healing`), with which its detectors are
 compared where they can express these rules. The others were carried out by people or are a wish
 list: what is held here is which orders come, when, and with what behind them.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -14,9 +12,8 @@ from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from tests.catalogue import curves
+from tests.catalogue.watch import originals
 from tests.parity import recorded_runs
-
-originals = pytest.importorskip("tests.catalogue.watch.originals")
 
 PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
     "default": (3, 5.0, 50, 3.0, 5),
@@ -97,9 +94,8 @@ def test_what_needs_a_person_only_alerts(cause):
 
 def failures(failure, losses, norms=None, **options):
     """The steps at which the original reports a failure."""
-    rules = originals.SelfHealing(**options)
     norms = np.ones(len(losses)) if norms is None else norms
-    seen = [rules.see(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
+    seen = originals.self_healing(losses, norms, **options)
     return [step for step, found in enumerate(seen) if failure in found]
 
 

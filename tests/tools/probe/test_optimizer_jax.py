@@ -20,8 +20,6 @@ from healcore.jax.store import OrbaxStore
 from tests.tools.probe.trained_networks import probe, unjudged, verdicts
 
 STEPS, LAYERS = 60, 6
-
-
 RANDOM = np.random.default_rng(0)
 PARAMS = {
     f"layer_{i}": {
