@@ -1,7 +1,5 @@
 """The simulation of long runs against closed forms, and its parameters against the raw records."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The checks of a GPU still run, in their small form, within a time, and can fail."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -34,7 +32,6 @@ FOUND: dict[str, dict[str, Any]] = {
 """What each check finds on a CPU."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*kit.CHECKS, "cost_25M"])
 def test_each_check_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kit, "CHECKS", {n: c._replace(limit_s=280) for n, c in kit.CHECKS.items()})

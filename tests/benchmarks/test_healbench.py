@@ -3,8 +3,6 @@
 The tasks and arms are fakes without a framework, in this file: workers import them by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
@@ -41,8 +39,6 @@ class FakeProblem:
 
 
 class FakeRun(contextlib.AbstractContextManager):
-    """Does what its `does` argument names."""
-
     def __init__(self, problem: FakeProblem, does: str = "") -> None:
         if does == "unavailable":
             raise Unavailable("no such package")

@@ -1,7 +1,5 @@
 """healbench's tasks in JAX and in torch: the same programs, faults in the middle, and the arms."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -19,14 +17,6 @@ from benchmarks.healbench.jax_tasks.problem import running as running_stats
 from benchmarks.healbench.problem import MAIN
 from benchmarks.healbench.tasks import TASKS as TORCH
 from benchmarks.healbench.tasks.middle_faults import STEPS
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_optimizations():
-    """Most of the time goes into compiling."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def build(task: str) -> Any:

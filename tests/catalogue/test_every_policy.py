@@ -1,7 +1,5 @@
 """Every policy that comes with healcore loads, replays, and can be attached in both frameworks."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -17,8 +15,6 @@ from healcore.policy import load, preset_names, recipe_names
 
 ALL = (*preset_names(), *recipe_names())
 STEPS, BAD = 14, 10
-
-
 NOISE = np.random.default_rng(0).normal(size=(3, STEPS))
 LOSSES = (2 + 0.02 * NOISE[0]).astype(np.float32)
 GRADIENTS = (0.3 * np.exp(0.1 * NOISE[1:].T)).astype(np.float32)
@@ -75,7 +71,6 @@ def test_it_is_attached_in_torch(name):
     "name", [x if x in COVERING else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
 )
 def test_it_protects_in_jax_as_in_torch(name):
-    """Both frameworks skip the same steps and end with the same weights."""
     tx = healcore.jax.protect(optax.sgd(1e-2), policy=name)
     params: Any = {"a": jnp.ones(1), "b": jnp.ones(1)}
     state, skipped = tx.init(params), []

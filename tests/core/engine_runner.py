@@ -3,8 +3,6 @@
 Without lanes it runs as in training, recorded once (`healcore.core.recorded`): a fifth of the time.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -71,21 +69,11 @@ def watching(name: str, *rules: RuleConfig, **settings: Any) -> EngineConfig:
     return EngineConfig(detectors=((name, config),), rules=rules, max_skips=1 << 20, grace_steps=0)
 
 
-def sustained(cause: Cause) -> RuleConfig:
-    """A rule that rolls back on a sustained alarm, which one step cannot cause."""
-    return RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
-
-
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees have the same values."""
     return all(np.array_equal(x, y) for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
-def alarms(decisions: list[Decision], cause: Cause) -> np.ndarray:
-    """At which steps `cause` was set: (steps,) or (steps, lanes)."""
-    return np.array([(d.cause & int(cause)) != 0 for d in decisions])
-
-
-def ordered(decisions: list[Decision], action: Action) -> np.ndarray:
-    """At which steps `action` was ordered."""
-    return np.array([(d.action & int(action)) != 0 for d in decisions])
+def flags(decisions: list[Decision], flag: Cause | Action) -> np.ndarray:
+    """At which steps a cause was set or an action ordered: (steps,) or (steps, lanes)."""
+    name = "cause" if isinstance(flag, Cause) else "action"
+    return np.array([(getattr(each, name) & int(flag)) != 0 for each in decisions])

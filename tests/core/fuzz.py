@@ -4,8 +4,6 @@ A trace is a `Signals` of arrays with the leading axes (steps, lanes). Some lane
 are nothing but trouble, and the scales reach from what float32 can barely hold to what it cannot.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -97,7 +95,6 @@ def at(trace: Signals, step: int, lane: int | None = None) -> Signals:
 
 
 def part(trace: Signals, start: int, stop: int) -> Signals:
-    """Steps `start` to `stop`."""
     return Signals(*(None if each is None else each[start:stop] for each in trace))
 
 

@@ -1,7 +1,5 @@
 """Engine configurations for the tests: everything on, with windows short enough to be reached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hypothesis strategies: any policy that the core can run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis
@@ -70,7 +68,6 @@ SETTINGS: dict[str, st.SearchStrategy] = {
     "window": st.integers(2, 60),
     "z_threshold": number(0.5, 8.0),
 }
-"""By the name of the number."""
 OTHERS: dict[str, dict[str, st.SearchStrategy]] = {
     "fixed": {"max_norm": number(0.03125, 64.0)},
     "adagc": {"max_norm": number(0.125, 64.0), "ratio": number(1.0, 4.0)},
@@ -84,7 +81,7 @@ OTHERS: dict[str, dict[str, st.SearchStrategy]] = {
     "plateau": {"window": st.integers(1, 50), "patience": st.integers(1, 5)},
     "records": {"warmup_steps": st.integers(1, 12)},
 }
-"""Where it differs."""
+"""Numbers of one detector or clipping rule whose range differs."""
 
 
 def config(kind: Any, name: str) -> st.SearchStrategy:
@@ -97,7 +94,6 @@ CLIPS = {name: config(kind, name) for name, kind in RULES.items()}
 
 
 def detector(name: str) -> st.SearchStrategy:
-    """(name, config)."""
     return st.tuples(st.just(name), config(DETECTORS[name], name))
 
 

@@ -4,27 +4,18 @@ Many runs are the lanes of one: a detector never sees another lane. The exact ru
 reference, see `test_reference`.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
 import pytest
 
-from healcore.core.verdict import Action, Cause
-from tests.core.engine_runner import Runner, alarms, ordered, sustained, watching
+from healcore.core.detectors import DETECTORS
+from healcore.core.engine import RuleConfig
+from healcore.core.verdict import Action
+from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60
-SPIKES: dict[str, tuple[str, Cause]] = {
-    "loss_spike": ("loss", Cause.LOSS_SPIKE),
-    "grad_spike": ("grad_norm", Cause.GRAD_SPIKE),
-    "update_spike": ("update_norm", Cause.UPDATE_SPIKE),
-    "loss_window": ("loss", Cause.LOSS_SPIKE),
-    "grad_window": ("grad_norm", Cause.GRAD_SPIKE),
-    "grad_ema": ("grad_norm", Cause.GRAD_SPIKE),
-    "grad_ceiling": ("grad_norm", Cause.GRAD_SPIKE),
-}
-"""Name -> its signal and its cause."""
+SPIKES = "update_spike", "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
 BOUNDS = {
     "grad_spike": 80,
     "update_spike": 80,
@@ -39,20 +30,29 @@ def noise(steps: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(steps, LANES))
 
 
-def run(name: str, values: np.ndarray, **settings) -> tuple[np.ndarray, np.ndarray]:
-    """(alarms, rollbacks ordered), each (steps, lanes), on values of the detector's signal."""
-    signal, cause = SPIKES[name] if name in SPIKES else ("loss", Cause[name.upper()])
-    values = np.asarray(values, np.float32)
-    runner = Runner(watching(name, sustained(cause), **settings), lanes=values.shape[1])
+def judged(name: str, settings: dict, **signals) -> tuple[np.ndarray, np.ndarray]:
+    """(alarms, rollbacks ordered), each (steps,) or (steps, lanes) as the signals."""
+    given = {signal: np.asarray(values, np.float32) for signal, values in signals.items()}
+    _, *lanes = next(iter(given.values())).shape
+    cause = DETECTORS[name].CAUSE
+    lasting = RuleConfig(int(cause), action=int(Action.ROLLBACK), sustained=True)
+    runner = Runner(watching(name, lasting, **settings), lanes=sum(lanes))
+    decisions = runner.feed(**given)
+    return flags(decisions, cause), flags(decisions, Action.ROLLBACK)
+
+
+def watched(name: str, settings: dict, **signals) -> np.ndarray:
+    return judged(name, settings, **signals)[0]
+
+
+def run(name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same for a detector with one signal, and its own settings."""
+    (signal,) = DETECTORS[name].NEEDS
     # The update spike has no use for a loss, but a step needs a loss or a gradient norm.
-    decisions = runner.feed(**{"loss": np.ones_like(values), signal: values})
-    return alarms(decisions, cause), ordered(decisions, Action.ROLLBACK)
+    return judged(name, {}, **{"loss": np.ones_like(values), signal: values})
 
 
-# -- spikes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in SPIKES if name != "loss_spike"])
+@pytest.mark.parametrize("name", SPIKES)
 def test_a_spike_is_one_alarm_at_any_scale(name):
     values = np.exp(0.1 * noise(300))
     values[200] = 40
@@ -84,9 +84,9 @@ def test_noise_and_small_shifts_of_norms_are_no_spikes():
 
 
 def test_an_absolute_ceiling_needs_no_history():
-    values = np.c_[[200.0, 50.0, 100.0, 101.0]]
-    found, _ = run("grad_ceiling", values, ceiling=100.0, first_ratio=None)
-    assert found[:, 0].tolist() == [True, False, False, True]
+    settings = {"ceiling": 100.0, "first_ratio": None}
+    found = watched("grad_ceiling", settings, grad_norm=[200.0, 50.0, 100.0, 101.0])
+    assert found.tolist() == [True, False, False, True]
 
 
 # Loss = offset + unit * noise: positive, near zero, negative, crossing zero, tiny, huge.
@@ -111,9 +111,6 @@ def test_a_falling_loss_is_no_spike():
     single, lasting = run("loss_spike", 2 + 9 * np.exp(-t / 300) + 0.05 * noise(2000))
     assert single.mean() < 2e-3
     assert not lasting.any()
-
-
-# -- divergence: a trend that leaves the best level and does not come back ------------------------
 
 
 def test_a_rise_diverges_whatever_its_noise():
@@ -141,22 +138,13 @@ def test_noise_and_a_spike_that_heals_do_not_diverge():
     assert not run("divergence", np.concatenate([*losses, healed], axis=1))[0].any()
 
 
-# -- slow faults ----------------------------------------------------------------------------------
-
-
-def watched(name: str, settings: dict, **signals) -> np.ndarray:
-    """At which steps of one run the detector alarms."""
-    return alarms(Runner(watching(name, **settings)).feed(**signals), Cause[name.upper()])
-
-
 def one_noise(steps: int) -> np.ndarray:
     return np.random.default_rng(2).normal(size=steps)
 
 
 def test_after_patience_steps_in_a_row():
     norms = [1.0] * 50 + [1e-9] * 10 + [np.nan] * 30 + [1e-9] * 20 + [1.0] * 5
-    decisions = Runner(watching("vanishing", threshold=1e-6, patience=20)).feed(grad_norm=norms)
-    found = alarms(decisions, Cause.GRAD_VANISHING)
+    found = watched("vanishing", {"threshold": 1e-6, "patience": 20}, grad_norm=norms)
     assert np.flatnonzero(found).tolist() == [*range(99, 110)], "NaN counts nothing, resets nothing"
 
 
@@ -172,9 +160,8 @@ def test_noise_without_progress_is_a_plateau(offset):
     assert not found[1000:].any(), "the alarm ends with the next better window"
 
 
-@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
-def test_progress_is_no_plateau_in_any_unit(unit):
-    losses = unit * (5 - np.arange(3000) / 1000 + 0.1 * one_noise(3000))
+def test_progress_is_no_plateau_in_any_unit():
+    losses = np.outer(5 - np.arange(3000) / 1000 + 0.1 * one_noise(3000), [1e-3, 1.0, 1e3])
     assert not watched("plateau", PLATEAU, loss=losses).any()
 
 
@@ -195,17 +182,9 @@ def test_two_wide_gaps_in_a_row(offset):
     assert np.flatnonzero(found).tolist() == [*range(400, 500)]
 
 
-# -- growth of loss and norm from step to step: a single jump does not count ----------------------
-
-MANY = 400
-"""Runs of a property, each of its own kind."""
-
-
 def unstable(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     """At which steps `instability` alarms, (steps, lanes)."""
-    signals = {"loss": np.float32(losses), "grad_norm": np.float32(norms)}
-    runner = Runner(watching("instability"), lanes=losses.shape[1])
-    return alarms(runner.feed(**signals), Cause.INSTABILITY)
+    return watched("instability", {}, loss=losses, grad_norm=norms)
 
 
 def growth(steps: int, start: int, factor: float) -> np.ndarray:
@@ -245,31 +224,22 @@ def test_growth_alarms_within_a_few_steps_of_standing_out(kind, factor):
 
 def test_data_that_are_different_at_once_never_alarm():
     """Steps of any height, any norms, noise up to 20 % of the height, learnt or not: no alarm."""
-    rng, steps = np.random.default_rng(10), 300
-    t, at = np.arange(steps)[:, None], rng.integers(250, size=MANY)
+    rng, steps, many = np.random.default_rng(10), 300, 400
+    t, at = np.arange(steps)[:, None], rng.integers(250, size=many)
     kinds = np.stack([of(np.arange(steps)) for of in LOSSES.values()], axis=1)
-    learnt = rng.choice([0.0, 0.01, 0.1], MANY)
-    relative = rng.uniform(0, 0.2, MANY) * rng.uniform(-1, 1, (steps, MANY))
+    learnt = rng.choice([0.0, 0.01, 0.1], many)
+    relative = rng.uniform(0, 0.2, many) * rng.uniform(-1, 1, (steps, many))
     high = t >= at
-    height = 10.0 ** rng.uniform(-2, 4, MANY) * np.exp(-learnt * (t - at) * high)
-    losses = kinds[:, rng.integers(len(LOSSES), size=MANY)] + high * height * (1 + relative)
-    jump = np.where(high, 10.0 ** rng.uniform(0, 4, MANY), 1.0)
-    norms = np.exp(0.3 * rng.normal(size=(steps, MANY))) * jump
+    height = 10.0 ** rng.uniform(-2, 4, many) * np.exp(-learnt * (t - at) * high)
+    losses = kinds[:, rng.integers(len(LOSSES), size=many)] + high * height * (1 + relative)
+    jump = np.where(high, 10.0 ** rng.uniform(0, 4, many), 1.0)
+    norms = np.exp(0.3 * rng.normal(size=(steps, many))) * jump
     assert not np.flatnonzero(unstable(losses, norms).any(0)).tolist(), "lanes"
     # A mix of two sources.
-    ratio, share = 10.0 ** rng.uniform(0.3, 3, MANY), rng.choice([0.01, 0.15, 0.5], MANY)
-    factor = np.where(rng.random((steps, MANY)) < share, ratio, 1.0)
+    ratio, share = 10.0 ** rng.uniform(0.3, 3, many), rng.choice([0.01, 0.15, 0.5], many)
+    factor = np.where(rng.random((steps, many)) < share, ratio, 1.0)
     losses, norms = (spread ** rng.normal(size=factor.shape) * factor for spread in (1.05, 1.3))
     assert not np.flatnonzero(unstable(losses, norms).any(0)).tolist(), "lanes"
-
-
-# -- records of the loss --------------------------------------------------------------------------
-
-
-def records_of(losses: np.ndarray, **settings) -> np.ndarray:
-    """At which steps `records` alarms, (steps, lanes)."""
-    runner = Runner(watching("records", **settings), lanes=losses.shape[1])
-    return alarms(runner.feed(loss=np.float32(losses)), Cause.RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -283,7 +253,6 @@ def test_the_exact_probability_of_an_alarm_is_at_most_alpha(alpha, record_rate):
     t = np.arange(1, steps + 1)[:, None]
     chance = np.where(patterns, 1 / t, 1 - 1 / t).prod(axis=0)
     assert chance.sum() == pytest.approx(1)
-    alarmed = records_of(
-        np.where(patterns, t, -t), alpha=alpha, record_rate=record_rate, growth=0.0
-    )
+    settings = {"alpha": alpha, "record_rate": record_rate, "growth": 0.0}
+    alarmed = watched("records", settings, loss=np.where(patterns, t, -t))
     assert 0 < chance[alarmed.any(axis=0)].sum() <= alpha

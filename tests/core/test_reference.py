@@ -1,7 +1,5 @@
 """The core decides as the plain-Python reference does, step by step, on fuzzed traces."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

@@ -1,7 +1,5 @@
 """A state has no framework and is never changed in place; its saved form is exact and checked."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -22,7 +20,6 @@ from tests.core import fuzz, policies
 
 
 def test_no_framework_is_imported():
-    """Not within a function either."""
     for path in Path(healcore.core.__file__).parent.rglob("*.py"):
         assert not re.search(r"^\s*(import|from) (jax|torch|optax|flax)", path.read_text(), re.M), (
             path
@@ -63,12 +60,8 @@ def test_a_step_writes_into_nothing_it_was_given():
         state = after
 
 
-# -- the saved form: exact, JSON-safe, and refused if from another engine -------------------------
-
-
 @functools.cache
 def after_steps(clip: str, steps: int = 80):
-    """An engine and its state after some steps."""
     groups = policies.GROUPS if clip == "adagc" else 0
     engine = Engine(policies.full(clip))
     trace = fuzz.signals(np.random.default_rng(8), steps, 1, groups=groups)
@@ -108,19 +101,14 @@ DAMAGE = [
     (("schema",), ...),
     (("schema",), 1),
     (("clip",), "adagc"),
-    (("state",), None),
     (("state", "budget", "recoveries"), ...),
     (("state", "budget", "luck"), 3),
-    (("state", "clip", "mean"), float("nan")),
     (("state", "clip", "mean"), 1e39),
-    (("state", "step"), 2**40),
     (("state", "change_expected"), 1),
-    (("state", "clip", "var"), [1.0]),
     (("state", "rules", 3, "window"), [0, [1]]),
-    (("groups",), -1),
     (("groups",), 10**12),
 ]
-"""Where an entry is missing (...) or another."""
+"""Where an entry is missing (...) or another; junk is in the last test."""
 
 
 @pytest.mark.parametrize(("path", "value"), DAMAGE)

@@ -1,7 +1,5 @@
 """The public names and errors; each has a page of the API reference, and `nav` has every page."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
@@ -36,8 +34,6 @@ SURFACE = {
     """,
 }
 """Public names of a module. A deliberate change is listed in CHANGELOG.md too."""
-
-
 INTERNAL = {
     "ChecksumError", "NotRecordable", "UnsplittableBatch", "EpochChanged", "WeightsChanged",
     "RuleBroken",

@@ -1,7 +1,5 @@
 """Each floor imports only those below it, and a reader of one healthy step walks a short way."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

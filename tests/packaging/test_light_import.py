@@ -1,7 +1,5 @@
 """The modules that importing healcore loads, in an interpreter of its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of packages, the pins, and the wheel, built by way of the sdist from a copy."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -22,8 +20,6 @@ SOURCES = {
     "healcore.torch": "adapters/torch",
     "healcore.policies": "policies",
 }
-
-
 LOCK = (ROOT / "requirements" / "lock.txt").read_text().splitlines()
 PINS = [line.replace("_", "-") for line in LOCK if line and not line.startswith("#")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -93,18 +89,14 @@ def test_every_pin_but_torch_has_a_hash():
     assert hashed <= {*PINS}
 
 
-PARTS = ["healcore", "adapters", "policies"]
-FILES = ["pyproject.toml", "README.md", "LICENSE"]
-
-
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """Built without isolation (no download), and in a copy: a build litters its tree."""
     copy = tmp_path_factory.mktemp("checkout")
-    for part in PARTS:
+    for part in ("healcore", "adapters", "policies"):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=ignore)
-    for file in FILES:
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy / file)
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
@@ -115,15 +107,12 @@ def dist(tmp_path_factory):
 
 
 def test_every_source_file_is_in_the_wheel_and_no_other_top_level_name(dist):
-    places = {"healcore": "healcore", "adapters/jax": "healcore/jax",
-              "adapters/torch": "healcore/torch", "policies": "healcore/policies"}  # fmt: skip
     wanted = set()
-    for source, target in places.items():
-        for base, folders, names in os.walk(ROOT / source):  # does not follow symlinks
-            folders[:] = [f for f in folders if f != "__pycache__"]
-            for name in names:
-                if name.endswith((".py", ".toml", ".css", ".js", ".html")) or name == "py.typed":
-                    wanted.add(str(target / (Path(base) / name).relative_to(ROOT / source)))
+    for prefix, source in SOURCES.items():
+        target, shipped = Path(*prefix.split(".")), (".py", ".toml", ".html", "py.typed")
+        for base, _, names in os.walk(ROOT / source):  # does not follow symlinks
+            place = target / Path(base).relative_to(ROOT / source)
+            wanted |= {str(place / name) for name in names if name.endswith(shipped)}
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if not name.endswith("/")]

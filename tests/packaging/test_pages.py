@@ -1,7 +1,5 @@
 """The programs of README.md and of the pages run, and what the pages name exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy
@@ -27,12 +25,10 @@ def text(page: str) -> str:
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The snippets of a page, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", text(page), flags=re.M | re.S)
 
 
 def snippet(page: str, part: str) -> str:
-    """The only snippet of a page that contains a text."""
     (found,) = [block for block in blocks(page) if part in block]
     return found
 
@@ -63,8 +59,6 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
 
 def test_the_jax_snippets(tmp_path, monkeypatch):
     """The first two are one program; each other snippet takes names from the first one only."""
-    import jax.numpy as jnp
-
     monkeypatch.chdir(tmp_path)
     optimizer, loop, nnx, linen, equinox, half = blocks("jax.md")
     scope: dict[str, Any] = {}

@@ -4,8 +4,6 @@ The program of DeepSpeed and the class of ArcticTraining run in `tests/examples`
 on the path.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

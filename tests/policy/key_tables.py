@@ -4,8 +4,6 @@ Keys, defaults, ranges and sentences are those of the tables of `Policy`. A sent
 docstring of the field, in the table or else in the engine's config.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools
@@ -88,9 +86,8 @@ def table_of(tables: tuple[type, ...]) -> str:
 
 def _meaning(table: type, name: str) -> str:
     """The docstring without what another column says, and the largest value in terms of a key."""
-    text = re.sub(
-        r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", meaning_of(table, name)
-    )
+    sentence = {**_docstrings(CORE.get(table, table)), **_docstrings(table)}[name]
+    text = re.sub(r" Static\b.*|, in \([\d, ]+\)(?=\.)|; above \d(?=\.)", "", sentence)
     text = re.sub(r", or None\b[^.]*(?=\.)|^Number of ", "", text)
     text = text[0].upper() + text[1:] if text[:2] != "z-" else text
     for key, limit in getattr(table, "AT_MOST", ()):
@@ -112,11 +109,6 @@ def _shown(default: Any) -> str:
         default = NONE
     as_written = [] if isinstance(default, tuple) else default
     return f"`{json.dumps(as_written)}`"
-
-
-def meaning_of(table: type, name: str) -> str:
-    """The docstring of a field, on one line."""
-    return {**_docstrings(CORE.get(table, table)), **_docstrings(table)}[name]
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """The policies that come with healcore, and rules for faults, which reach the host only."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,28 +8,21 @@ from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, dumps, fingerprint, load, loads, preset_names
 from healcore.policy.answers import FAULTS, Retry, SkipBatch
 from healcore.runtime.host_policy import HostPolicy
-from tests.catalogue.watch.curves import decisions_of, first
-
-
-def healthy(steps):
-    """A healthy run: falling loss, norms with a scatter of ten per cent, below every limit."""
-    rng = np.random.default_rng(0)
-    losses = 2 + 3 * np.exp(-np.arange(steps) / 100) + 0.02 * rng.standard_normal(steps)
-    return losses, 0.5 * np.exp(0.1 * rng.standard_normal(steps))
+from tests.catalogue.curves import decisions_of, first, healthy
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_each_is_described_and_leaves_a_healthy_run_alone(name):
     policy = load(name)
     assert (policy.name, policy.description[-1], bool(policy.references)) == (name, ".", True)
-    decisions = decisions_of(name, *healthy(600))
+    decisions = decisions_of(name, *healthy(steps=600)[1:])
     assert not decisions.skip.any()
     assert not decisions.action.any()
     assert (decisions.lr_scale == 1).all()
 
 
 def test_nans_that_go_on_are_a_rollback_and_a_cut():
-    losses, norms = healthy(400)
+    _, losses, norms = healthy(steps=400)
     losses[200:220] = np.nan
     begins = []
     for name in ("aggressive", "pretraining", "conservative"):
@@ -45,7 +36,7 @@ def test_nans_that_go_on_are_a_rollback_and_a_cut():
 def test_default_only_says_that_data_may_be_other_and_pretraining_acts():
     """Loss and norm quadruple and slowly fall. `default` confirms before it rolls back."""
     assert [load(name).rollback.confirm for name in ("default", "pretraining")] == [True, False]
-    losses, norms = healthy(400)
+    _, losses, norms = healthy(steps=400)
     high = np.exp(-np.arange(200) / 300)
     losses[200:] += 6.0 * high
     norms[200:] *= 1 + 3 * high
@@ -61,7 +52,7 @@ def test_default_only_says_that_data_may_be_other_and_pretraining_acts():
 
 def test_default_warns_of_a_loss_that_blows_up_and_changes_no_finite_step():
     """Each step makes the next worse. The host decides about the rate."""
-    losses, norms = healthy(220)
+    _, losses, norms = healthy(steps=220)
     grown = 1.5 ** np.arange(20)
     losses[200:] += grown
     norms[200:] *= 1 + 10 * grown

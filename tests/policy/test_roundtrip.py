@@ -1,9 +1,9 @@
 """Writing and reading back, and garbage of every kind."""
 
-from __future__ import annotations
-
 import json
 import tomllib
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -33,62 +33,44 @@ line = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_s
 )
 
 
-def table(**optional: st.SearchStrategy) -> st.SearchStrategy:
-    """A table of which each key may be absent."""
-    return st.fixed_dictionaries({}, optional=optional)
+def table(required: Mapping[str, Any] = {}, **optional: st.SearchStrategy) -> st.SearchStrategy:
+    """A table of which each optional key may be absent."""
+    return st.fixed_dictionaries(dict(required), optional=optional)
 
 
 def names(*choices: str) -> st.SearchStrategy:
     return st.lists(st.sampled_from(choices), min_size=1, unique=True)
 
 
-def clip(kind: str, **optional: st.SearchStrategy) -> st.SearchStrategy:
-    return st.fixed_dictionaries({"kind": st.just(kind)}, optional=optional)
-
-
-RULES = st.fixed_dictionaries(
+RULES = table(
     {
         "to": names("nonfinite", "nonfinite_loss", "divergence"),
         "do": names("skip", "alert", "rollback", "cut_lr"),
     },
-    optional={
-        "when": table(sustained=st.booleans(), consecutive=st.integers(1, 100))
-        | st.fixed_dictionaries({"count": st.integers(1, 9), "within": st.integers(9, 4096)})
-    },
+    when=table(sustained=st.booleans(), consecutive=st.integers(1, 100))
+    | table({"count": st.integers(1, 9), "within": st.integers(9, 4096)}),
 )
-POLICIES = st.fixed_dictionaries(
-    {
-        "schema": st.just(1),
-        "name": line,
-        "detect": st.fixed_dictionaries(
-            {"nonfinite": st.just({}), "divergence": st.just({})},
-            optional={
-                "plateau": table(chance_level=st.sampled_from(["none", 0.0, 0.6931, -3.5, 1e-7])),
-                "vanishing": table(threshold=st.floats(1e-11, 1), patience=steps),
-            },
-        ),
-    },
-    optional={
-        "description": st.text(st.characters(exclude_categories=["Cs"])),
-        "references": st.lists(line, unique=True),
-        "mode": st.sampled_from(["heal", "observe"]),
-        "grace_steps": some_steps,
-        "clip": clip("none")
-        | clip("fixed", max_norm=positive)
-        | clip("autoclip", percentile=st.floats(0.1, 99), max_norm=limit)
-        | clip(
-            "zclip",
-            z_threshold=positive,
-            ema_decay=fraction,
-            warmup_steps=steps,
-            target=st.sampled_from(["reciprocal", "mean", "max"]),
-            max_norm=limit,
-            shift=table(patience=st.integers(1, 10**6), gain=st.integers(1, 1000)),
-        ),
-        "respond": st.lists(RULES, max_size=4),
-        "lr": table(factor=st.floats(0.2, 0.9), hold_steps=some_steps),
-        "rollback": table(depth=st.integers(1, 1000)),
-    },
+DETECT = table(
+    {"nonfinite": st.just({}), "divergence": st.just({})},
+    plateau=table(chance_level=st.sampled_from(["none", 0.0, 0.6931, -3.5, 1e-7])),
+    vanishing=table(threshold=st.floats(1e-11, 1), patience=steps),
+)
+POLICIES = table(
+    {"schema": st.just(1), "name": line, "detect": DETECT},
+    description=st.text(st.characters(exclude_categories=["Cs"])),
+    references=st.lists(line, unique=True),
+    mode=st.sampled_from(["heal", "observe"]),
+    grace_steps=some_steps,
+    clip=table({"kind": st.just("autoclip")}, percentile=st.floats(0.1, 99), max_norm=limit)
+    | table(
+        {"kind": st.just("zclip")},
+        z_threshold=positive,
+        ema_decay=fraction,
+        target=st.sampled_from(["reciprocal", "mean", "max"]),
+        shift=table(patience=st.integers(1, 10**6), gain=st.integers(1, 1000)),
+    ),
+    respond=st.lists(RULES, max_size=4),
+    lr=table(factor=st.floats(0.2, 0.9), hold_steps=some_steps),
 )
 
 

@@ -1,7 +1,5 @@
 """The tables of a policy file match the engine's configs, and docs/policies.md lists every key."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ HEAD = 'schema = 1\nname = "x"\n'
 
 
 def all_tables() -> set[type]:
-    """Every table of the format."""
     found: list[type] = [Policy]
     for table in found:  # which grows
         parts = (part for key in keys_of(table).values() for part in key.tables)

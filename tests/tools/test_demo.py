@@ -1,7 +1,5 @@
 """The demo end to end, small: real training in both frameworks, table, picture, pages, events."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +32,6 @@ class Demo(NamedTuple):
         return run
 
     def column(self, framework: str, arm: str, name: str = "loss") -> np.ndarray:
-        """One field of all steps of one of its runs."""
         return np.asarray([getattr(step, name) for step in self.run(framework, arm).steps])
 
 

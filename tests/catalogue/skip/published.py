@@ -4,8 +4,6 @@ Written from the formula, not copied; each names project, file and commit. They 
 the originals: a test asks them for what the port does otherwise.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

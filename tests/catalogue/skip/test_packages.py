@@ -5,19 +5,15 @@ shift. AdaGC ends its warm-up one step before ours, with the numbers of the pape
 The limit of autoclip comes from a histogram, rounded up to its bin: up to 4.4 % more.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from pytorch_optimizer import AdaGC
-from zclip import ZClip
 
 from healcore.core.signals import Signals
 from healcore.policy import load
-from tests.catalogue.skip import traces
+from tests.catalogue import curves
+from tests.core.test_clipping import published
 
 LIMITS = {"zclip-paper": None, "zclip-1.0.0": 1.0}
 WARM = 100
@@ -26,22 +22,11 @@ FEW = 20
 """Norms from which on a percentile does not hang on how it is interpolated between two of them."""
 
 
-def zclip_factors(norms: np.ndarray, limit: float | None) -> np.ndarray:
-    """Factors that the package puts on a gradient of each norm."""
-    settings: Any = {"max_grad_norm": limit}  # its annotation has no None, its docstring has
-    rule, module, factors = ZClip(**settings), torch.nn.Linear(1, 1, bias=False), []
-    for norm in norms:
-        module.weight.grad = torch.full((1, 1), float(norm))
-        rule.step(module)
-        factors.append(float(module.weight.grad) / float(norm))
-    return np.array(factors)
-
-
 @pytest.mark.parametrize("recipe", LIMITS)
-def test_zclip_has_the_same_factors(recipe: str):
-    runs, clipped = traces.synthetic(), 0
-    for run, ours in zip(runs, traces.port(recipe, runs), strict=True):
-        theirs = zclip_factors(run.norm, LIMITS[recipe])
+def test_zclip_has_the_same_factors(recipe):
+    clipped = 0
+    for run, ours in curves.on(curves.synthetic(), recipe):
+        theirs, *_ = published(run.norm, max_grad_norm=LIMITS[recipe])
         # The two can differ after a level shift, or where norms have less than 1 % of noise.
         steps = 300 if "shift" in run.name else len(run.norm)
         np.testing.assert_allclose(
@@ -69,7 +54,7 @@ def adagc_factors(norms: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("scale", "seed"), [(1.0, 0), (5.0, 1)])
-def test_adagc_has_the_same_factors_tensor_by_tensor(seed: int, scale: float):
+def test_adagc_has_the_same_factors_tensor_by_tensor(seed, scale):
     """Two tensors: noise about a slow drift, and spikes; global norms of about 0.4."""
     rng = np.random.default_rng(seed)
     level = np.array([0.1, 0.4]) * (1 + 0.2 * np.sin(np.arange(400) / 60))[:, None]
@@ -88,8 +73,7 @@ def test_adagc_has_the_same_factors_tensor_by_tensor(seed: int, scale: float):
 
 
 def test_the_limit_of_autoclip_is_the_published_one_up_to_a_bin():
-    runs = traces.everything()
-    for run, ours in zip(runs, traces.port("autoclip", runs), strict=True):
+    for run, ours in curves.on(curves.everything(), "autoclip"):
         for i in range(0, len(run.norm), 7):
             held = run.norm[: i + 1]
             # np.percentile interpolates between two norms; the histogram knows the next above.
@@ -101,8 +85,7 @@ def test_the_limit_of_autoclip_is_the_published_one_up_to_a_bin():
 def test_the_package_autoclip_clips_the_same_steps():
     """The limit comes from the norms before this one."""
     autoclip = pytest.importorskip("autoclip.torch", exc_type=ImportError)
-    runs = traces.synthetic()[:4]
-    for run, ours in zip(runs, traces.port("autoclip", runs), strict=True):
+    for run, ours in curves.on(curves.synthetic()[:4], "autoclip"):
         weight = torch.nn.Parameter(torch.ones(1))
         clipper = autoclip.QuantileClip([weight], quantile=0.1, global_threshold=True)
         compared = 0

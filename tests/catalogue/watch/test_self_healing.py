@@ -1,11 +1,9 @@
 """The self-healing system for HF and TRL, and PaLM's, OPT's and KempnerForge's recipes.
 
-The rules of the first are an oracle (`originals.SelfHealing`), with which its detectors are
+The rules of the first are an oracle (`originals.self_healing`), with which its detectors are
 compared where they can express these rules. The others were carried out by people or are a wish
 list: what is held here is which orders come, when, and with what behind them.
 """
-
-from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -13,12 +11,10 @@ import pytest
 from healcore.core.signals import Signals
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from tests.catalogue.watch import curves
+from tests.catalogue import curves
+from tests.catalogue.watch import originals
 from tests.parity import recorded_runs
 
-originals = pytest.importorskip("tests.catalogue.watch.originals")
-
-SYNTHETIC = curves.synthetic()
 PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
     "default": (3, 5.0, 50, 3.0, 5),
     "aggressive": (1, 3.0, 20, 2.0, 10),
@@ -35,7 +31,7 @@ def preset(request):
 def quiet(steps=420):
     """A healthy run: losses, norms."""
     norms = 0.5 * np.exp(0.05 * np.random.default_rng(1).standard_normal(steps))
-    return curves.healthy(steps, seed=6), norms.astype(np.float32)
+    return curves.healthy(6, steps).loss, norms.astype(np.float32)
 
 
 def test_nan_loss_goes_back_and_halves_the_rate(preset):
@@ -98,9 +94,8 @@ def test_what_needs_a_person_only_alerts(cause):
 
 def failures(failure, losses, norms=None, **options):
     """The steps at which the original reports a failure."""
-    rules = originals.SelfHealing(**options)
     norms = np.ones(len(losses)) if norms is None else norms
-    seen = [rules.see(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
+    seen = originals.self_healing(losses, norms, **options)
     return [step for step, found in enumerate(seen) if failure in found]
 
 
@@ -114,7 +109,7 @@ def same_spikes(losses, ratio):
 
 @pytest.mark.parametrize("ratio", [1.5, 3.0, 5.0])
 def test_the_same_first_loss_spike(ratio):
-    answers = {name: same_spikes(losses, ratio) for name, losses in SYNTHETIC.items()}
+    answers = {name: same_spikes(losses, ratio) for name, losses in curves.SYNTHETIC.items()}
     assert all(same for same, _ in answers.values()), answers
     assert any(at for _, at in answers.values())
 
@@ -122,8 +117,8 @@ def test_the_same_first_loss_spike(ratio):
 @recorded_runs.needed
 @curves.SOME_AND_ALL
 def test_the_same_first_loss_spike_on_recorded_runs(most):
-    runs = curves.from_runs(300, most)
-    assert all(same_spikes(losses, ratio)[0] for losses in runs.values() for ratio in (1.2, 2.0))
+    runs = curves.recorded(300, most)
+    assert all(same_spikes(losses, ratio)[0] for _, losses, _ in runs for ratio in (1.2, 2.0))
 
 
 def test_the_attempts_end_with_a_stop(preset):
@@ -138,7 +133,7 @@ def test_the_attempts_end_with_a_stop(preset):
 
 def spiked(steps=600, at=400, length=15, height=1.5):
     """A healthy run with one sustained spike, and quiet norms."""
-    losses = curves.healthy(steps, seed=4)
+    losses = curves.healthy(4, steps).loss
     losses[at : at + length] += height
     return losses, np.full(steps, 0.2, np.float32)
 

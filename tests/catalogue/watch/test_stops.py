@@ -5,37 +5,25 @@ escaped), an outlier is one for both, at every step. After one, the original's m
 so the port may call an outlier that the original does not; never the other way round.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from healcore.core.verdict import Action, Cause
 from healcore.policy import load
-from tests.catalogue.watch import curves
+from tests.catalogue import curves
+from tests.catalogue.watch import originals
 
-originals = pytest.importorskip("tests.catalogue.watch.originals")  # needs transformers
-
-NAME = "llm-foundry-kill-loss-spike"
 WINDOW, ESCAPE = 100, 25
-SYNTHETIC = curves.synthetic()
-
-
-def original(losses):
-    """(outlier, spike, high) of each step."""
-    callback = originals.KillLossSpike()
-    return np.array([callback.see(float(loss)) for loss in losses]).T
 
 
 def port(losses):
-    return curves.decisions_of(NAME, losses)
+    return curves.decisions_of("llm-foundry-kill-loss-spike", losses)
 
 
-@pytest.mark.parametrize("name", SYNTHETIC)
+@pytest.mark.parametrize("name", curves.SYNTHETIC)
 def test_the_same_outliers(name):
-    """Wherever both have the same window."""
-    losses = SYNTHETIC[name]
-    theirs, _, _ = original(losses)
+    losses = curves.SYNTHETIC[name]
+    theirs, _, _ = originals.kill_loss_spike(losses)
     ours = port(losses).reports(Cause.LOSS_SPIKE)
     clean = outliers = 0
     for i in range(len(losses)):
@@ -59,11 +47,11 @@ def test_the_same_outliers(name):
 def test_the_fifth_outlier_in_a_row_kills():
     losses = np.full(200, 2.0)
     losses[150:160] = 9.0
-    _, spike, _ = original(losses)
+    _, spike, _ = originals.kill_loss_spike(losses)
     decisions = port(losses)
     assert curves.first(spike) == 154 == curves.first(decisions.orders(Action.STOP))
     losses[154] = 2.0  # the row is broken
-    _, spike, _ = original(losses)
+    _, spike, _ = originals.kill_loss_spike(losses)
     assert curves.first(spike) == 159 == curves.first(port(losses).orders(Action.STOP))
 
 
@@ -72,7 +60,7 @@ def test_half_a_window_above_ten_kills():
     losses[:100] = 12.0  # an untrained model with a large vocabulary
     losses[300:] = 11.0
     losses[300::5] = 4.0  # so that it is no row
-    _, spike, high = original(losses)
+    _, spike, high = originals.kill_loss_spike(losses)
     decisions = port(losses)
     assert not spike[:150].any()
     ours = curves.first(decisions.reports(Cause.DIVERGENCE) & decisions.orders(Action.STOP))
@@ -80,14 +68,11 @@ def test_half_a_window_above_ten_kills():
     assert curves.first(high) == ours + 1, "the original counts the steps before this one"
 
 
-# -- Axolotl's loss watchdog, on transformers' own callback classes --------------------------------
-
-
 @pytest.mark.parametrize("threshold", [2.2, 3.0, 5.0])
 def test_axolotl_stops_at_the_same_loss(threshold):
     """With `logging_steps = 1`: the original is asked before the step is logged, one step later."""
     policy = load("axolotl-watchdog", detect={"loss_ceiling": {"ceiling": threshold}})
-    for name, losses in SYNTHETIC.items():
-        asked = curves.first(originals.watched([*losses, losses[-1]], threshold=threshold))
+    for name, losses in curves.SYNTHETIC.items():
+        asked = curves.first(originals.loss_watchdog([*losses, losses[-1]], threshold))
         stop = curves.first(curves.decisions_of(policy, losses).orders(Action.STOP))
         assert stop == (None if asked is None else asked - 1), name

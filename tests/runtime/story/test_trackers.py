@@ -17,9 +17,9 @@ import wandb
 
 from healcore.runtime.story import trackers
 from healcore.runtime.story.trackers import select
+from tests.healer.run_directory import events_of
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.story.read_back import STORED, asked
-from tests.tools.report.small_runs import lines_of
 
 
 @pytest.fixture
@@ -41,9 +41,9 @@ def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
     plain = loop_of("torch", Faults(once=[13]))
     train(plain, rules(), data)
     assert same(plain.weights(), loop.weights()), "tracking changes nothing"
-    events = lines_of(folder / "c" / "healcore.events.jsonl")
+    events = events_of(folder / "c" / "healcore.events.jsonl")
     assert not [each for each in events if each["kind"] == "problem"]
-    found, expected = STORED[name](folder), lines_of(folder / "c" / "healcore.metrics.jsonl")
+    found, expected = STORED[name](folder), events_of(folder / "c" / "healcore.metrics.jsonl")
     assert {each["step"] for each in expected} == set(range(19)), "one bad batch is left out"
     assert (found.runs, len({each["run"] for each in expected})) == (1, 2)
     if name == "mlflow":  # its own reader sorts by time

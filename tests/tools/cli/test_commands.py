@@ -1,13 +1,10 @@
 """`healcore policy` and `healcore events`, docs/cli.md, and the files that commands write."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from healcore.policy import load, loads, preset_names, preset_text, recipe_names
 from healcore.tools.cli import app
 from healcore.tools.output import OutputError, check_outputs, replacing
 from tests.events.sample_events import SAMPLES
+from tests.packaging.test_pages import text
 
 ALL = (*preset_names(), *recipe_names())
 
@@ -55,8 +53,8 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
     wrong.write_text('schema = 1\nname = "wrong"\n[clip]\nkind = "zclip"\nz_threshold = nan\n')
     done = healcore_cli("policy", "check", str(wrong), "default")
     assert done.exit_code == 1
-    for text in ("clip.z_threshold = nan", "wrong.toml: 1 problem", "write: z_threshold = 2.5"):
-        assert text in done.stderr
+    for part in ("clip.z_threshold = nan", "wrong.toml: 1 problem", "write: z_threshold = 2.5"):
+        assert part in done.stderr
     assert done.stdout.startswith("default: ok")
 
 
@@ -132,11 +130,7 @@ def test_a_run_that_was_killed_ends_it(tmp_path):
     assert "was killed" in errors
 
 
-DOCS = Path(__file__).parents[3] / "docs"
-PAGES = [
-    (DOCS / f"{name}.md").read_text()
-    for name in ("cli", "replay", "recipes", "reports", "tutorial")
-]
+PAGES = [text(f"{name}.md") for name in ("cli", "replay", "recipes", "reports", "tutorial")]
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,5 @@
 """`healcore probe` as a user has it: text, strict JSON, exit status."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

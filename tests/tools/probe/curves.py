@@ -1,7 +1,5 @@
 """Loss curves as CSV files, and the probe's results on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,6 @@ def probe(path: Path, **inputs: object) -> ProbeResult:
 
 def probe_values(folder: Path, values: object, **inputs: object) -> ProbeResult:
     return probe(write(folder, np.asarray(values, np.float64)), **inputs)
-
-
-def verdict_of(result: ProbeResult, name: str) -> str:
-    return next(check.verdict.value for check in result.checks if check.name == name)
 
 
 def falling(steps: int, noise: float, seed: int = 0) -> np.ndarray:

@@ -1,7 +1,5 @@
 """The checkpoint probe: every store, every kind of damage, and checkpoints that others wrote."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -1,22 +1,14 @@
 """Checkpoints are read in a process with limits; what ends it costs one path its verdict."""
 
-from __future__ import annotations
-
 import os
-import random
 import resource
-import shutil
 
-import numpy as np
-import pytest
 import torch
-from orbax.checkpoint import v1 as ocp
 
 from healcore.tools.probe.checkpoint import judge
-from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, dumps
+from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
 from healcore.tools.probe.child import probe_paths
 from tests.hostile.pickles import BEGIN, END, called, torch_file
-from tests.tools.cli.test_probe import strict
 
 
 def killed(path, inputs):
@@ -40,7 +32,8 @@ def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
     paths = [large, deep, tmp_path / "good.pt"]
     results = probe_paths("checkpoint", judge, paths, CheckpointInputs())
     assert [result.verdict.value for result in results] == ["ERROR", "ERROR", "PASS"]
-    assert "memory" in results[0].checks[0].message
+    message = f"{large} could not be judged: it needs more memory than its limit"
+    assert results[0].checks[0].message == message
     assert "ended" in results[1].checks[0].message
 
 
@@ -56,26 +49,3 @@ def test_a_process_that_ends_is_replaced(tmp_path):
     small, large = results[0].facts["limits"], results[3].facts["limits"]
     assert large[0] - small[0] == 4 << 30
     assert large[1] > small[1] + 200
-
-
-@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.stress)])
-def test_damage_of_an_orbax_checkpoint_is_an_answer(tmp_path, times):
-    """TensorStore may crash. tests/hostile/test_fuzz.py damages the other formats."""
-    ocp.save(str(tmp_path / "orbax"), {"a": np.ones((50, 6)), "b": {"c": np.ones(3)}})
-    rng = random.Random(20261120)
-    copies = [tmp_path / str(number) for number in range(times)]
-    for copy in copies:
-        shutil.copytree(tmp_path / "orbax", copy)
-        files = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.stat().st_size]
-        file = rng.choice(files)
-        whole = file.read_bytes()
-        at = rng.randrange(len(whole))
-        noise = rng.randbytes(1)
-        spoilt = [noise + whole[at + 1 :], bytes(40) + whole[at + 40 :], b""]  # set, zeros, cut
-        file.write_bytes(whole[:at] + rng.choice(spoilt))
-    results = probe_paths("checkpoint", judge, copies, CheckpointInputs())
-    assert [result.subject for result in results] == list(map(str, copies))
-    strict(dumps(results, CheckpointInputs()))
-    for result in results:
-        if result.checks[0].name == "readable":
-            assert str(tmp_path) in result.checks[0].message

@@ -1,7 +1,5 @@
 """The optimizer probe on Orbax checkpoints of optax states, wherever in the tree they are."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,8 +20,6 @@ from healcore.jax.store import OrbaxStore
 from tests.tools.probe.trained_networks import probe, unjudged, verdicts
 
 STEPS, LAYERS = 60, 6
-
-
 RANDOM = np.random.default_rng(0)
 PARAMS = {
     f"layer_{i}": {

@@ -1,7 +1,5 @@
 """The optimizer probe on checkpoints of torch's own optimizers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -17,21 +15,15 @@ from healcore.tools.probe.checks import ProbeResult
 from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import probe, saved, train, trained, unjudged, verdicts
 
-ADAPTER = "adapter_model.safetensors"
-ADAMS = {
-    "fused amsgrad": functools.partial(torch.optim.AdamW, amsgrad=True, fused=True),
-    "radam": torch.optim.RAdam,
-}
 
-
-@pytest.mark.parametrize("name", ADAMS)
-def test_a_healthy_one_passes(tmp_path, name):
-    net, optimizer = trained(ADAMS[name])
-    result = probe(saved(tmp_path, net, optimizer))
-    assert result.verdict.value == "PASS", result.checks
-    assert result.facts["parameters"] == len(list(net.parameters()))
-    assert result.facts["step"] == 60
-    assert len(result.facts["top"]) == 3
+def test_a_healthy_one_passes(tmp_path):
+    fused = functools.partial(torch.optim.AdamW, amsgrad=True, fused=True)
+    for make in (fused, torch.optim.RAdam):
+        net, optimizer = trained(make)
+        result = probe(saved(tmp_path, net, optimizer))
+        assert result.verdict.value == "PASS", result.checks
+        assert result.facts["parameters"] == len(list(net.parameters()))
+        assert (result.facts["step"], len(result.facts["top"])) == (60, 3)
 
 
 def with_names(net, optimizer, folder):
@@ -149,7 +141,8 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
         square = 1e-6 * torch.rand_like(each) * (1e6 if "v_proj" in name else 1)
         step, average = torch.tensor(60.0), torch.zeros_like(each)
         optimizer.state[each] = {"step": step, "exp_avg": average, "exp_avg_sq": square.detach()}
-    save_file({name: each.detach() for name, each in weights.items()}, tmp_path / ADAPTER)
+    tensors = {name: each.detach() for name, each in weights.items()}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
 
     def probed(factors: dict[str, float]) -> ProbeResult:
         for name, each in weights.items():
@@ -208,7 +201,6 @@ def test_second_moments_of_exactly_0(tmp_path):
 FACTORS: dict[str, tuple[Callable[[int], float], str, set[int]]] = {
     "a benign gradient over depth": (lambda depth: 2.5 ** (2 * depth / 11), "PASS", set()),
     "one layer far below": (lambda depth: 1e-4 if depth == 5 else 1.0, "WARN", {5}),
-    "one layer far above": (lambda depth: 1e2 if depth == 5 else 1.0, "WARN", {5}),
     "half of the layers": (lambda depth: 1e3 if depth > 5 else 1.0, "FAIL", set(range(6, 12))),
 }
 """Factors of the second moments at a depth, the verdict, and the depths that are far off."""

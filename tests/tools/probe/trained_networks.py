@@ -1,7 +1,5 @@
 """Small trained networks and their checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,12 +63,10 @@ def saved(folder: Path, net: nn.Module, optimizer: Any, name: str = "checkpoint.
 
 
 def probe(path: Path, **inputs: Any) -> ProbeResult:
-    """The probe's result, in this process."""
     return judged("optimizer", str(path), judge, path, OptimizerInputs.model_validate(inputs))
 
 
 def unjudged(path: Path, verdict: str, reason: str, **inputs: Any) -> None:
-    """Checks that a path cannot be judged, and why."""
     result = probe(path, **inputs)
     assert result.verdict.value == verdict, result.checks
     assert reason in result.checks[0].message

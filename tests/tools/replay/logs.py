@@ -1,7 +1,5 @@
 """Logs of runs, written as files for the replay to read."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,26 +24,17 @@ def eventful(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
 
     Some rows have no loss, some no norm, some neither.
     """
-    run = noisy(rows, seed)
-    loss, norm = run["loss"], run["grad_norm"]
+    loss, norm = (np.array(column, object) for column in noisy(rows, seed).values())
     for onset in range(120, rows - 40, 300):
-        for row in range(onset, onset + 30):
-            loss[row] = 6.5 - 0.1 * (row - onset)
-            norm[row] = 7.25
-    for row in range(60, rows, 97):
-        norm[row] = 4.5
-    for row in range(70, rows, 151):
-        loss[row] = "nan"
-        norm[row] = "inf"
-    for row in range(250, min(262, rows)):
-        norm[row] = "nan"
-    for row in range(40, rows, 23):
-        norm[row] = ""
-    for row in range(45, rows, 31):
-        loss[row] = ""
-    for row in range(50, rows, 61):
-        loss[row] = norm[row] = ""
-    return run
+        loss[onset : onset + 30] = 6.5 - 0.1 * np.arange(30)
+        norm[onset : onset + 30] = 7.25
+    norm[60::97] = 4.5
+    loss[70::151], norm[70::151] = "nan", "inf"
+    norm[250:262] = "nan"
+    norm[40::23] = ""
+    loss[45::31] = ""
+    loss[50::61] = norm[50::61] = ""
+    return {"loss": loss.tolist(), "grad_norm": norm.tolist()}
 
 
 def write(path: Path, columns: Mapping[str, Column], steps: Sequence[float] | None = None) -> Path:
@@ -66,5 +55,4 @@ def trace(*paths: Path) -> Trace:
 
 
 def part(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Column]:
-    """Some rows of all columns."""
     return {name: cells[start:stop] for name, cells in columns.items()}

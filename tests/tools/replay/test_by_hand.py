@@ -1,7 +1,5 @@
 """A replay decides as the engine driven row by row without its code, and as a live run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -44,7 +42,6 @@ def step(engine: Engine, state, row):
 
 
 def paid_for(state, recoveries):
-    """The state with so many rollbacks left."""
     left = np.asarray(recoveries, np.int32)
     return state._replace(budget=state.budget._replace(recoveries=left))
 

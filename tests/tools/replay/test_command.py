@@ -1,7 +1,5 @@
 """`healcore replay` through the real command line, its table at any width, and docs/replay.md."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -3,8 +3,6 @@
 The scores are counted by hand, and by the official scorer where it is there.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,13 +1,13 @@
 """The report of a real run and of damaged files; its page is complete, self-contained and safe."""
 
-from __future__ import annotations
-
+import contextlib
 import itertools
 import json
 import random
 import re
 import shutil
 import tracemalloc
+from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from healcore.events import Log
 from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.incident import count_incidents
@@ -28,18 +29,51 @@ from healcore.tools.cli import app
 from healcore.tools.report.page import outcome, render
 from healcore.tools.report.picture import WIDTHS, draw, plot
 from healcore.tools.report.run_report import ReportError, RunReport, read_reports
-from tests.tools.report.small_runs import lines_of, train
+from tests.healer import training_loops
+from tests.healer.run_directory import events_of, postmortems
+from tests.healer.training_loops import Faults, broken_at, loop_of
+from tests.packaging.test_pages import blocks
 
 RUNS = pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 
 
+def train(
+    folder: Path, bad: Iterable[int], policy: Any = "pretraining", batches: int = 600, **more: Any
+) -> Path:
+    """A torch run with NaN in some batches. Returns its events file, also if it is stopped.
+
+    A store in `more` continues the run before.
+    """
+    events, data = folder / "run.events.jsonl", range(batches)
+    options = {"events": events, "metrics": folder / "run.metrics.jsonl", "save_every": None}
+    with contextlib.suppress(SystemExit):
+        training_loops.train(loop_of("torch", Faults(always=bad)), policy, data, **options, **more)
+    return events
+
+
+@pytest.fixture(scope="module")
+def healed(tmp_path_factory) -> Path:
+    """Two rollbacks, some skips, completed."""
+    return train(tmp_path_factory.mktemp("healed"), [*range(250, 262), 400, *range(500, 512)])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run whose data is NaN from batch 300 on, so that the policy stops it."""
+    return train(tmp_path_factory.mktemp("stopped"), range(300, 600))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> Path:
+    """A process that dies of an exception at batch 330, and one that resumes its checkpoint."""
+    folder = tmp_path_factory.mktemp("resumed")
+    with contextlib.suppress(RuntimeError):
+        train(folder, range(150, 162), before=broken_at(330), store=folder / "checkpoints")
+    return train(folder, range(450, 462), store=folder / "checkpoints")
+
+
 def of_kind(events, kind):
-    return [event for event in lines_of(events) if event["kind"] == kind]
-
-
-def postmortems(events: Path) -> list[dict[str, Any]]:
-    """The content of each postmortem next to an events file."""
-    return [json.loads(p.read_text()) for p in events.parent.glob("run.postmortem.*.json")]
+    return [event for event in events_of(events) if event["kind"] == kind]
 
 
 @RUNS
@@ -59,7 +93,7 @@ def test_every_incident_and_rollback_is_reported(run, request):
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
     assert sum(case.skipped for case in report.incidents) == skips > 10
     # With the skips that were undone before they were read, which have no event.
-    written = [each["undone_skips"] for each in postmortems(events)]
+    written = [each["undone_skips"] for each in postmortems(events.parent)]
     assert report.counts.undone_skips == max(undone(events, "alarm"), *written)
     assert report.counts.undone_incidents == undone(events, "incident") >= len(back)
     assert report.notes == ()
@@ -67,7 +101,7 @@ def test_every_incident_and_rollback_is_reported(run, request):
 
 def undone(path, kind):
     """Skipped steps, or incidents, before a later event that goes on from an earlier step."""
-    events = lines_of(path)
+    events = events_of(path)
     return sum(
         any(
             later["kind"] in ("rollback", "resume") and later["checkpoint"] <= event["step"]
@@ -82,7 +116,7 @@ def undone(path, kind):
 def test_curves_are_the_metrics_row_by_row(run, request):
     events = request.getfixturevalue(run)
     (report,) = read_reports(events)
-    rows = lines_of(events.with_name("run.metrics.jsonl"))
+    rows = events_of(events.with_name("run.metrics.jsonl"))
     series, step = report.curves, report.curves.step
     assert series.rows == len(rows)
     assert step.tolist() == [row["step"] for row in rows]
@@ -110,7 +144,10 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
     assert "STOP" in report.incidents[-1].action
     for text in (report.diagnosis, outcome(report.incidents[-1])):
         assert "budget of recoveries is exhausted" in text
-    (written,), rows = postmortems(stopped), lines_of(stopped.with_name("run.metrics.jsonl"))
+    (written,), rows = (
+        postmortems(stopped.parent),
+        events_of(stopped.with_name("run.metrics.jsonl")),
+    )
     assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
     assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
 
@@ -126,7 +163,7 @@ def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
     events = train(tmp_path, range(300, 900), policy=policy, batches=900)
-    (written,) = postmortems(events)
+    (written,) = postmortems(events.parent)
     assert (written["skips"], written["observed_skips"]) == (0, 600)
     assert "Tried: nothing: the policy only observes." in written["diagnosis"]
     assert written["metrics"]["heal/observed_skips"] == 600
@@ -184,7 +221,7 @@ def test_nothing_to_report(content, message, tmp_path):
 
 def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
     lines = copy.read_bytes().splitlines(keepends=True)
-    kinds = [event["kind"] for event in lines_of(copy)]
+    kinds = [event["kind"] for event in events_of(copy)]
     at = kinds.index("incident")
     lines[at] = lines[at][:40] + b"\n"
     copy.write_bytes(b"".join(lines) + b'{"schema":1,"se')
@@ -209,8 +246,8 @@ ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}
 
 def test_any_value_in_any_field_is_a_page_or_a_message(copy):
     """Events of a file that somebody has edited, or another program has written."""
-    events = lines_of(copy)
-    metrics = lines_of(copy.with_name("run.metrics.jsonl"))[:200]
+    events = events_of(copy)
+    metrics = events_of(copy.with_name("run.metrics.jsonl"))[:200]
     source = random.Random(0)
     for _ in range(40):
         spoilt = [{**events[0], "mono": 1 << 60}, *map(dict, events[1:])]
@@ -255,24 +292,11 @@ def hostile() -> RunReport:
 
 
 def elements_of(page: str) -> list[tuple[str, dict[str, str | None]]]:
-    """Every element with its attributes."""
     found = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attrs: found.append((tag, dict(attrs)))
     parser.feed(page)
     return found
-
-
-def test_nothing_is_loaded(healed):
-    page = render(read_reports(healed))
-    elements = elements_of(page)
-    for tag, attributes in elements:
-        assert tag not in {"script", "link", "iframe", "object", "embed", "base"}
-        assert not {"srcset", "action", "ping"} & attributes.keys()
-        assert all((attributes.get(e) or "#")[0] == "#" for e in ("href", "xlink:href", "src"))
-    assert not re.search(r"url\((?!#)|@import", page)
-    policy = next(a["content"] for t, a in elements if a.get("http-equiv"))
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def test_every_incident_has_its_row(healed):
@@ -287,15 +311,21 @@ def test_every_incident_has_its_row(healed):
     assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
 
 
-def test_texts_cannot_become_elements():
+def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
     page = render([hostile(), hostile()])
-    elements = elements_of(page)
+    for text in (page, render(read_reports(healed))):
+        assert not re.search(r"url\((?!#)|@import", text)
+        elements = elements_of(text)
+        for tag, attributes in elements:
+            assert tag not in {"script", "img", "link", "iframe", "object", "embed", "base"}
+            assert not {"srcset", "action", "ping"} & attributes.keys()
+            assert not any(name.startswith("on") for name in attributes)
+            assert all((attributes.get(e) or "#")[0] == "#" for e in ("href", "xlink:href", "src"))
+        policy = next(a["content"] for t, a in elements if a.get("http-equiv"))
+        assert policy == "default-src 'none'; style-src 'unsafe-inline'"
     assert page.count("<section") == 2
     assert re.findall(r'<a href="(#s\d)"', page) == ["#s0", "#s1"]
-    tags = [tag for tag, _ in elements]
-    assert not {"script", "img"} & {*tags}
-    assert tags.count("svg") == 4, "two figures in two widths"
-    assert not any(name.startswith("on") for _, attributes in elements for name in attributes)
+    assert page.count("<svg") == 4, "two figures in two widths"
 
 
 def empty() -> RunReport:
@@ -306,11 +336,9 @@ def empty() -> RunReport:
 
 
 def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, capsys):
-    text = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
     monkeypatch.chdir(tmp_path)
     shutil.copy(healed, "run.events.jsonl")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    found = [block for block in blocks if "read_reports" in block or "runs_of" in block]
+    found = [each for each in blocks("reports.md") if "read_reports" in each or "runs_of" in each]
     assert len(found) == 2
     for program in found:
         exec(program, {})
@@ -323,22 +351,18 @@ SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
 
 
 def test_outliers_stay(tmp_path):
-    """40,000 rows with a spike, a NaN, and a rollback of 5,000 steps."""
-    events = [
-        {"kind": "start", "step": None, "host": "h", "pid": 1, "environment": {}, "policy": "p"},
-        {"kind": "rollback", "step": BACK, "onset": BACK - 1, "checkpoint": TO},
-    ]
-    common = {"schema": 1, "run": "r", "time": "2026-11-20T07:24:41.536532Z", "mono": 1.0}
-    text = "".join(json.dumps({**common, "seq": i, **e}) + "\n" for i, e in enumerate(events))
-    (tmp_path / "run.events.jsonl").write_text(text)
+    log = Log(tmp_path / "run.events.jsonl")
+    log.write("start", step=None, policy="default", mode="heal", framework="torch")
+    log.write("rollback", step=BACK, onset=BACK - 1, checkpoint=TO)
     loss = 2 + np.random.default_rng(0).normal(0, 0.1, ROWS)
     loss[[SPIKE, NAN]] = 9.0, np.nan
     steps = [*range(BACK), *range(TO, ROWS - BACK + TO)]
     row = (
-        '{{"schema":1,"kind":"step","run":"r","step":{},"loss":{},"grad_norm":1.0,"threshold":0.0,'
+        '{{"schema":1,"kind":"step","run":"{}","step":{},"loss":{},"grad_norm":1.0,"threshold":0.0,'
         '"lr_scale":1.0,"cause":[],"action":[]}}\n'
     )
-    rows = (row.format(*each) for each in zip(steps, loss.round(6).tolist(), strict=True))
+    values = zip(steps, loss.round(6).tolist(), strict=True)
+    rows = (row.format(log.run, *each) for each in values)
     (tmp_path / "run.metrics.jsonl").write_text("".join(rows).replace(":nan", ':"nan"'))
     tracemalloc.start()
     (report,) = read_reports(tmp_path / "run.events.jsonl")

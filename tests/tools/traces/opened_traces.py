@@ -1,7 +1,5 @@
 """Opens one trace in a test and reads all of it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -9,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from healcore.tools.traces import Trace, lineage, open_traces
+from healcore.tools.traces import Trace, open_traces
 
 
 def open_one(path: str | os.PathLike[str], **options: Any) -> Trace:
-    """The only trace that a path has."""
     (trace,), unreadable = open_traces([os.fspath(path)], **options)
     assert not unreadable
     return trace
@@ -37,11 +34,6 @@ def problems_of(trace: Trace) -> list[tuple[int | None, str]]:
     pattern = re.compile(r".*?/[^/:]*?(?:, line (\d+))?: (.*)", re.S)
     found = [pattern.fullmatch(problem) for problem in trace.problems]
     return [(int(match[1]) if match[1] else None, match[2]) for match in found if match]
-
-
-def lineage_of(trace: Trace) -> list[int]:
-    """The losses of the final lineage, which are the numbers of their rows."""
-    return lineage(trace).values["loss"].astype(int).tolist()
 
 
 def column(values: Any) -> list[float | str]:

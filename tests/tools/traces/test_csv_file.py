@@ -1,7 +1,5 @@
 """CSV files: their dialects, their cells, and the row numbers that pandas gives."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np
@@ -88,9 +86,6 @@ def test_any_cells_keep_the_numbers_that_pandas_gives(tmp_path_factory, cells, q
             with np.errstate(over="ignore"):
                 np.testing.assert_array_equal(table.values["loss"][at], np.float32(number))
     assert len(trace.problems) == unread
-
-
-# -- charts exported from Weights & Biases ---------------------------------------------------------
 
 
 def test_several_runs_are_several_traces(tmp_path):

@@ -1,7 +1,5 @@
 """JSON Lines (healcore's own, typed records, any with a step and a loss), and a Trainer's lines."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -80,9 +78,6 @@ def test_each_of_several_optimizers_is_a_trace(tmp_path):
         assert not trace.notes
 
 
-# -- documents: trainer_state.json and lists of records --------------------------------------------
-
-
 HISTORY = [
     {"epoch": 0.1, "grad_norm": 1.5, "learning_rate": 1e-3, "loss": 2.5, "step": 10},
     {"epoch": 0.1, "eval_loss": 2.25, "eval_runtime": 0.1, "step": 10},
@@ -125,29 +120,23 @@ LINES = {
         "2026-01-01 12:00:00 INFO [rank0]: {}\nINFO saved, it's at /tmp\n{}\n{}\n"
     ),
 }
-DICTS = {
-    "floats": [
-        "{'loss': 2.5, 'note': \"it's\"}",
-        "{'loss': 0.0, 'grad_norm': nan}",
-        "{'loss': -inf}",
-    ],
-    "texts": [
-        "{'loss': '2.5', 'ok': True}",
-        "{'loss': '0.0', 'grad_norm': 'nan'}",
-        "{'loss': '-inf'}",
-    ],
-    "NumPy": [
-        "{'loss': np.float64(2.5), 'x': None}",
-        "{'loss': tensor(0.), 'grad_norm': np.float32(nan)}",
-        "{'loss': np.float64(-inf)}",
-    ],
+NUMBERS = {
+    "floats": ("2.5", "0.0", "nan", "-inf"),
+    "texts": ("'2.5'", "'0.0'", "'nan'", "'-inf'"),
+    "NumPy": ("np.float64(2.5)", "tensor(0.)", "np.float32(nan)", "np.float64(-inf)"),
 }
 
 
-@pytest.mark.parametrize(("lines", "dicts"), list(zip(LINES, DICTS, strict=True)))
-def test_the_lines_of_a_trainer(tmp_path, lines, dicts):
+@pytest.mark.parametrize(("lines", "numbers"), list(zip(LINES, NUMBERS, strict=True)))
+def test_the_lines_of_a_trainer(tmp_path, lines, numbers):
+    first, second, norm, third = NUMBERS[numbers]
+    dicts = (
+        f"{{'loss': {first}, 'note': \"it's\", 'ok': True, 'x': None}}",
+        f"{{'loss': {second}, 'grad_norm': {norm}}}",
+        f"{{'loss': {third}}}",
+    )
     end = "{'train_runtime': 3.2, 'train_loss': 1.0}\n{'loss': 2.1, 'gra\n"
-    path = write(tmp_path / "run.log", LINES[lines].format(*DICTS[dicts]) + end)
+    path = write(tmp_path / "run.log", LINES[lines].format(*dicts) + end)
     trace = open_one(path)
     rows = trace.rows
     assert column(rows.values["loss"]) == [2.5, 0.0, -float("inf")]

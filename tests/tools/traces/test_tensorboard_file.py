@@ -1,7 +1,5 @@
 """Event files, written by torch's SummaryWriter."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np
