@@ -1,7 +1,5 @@
 """Comparing pytrees bit for bit: -0.0 is not 0.0 here, and a NaN equals itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

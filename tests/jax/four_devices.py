@@ -6,8 +6,6 @@
 # optax types arrays and trees as a union of many kinds.
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

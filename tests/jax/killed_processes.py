@@ -8,8 +8,6 @@ share of the time of the save before, from when the save has its temporary direc
 is "killed" or "whole".
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

@@ -1,7 +1,5 @@
 """Policies of these tests, built from the core's own configuration."""
 
-from __future__ import annotations
-
 from healcore.core.clipping import AdaGCConfig, ZClipConfig
 from healcore.core.detectors import DETECTORS, GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig

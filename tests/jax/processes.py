@@ -7,8 +7,6 @@ function takes the folder ROOT and the argument. Each process prints a JSON pair
 its name and what this process saw. Many share one program, because starting it costs more.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Flax: a linen TrainState and nnx objects are reverted whole on a skip."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

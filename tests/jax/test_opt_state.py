@@ -3,8 +3,6 @@
 # optax types every tree as the union of all trees, so that no leaf has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 
-from __future__ import annotations
-
 import functools
 import json
 import warnings

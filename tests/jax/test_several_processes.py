@@ -1,7 +1,5 @@
 """Several devices, and several processes of `jax.distributed`, decide as one device does."""
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

@@ -3,8 +3,6 @@
 # optax types every state as the union of all, so that none has an attribute.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

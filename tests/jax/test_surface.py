@@ -1,7 +1,5 @@
 """The public names, what an import loads, the loop of the page, and typical first mistakes."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import sys

@@ -6,8 +6,6 @@
 # optax types arrays as a union of many kinds.
 # pyright: reportArgumentType=false
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Lines of committed Python. A commit lowers the ceilings to what it reached; none raises them."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 37932),
-    "tests": (("tests",), 35131),
+    "tests": (("tests",), 32800),
     "benchmarks": (("benchmarks",), 8921),
 }
 """Part -> its folders, and the most lines."""

@@ -4,8 +4,6 @@
 with 0-d arrays, which XLA rewrites in ways of its own; `torch-graph` is one graph without Inductor.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The recorded runs in ../shared/traces, as lanes of one length."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -4,8 +4,6 @@ Every loop sees the same losses and gradients, bit for bit: the value of `loss +
 is `loss`, and its gradient is g, whatever w is by then.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from pathlib import Path

@@ -5,8 +5,6 @@ at once, as in a sweep: XLA compiles the two differently. The lanes of the catal
 in test_vmapped_policies. Under `stress` there are millions of steps.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any

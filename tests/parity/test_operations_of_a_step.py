@@ -4,8 +4,6 @@ A number that grows by more than a tenth is a regression. One that falls by more
 be committed here, so that the next regression is seen.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Numbers of a policy as arrays: thousands of variants in one program equal one run each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

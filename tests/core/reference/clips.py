@@ -3,8 +3,6 @@
 Each has `see(norm, groups, learn, restart) -> Clipped`; `norm` and `groups` are finite.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The reference's detectors, from their docstrings."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Same configuration objects as the core, no code of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The reference's detectors with a limit, a window or an average of the last values."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

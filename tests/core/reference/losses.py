@@ -1,7 +1,5 @@
 """The reference's spikes and divergence, in Python floats."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

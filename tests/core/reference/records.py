@@ -1,7 +1,5 @@
 """The reference's records and instability, from the whole history of the losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from healcore.core.verdict import Cause

@@ -4,8 +4,6 @@ The reference computes in float64, the core in float32. Where two numbers are al
 answer is right; everywhere else the two must agree.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

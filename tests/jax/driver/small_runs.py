@@ -1,7 +1,5 @@
 """Small runs as users write them: plain optax, a linen TrainState, nnx objects. All donate."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

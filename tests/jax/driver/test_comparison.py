@@ -3,8 +3,6 @@
 Averages and teachers in the state are not replaced, and both sides have the same random keys.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
 # pyright: reportOptionalMemberAccess=false
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Healing states in a live state: found, saved, put back; and stale states, which are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

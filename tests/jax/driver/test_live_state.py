@@ -1,7 +1,5 @@
 """Saving the live state and putting it back: bit for bit, in place, without compiling again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

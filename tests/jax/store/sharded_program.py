@@ -1,7 +1,5 @@
 """Arrays sharded over eight devices go through every store, with donation in between."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An `OrbaxStore` beside the user's own Orbax manager, which saves at the same time."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

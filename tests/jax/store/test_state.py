@@ -1,7 +1,5 @@
 """Train states, optimizer states, keys: saved and restored."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
