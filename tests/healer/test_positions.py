@@ -167,6 +167,19 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(fram
     assert facts["step"] == rollback["checkpoint"] + 15
 
 
+def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
+    loop, pairs = loop_of("torch", Faults(once=[23])), []
+    with Healer(rules(), state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
+        inputs, targets = (healer.batches(range(at, at + 40)) for at in (0, 100))
+        for pair in zip(inputs, targets, strict=True):
+            pairs.append(pair)
+            loop.step(healer, pair[0])
+    assert healer.rollbacks == 1
+    assert {target - number for number, target in pairs} == {100}
+    assert loop.faults.order.count(24) == 2
+    assert healer.step < len(pairs)
+
+
 def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     """No more than the epoch has: the next one is read from its first batch."""
     for count, batches in ((4, range(23, 28)), (30, range(23, 40))):

@@ -234,6 +234,44 @@ def test_epochs_continue_after_a_kill(framework, kill_at, new_loaders, tmp_path)
     assert taken == [i % LENGTH for i in range(kill_at // 4 * 4, 3 * LENGTH)]
 
 
+def test_an_evaluation_is_whole_after_a_kill(tmp_path):
+    validation, sizes = list(range(100, 103)), []
+
+    def program(healer, step):
+        for batch in healer.batches(range(40)):
+            step(healer, batch)
+            if healer.step % 10 == 0:
+                sizes.append(len(list(healer.batches(validation))))
+
+    start("torch", tmp_path, program, 22)
+    start("torch", tmp_path, program)
+    assert sizes == [3] * 4
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_dictionary_of_the_state_may_grow(store, tmp_path):
+    """A rollback to before its first entry empties the dictionary, and a restart fills it."""
+    for last in (30, 99) if store == "disk" else (99,):
+        loop, best, lengths = loop_of("torch", Faults(once=[23])), dict[str, Any](), list[int]()
+        loop.state["best"] = best
+
+        def before(_, number, loop=loop, best=best, lengths=lengths, last=last):
+            lengths.append(len(best))
+            if number == 22:
+                best["bias"] = loop.model[0].bias.detach().clone()
+            if number == last:
+                raise RuntimeError("power")
+
+        with pytest.raises(RuntimeError, match="power") if last == 30 else nullcontext():
+            where = tmp_path if store == "disk" else None
+            train(loop, rules(), range(40), store=where, before=before)
+        if len(lengths) > 23:
+            assert lengths[22:24] == [0, 1]
+            assert 0 in lengths[24:], "the rollback has emptied it"
+        else:
+            assert lengths[0] == 1, "the restart has filled it"
+
+
 @BOTH
 def test_steps_continue_after_a_kill_and_end_at_the_total(framework, tmp_path):
     numbers = []
