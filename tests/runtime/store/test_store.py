@@ -80,8 +80,8 @@ def test_a_commit_replaces_the_healing_state_alone_and_what_fails_changes_nothin
     like["weights"]["new"] = like["weights"]["half"]
     with pytest.raises(StateMismatch) as error:
         store.restore(7, like)
-    differences = "; ".join(error.value.differences)
-    assert all(each in differences for each in ("float32", "new", "int"))
+    found = [each in "; ".join(error.value.differences) for each in ("float32", "new", "int")]
+    assert found == [True, case.in_jax, case.in_jax]  # in torch names may come and go
     with pytest.raises(StateMismatch, match="no such entry"):
         store.restore(7, {"no such entry": like["weights"]})
     with pytest.raises(CheckpointNotFound):
