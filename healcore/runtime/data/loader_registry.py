@@ -138,6 +138,7 @@ class LoaderRegistry:
         saved = self._saved.pop(str(found.number), None)
         if saved is not None:
             found.trains = (saved["epoch"], saved["index"]) > (0, 0)
+            found.start = found.start if found.trains else saved
             if not found.rewind(saved) and found.trains:
                 self.notices.append(found.fast_forward(saved))
         if epoch is not None:

@@ -16,8 +16,6 @@ from healcore.tools.replay.replayed import Summary, inactive_line
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
-_MAX_FIRST_ALARMS = 10
-
 LEGEND = (
     "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: the "
     "first of each incident; again: repeated orders, because a recorded curve does not recover; "
@@ -109,7 +107,7 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     )
     lines = [
         f"{each.trace}, {each.policy}: first alarm at step {each.first_alarm:.15g}"
-        for each in [each for each in summaries if each.alarms][:_MAX_FIRST_ALARMS]
+        for each in [each for each in summaries if each.alarms][:10]  # a screen has no more
     ]
     lines += [
         line if count == len(unjudged) else f"{line} in {count} of {len(unjudged)} traces"
