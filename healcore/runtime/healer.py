@@ -386,7 +386,7 @@ class Healer(Generic[State]):
         self._live.recovery.comparisons.accept(self._live.data.step + 1)
 
     def save(self) -> None:
-        """Saves a checkpoint now, in addition to the regular ones. Call it between two steps."""
+        """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
         self._live.count_last_step()
         self._live.saver.save("requested")
 

@@ -54,6 +54,33 @@ def test_a_hook_may_override(tmp_path):
     assert events(tmp_path, "hook")[0]["action"] == []
 
 
+def test_a_hook_that_adds_a_save_is_no_evidence():
+    """Weights that are finite after skipped steps are not rolled back."""
+    add_save = lambda incident: incident.action | Action.SAVE  # noqa: E731
+    loop = loop_of("torch", Faults(always=range(20, 32)))
+    assert train(loop, "default", range(50), on_incident=add_save)["rollbacks"] == 0
+
+
+def test_gradients_of_an_optimizer_that_no_longer_steps_do_not_prevent_comparisons():
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (body, head)]
+    state = {"a": body, "b": head, "opt_a": optimizers[0], "opt_b": optimizers[1]}
+    calls = []
+
+    def loss_fn(inputs):
+        calls.append(healer.step)
+        return head(body(inputs)).square().mean()
+
+    with Healer("default", state=state, loss_fn=loss_fn) as healer:
+        for inputs in healer.batches(list(torch.randn(400, 8, 4))):
+            healer.loss(inputs * 50 if healer.step == 360 else inputs).backward()
+            for optimizer in optimizers[healer.step > 20 :]:
+                optimizer.step()
+            optimizers[1].zero_grad()
+    assert sum(step >= 360 for step in calls) > 40, "the loop's own calls alone"
+
+
 def test_two_optimizers_are_one_run(tmp_path):
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)]

@@ -18,8 +18,6 @@ from healcore.runtime.store import CheckpointStore, files
 from tests.healer.run_directory import events
 from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 
-# -- a crash at any point of a rollback: the same end, bit for bit --------------------------------
-
 POINTS = [
     (CheckpointStore, "restore"),
     (Restorer, "_load_state"),

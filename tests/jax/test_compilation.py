@@ -81,9 +81,6 @@ def test_a_step_prepared_ahead_of_time_makes_the_same_bits(how):
         assert_same_bits((ours, made), (theirs, read))
 
 
-# -- the fixed cost of a step, counted and not timed ----------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tx", "limit"),
     [
@@ -146,8 +143,6 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
     # Of Python functions in one `Healer.update`: 277 with Python 3.11.
     assert calls["Python"] <= 10 * 308
 
-
-# -- strict promotion -----------------------------------------------------------------------------
 
 VECTOR = {"w": jnp.ones(3)}
 MIXED = {**VECTOR, "b": jnp.ones(2, jnp.bfloat16)}

@@ -167,9 +167,6 @@ def test_a_process_that_is_killed_in_a_save_leaves_whole_checkpoints(kills: int,
     assert within_a_save >= 1
 
 
-# -- with a `loss_fn` several devices and processes decide as one does ----------------------------
-
-
 def compared(*faults: str, world: int = 1, devices: int = 1) -> list[list[Any]]:
     """What each process saw, by fault."""
     scenarios = [f"trained_together:compared:{fault}" for fault in faults]

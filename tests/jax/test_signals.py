@@ -144,8 +144,6 @@ def test_an_axis_is_named_by_a_string(name, make):
         make(axis_name=("data", "model"), shard_axis_name="data")
 
 
-# -- gradients ------------------------------------------------------------------------------------
-
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 
 
@@ -201,8 +199,6 @@ def test_norms_are_those_of_the_float64_values_for_any_dtype(dtype):
     np.testing.assert_allclose(each, exact, rtol=1e-6)
     np.testing.assert_allclose(norm, np.linalg.norm(exact), rtol=1e-6)
 
-
-# -- `protect` judges only gradients that the optimizer reads -------------------------------------
 
 LAYERS = {"base": jnp.ones(4), "head": jnp.full((4,), 0.5)}
 LABELS = {"base": "frozen", "head": "trained"}

@@ -162,8 +162,6 @@ def test_each_tensor_has_its_own_factor_under_adagc():
     assert_same_bits(updates["b"], -usual["b"])
 
 
-# -- `commit`, and `step_or_keep` for every way of making a state ----------------------------------
-
 STATE = {
     "mean": jnp.asarray([-0.0, 1e-40, jnp.nan]),
     "half": jax.lax.bitcast_convert_type(jnp.arange(65536).astype(jnp.uint16), jnp.bfloat16),

@@ -43,8 +43,6 @@ def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):
     assert not jnp.array_equal(model.layers[0].weight, scope["model"].layers[0].weight)
 
 
-# -- mistakes: an error with the rule, or a warning where it may be intended ----------------------
-
 PARAMS = {"w": jnp.ones(4)}
 
 

@@ -213,8 +213,6 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     return {"same": same, "moved": moved, "listed": listed}
 
 
-# -- a run with a `loss_fn`, whose weights are compared -------------------------------------------
-
 COMPARED_STEPS, FAULT, SAVE_EVERY = 110, 65, 20
 KINDS_OF_FAULT = ("damage", "healthy")
 """All weights x 50, once; targets x 10 from then on, which is no fault. On one device also "rate":

@@ -80,9 +80,6 @@ def exchanges(root: Path) -> dict[str, Any]:
     }
 
 
-# -- a whole healed run ---------------------------------------------------------------------------
-
-
 @functools.cache
 def compiled() -> tuple[Any, Any, list[None]]:
     """The optimizer, the step, and an item for each time that it was traced."""
@@ -151,9 +148,6 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "traced": len(traces),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }
-
-
-# -- other meshes, other numbers of processes, what cannot be saved -------------------------------
 
 
 def from_one(root: Path, one: str) -> dict[str, Any]:

@@ -164,9 +164,6 @@ def _caller() -> str:
     return "user"
 
 
-# -- what makes a tensor without one --------------------------------------------------------------
-
-
 def _empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Tensor:
     return DeviceTensor(torch.empty(size, dtype=dtype))
 

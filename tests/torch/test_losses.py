@@ -133,9 +133,6 @@ def test_an_announced_change_is_no_alarm(where: Any, announced: bool):
     assert int(loop.heal.metrics()["heal/alarms"]) == (not announced)
 
 
-# -- incidents are logged once, not at every step --------------------------------------------------
-
-
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Returns the lines of healcore since the last call."""

@@ -282,10 +282,9 @@ class TorchDriver(Driver):
         }
 
     def learning_rate(self) -> float | None:
-        """The rate of the first optimizer's first group. A sync if it is a tensor on a device."""
+        """The largest rate of the first optimizer, as its engine reads. A sync for a tensor."""
         groups = next(iter(self.healings.values())).optimizer.param_groups
-        rate = groups[0].get("lr")
-        return None if rate is None else float(rate)
+        return max((float(each["lr"]) for each in groups if "lr" in each), default=None)
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""

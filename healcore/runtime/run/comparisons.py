@@ -317,7 +317,7 @@ class Comparisons:
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not self._driver.may_save():
+        if not self._driver.may_save(self._interval):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
@@ -368,7 +368,7 @@ class Comparisons:
 
         A rollback to it repeats fewer steps.
         """
-        onset = anchor.onset or anchor.step
+        onset = anchor.step if anchor.onset is None else anchor.onset
         strong = self._threshold**RESTART_POWER
         better = [e for e in self.anchors if anchor.step < e.step <= onset and e.evidence >= strong]
         if not better:

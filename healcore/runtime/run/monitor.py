@@ -356,7 +356,7 @@ class IncidentMonitor:
             cause=int(record.cause),
             depth=max(depth, 1),
             batches=tuple(self.batches_between(since, step.index)),
-            forced=action != record.action,
+            forced=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
         )
 
     def _ask_hooks(self, judged: _Judged, onset: int) -> Action:

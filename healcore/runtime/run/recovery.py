@@ -254,6 +254,7 @@ class Recovery:
         """
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
+        self.data.step += self.reader.count_correction()
         self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
         if order.better is None:
             late = self.monitor.batches_of_alarms(unread)

@@ -15,10 +15,11 @@ import pytest
 from flax import nnx
 from jax.core import Tracer
 
-from healcore import Healer
+from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import averages, rivals
+from healcore.jax.heal_state import find, steps
 from healcore.policy import engine_of
 from healcore.runtime.run import evidence
 from healcore.runtime.run.orders import limited
@@ -67,6 +68,20 @@ def trained(params: Any, opt: Any, *inputs: Any, loss: Any = loss_of, tx: Any = 
 
 
 evaluate = jax.jit(loss_of)
+
+
+def test_steps_of_an_uneven_dispatch_before_a_rollback_are_counted_once():
+    step = lambda state, batch: (trained(*state, batch), None)  # noqa: E731
+    scan = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
+    hook = lambda _: Action.ROLLBACK if not healer.rollbacks else None  # noqa: E731
+    state = (initial(), TX.init(initial()))
+    with Healer("default", state=state, hooks=Hooks(on_incident=hook)) as healer:
+        for numbers in healer.batches([[1] * 4, [1] * 4, [np.nan, 1, 1, 1], [1] * 2], epochs=3):
+            (x, y), factors = data(0), np.array(numbers, np.float32)
+            batches = x * factors[:, None, None], np.stack([y] * len(factors))
+            healer.update(scan(healer.state, batches))
+        assert healer.rollbacks == 1
+        assert healer.step == int(steps(find(healer.state[1]).heal_engine))
 
 
 # -- all batches of a step ------------------------------------------------------------------------

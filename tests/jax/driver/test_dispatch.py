@@ -153,9 +153,6 @@ def test_each_engine_is_reported_at_its_own_cadence():
     assert all(neutral(each["fast"]) for each in records)
 
 
-# -- many steps in one dispatch -------------------------------------------------------------------
-
-
 def start(records=32):
     """The state that holds this number of records, and a dispatch of many steps."""
     run = plain(optax.sgd(0.01), wrap=functools.partial(protect, records=records))

@@ -143,9 +143,6 @@ def test_a_checkpoint_of_a_run_without_healing_restores(tmp_path):
     advance(driver, run, [batch(1)])
 
 
-# -- states of the loop that are not the last step's. A stale one: tests/healer/test_jax_states ---
-
-
 def overflows(inner: Any, policy: Any) -> Any:
     tx = protect(inner, policy)
 

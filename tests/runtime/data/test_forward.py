@@ -111,9 +111,6 @@ def test_an_order_that_is_not_drawn_again():
     assert "generator" in (cursor.why_not or "")
 
 
-# -- loaders that raise, report wrong positions, or break -----------------------------------------
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
     loader = DataLoader(Squares(bad=4), batch_size=SIZE, num_workers=workers)

@@ -216,9 +216,6 @@ def test_only_errors_of_http_are_transient_or_network(status):
     assert fault.transient == (status in for_a_while)
 
 
-# -- which calls are repeated, how often, after which waits ---------------------------------------
-
-
 def recorded(call: Any, **rules: Any) -> Any:
     """The repeated call, with its `waits` and `attempts`; nothing waits for real."""
     defaults = {"jitter": 0.0, "base_delay_s": 1.0, "factor": 2.0, "max_delay_s": 5.0}

@@ -56,8 +56,6 @@ def test_a_value_that_is_no_action_counts_as_no_result(returned):
     assert "Action.ROLLBACK" in problems[0]
 
 
-# -- rows of unhealthy steps, and past rollbacks --------------------------------------------------
-
 SKIPPED = record(cause=Cause.NONFINITE_GRAD, skip=True)
 MICRO_STEP = record(judged=False)
 

@@ -141,8 +141,6 @@ def test_each_place_ends_with_an_acceptance(all_facts):
     assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
 
 
-# -- what the monitor logs, which batches a rollback skips, and the host's own rules --------------
-
 FINE = record()
 NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 

@@ -220,6 +220,15 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     assert (record.lr_scale, record.incident_open, record.evidence) == (0.5, True, ())
 
 
+def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
+    """Otherwise a limit of the first group's rate would stop the other groups."""
+    body, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    groups = [{"params": m.parameters(), "lr": r} for m, r in ((body, 1e-4), (head, 1e-2))]
+    driver = TorchDriver({"a": body, "b": head, "optimizer": SGD(groups)}, "default")
+    assert driver.learning_rate() == 1e-2
+    driver.close()
+
+
 def test_gradients_left_after_a_step_are_not_an_accumulation():
     run, driver = driven()
     assert driver.may_save()
@@ -233,9 +242,6 @@ def test_gradients_left_after_a_step_are_not_an_accumulation():
     assert not driver.may_save()
     run.optimizer.zero_grad()
     assert driver.may_save(), "thrown away"
-
-
-# -- the evidence ---------------------------------------------------------------------------------
 
 
 class Named:

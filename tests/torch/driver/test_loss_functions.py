@@ -31,9 +31,6 @@ def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     assert drawn[::2] == drawn[1::2]
 
 
-# -- the weights that are compared -----------------------------------------------------------------
-
-
 def test_an_average_stays_current_while_earlier_weights_are_evaluated():
     model = nn.Linear(2, 1)
     average, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)

@@ -134,8 +134,6 @@ def test_the_scalers_state_is_restored_too(fused: bool):
     assert all(map(torch.equal, *ends))
 
 
-# -- the OPT trap: a restored optimizer or schedule overwrites the cut learning rate --------------
-
 SAVED, CUT = 3, 9
 """Steps taken when the checkpoint is, and until the step that is a NaN."""
 SCALES = [0.5] * HOLD + [0.625, 0.75, 0.875, 1.0, 1.0]
