@@ -23,8 +23,6 @@ from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, trai
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning.fits import Regression, trainer
 
-# -- NaN in the state that no step showed: a save finds it, and the policy decides ----------------
-
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
     """A loop with an array `seen` on which no loss depends."""
@@ -127,8 +125,6 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
     assert train(loop(), rules(), range(40), store=tmp_path)["good"]
     assert events(tmp_path, "resume")[0]["checkpoint"] == 25
 
-
-# -- a run that trains nothing ends with one true sentence ----------------------------------------
 
 SENTENCES = {
     "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight",

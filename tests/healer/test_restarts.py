@@ -306,6 +306,17 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
         assert start("torch", tmp_path, program) == []
 
 
+def test_an_evaluation_of_a_stream_that_a_break_ends_does_not_prevent_a_rewind():
+    loop, validation = loop_of("torch", Faults(once=[23])), (number for number in range(100))
+    with Healer(rules(), state=loop.state, checkpoints=EVERY_5) as healer:
+        for number in healer.batches(range(40)):
+            loop.step(healer, number)
+            for _ in healer.batches(validation):
+                break
+    assert healer.rollbacks == 1
+    assert loop.faults.order.count(22) == 2, "rewound"
+
+
 def test_an_evaluation_inside_the_loop(tmp_path):
     loop = loop_of("torch", Faults(always=[23]))
     validation, seen = list(range(100, 103)), []

@@ -116,9 +116,6 @@ def test_a_completed_store_is_of_one_run_which_may_go_on(tmp_path):
     assert run(0, resume=True, epochs=2) == 24
 
 
-# -- a start that finds damage: an older checkpoint or an error, never a silent step 0 ------------
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that broke off at step 22, with checkpoints up to step 20."""
@@ -198,9 +195,6 @@ def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framewo
     assert re.search("cannot be read.* in memory", problems)
     assert "rollback is not on disk" in problems
     assert "No such file" in problems
-
-
-# -- another program than before: its hyperparameters and parameters ------------------------------
 
 
 def fit(

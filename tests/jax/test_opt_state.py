@@ -101,8 +101,6 @@ def test_an_announcement_opens_the_grace_window():
         assert bool(last_decision(after).skip) is (state is before and not announced)
 
 
-# -- norms by name --------------------------------------------------------------------------------
-
 TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "steps": jnp.int32(3)}
 GRADS = {
     "dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.asarray([jnp.nan, 1.0])},
@@ -123,8 +121,6 @@ def test_each_gradient_has_its_norm_before_clipping(tx, jit):
     with pytest.raises(HealStateError, match="2 gradients"):
         gradient_norms(state, {"w": jnp.ones(2)})
 
-
-# -- one policy per run ---------------------------------------------------------------------------
 
 # The default policy with one other number: the same names, the same shapes.
 EDITED = policy.from_dict({**policy.to_dict(policy.load("default")), "max_skips": 7})

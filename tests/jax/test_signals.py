@@ -55,7 +55,7 @@ def test_a_loss_that_float32_cannot_hold_is_infinite():
 
 @every_transformation
 def test_a_given_norm_replaces_the_own_one(tx):
-    """Norms of each tensor are not reported then: in shard_map those of devices would differ."""
+    """Norms of each tensor are not reported, because in shard_map they differ between devices."""
     _, state = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, grad_norm=jnp.float32(10.0))
     assert float(metrics(state)["heal/grad_norm"]) == 10.0
     np.testing.assert_allclose(last_decision(state).grad_scale, 0.1, rtol=1e-5)

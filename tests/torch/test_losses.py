@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Any, float | None]] = {
     "inf": (torch.tensor(float("inf")), None),
     "huge graph": (torch.tensor([1e300], dtype=torch.float64, requires_grad=True) * 1, None),
 }
-"""Losses, and what a step is judged by; None: float32 cannot hold it, and the step is skipped."""
+"""Losses, and what a step is judged by, or None if float32 cannot hold the loss: a skip."""
 
 
 @host_and_device

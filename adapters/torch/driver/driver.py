@@ -284,7 +284,7 @@ class TorchDriver(Driver):
     def learning_rate(self) -> float | None:
         """The largest rate of the first optimizer, as its engine reads. A sync for a tensor."""
         groups = next(iter(self.healings.values())).optimizer.param_groups
-        return max((float(each["lr"]) for each in groups if "lr" in each), default=None)
+        return max((float(r) for each in groups if (r := each.get("lr")) is not None), default=None)
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""

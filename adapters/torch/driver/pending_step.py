@@ -58,13 +58,11 @@ class Recorder:
         self._last_step = int(self._healing.live_engine.state.step)
 
     def _record(self, norms: StepNorms) -> None:
-        healed_step = self._healing.healed_step
-        record = healed_step.live_engine.pending_record(self.name)
-        rates = [group.get("lr") for group in healed_step.optimizer.param_groups]
+        step = self._healing.healed_step
+        record = step.live_engine.pending_record(self.name)
+        rates = [group.get("lr") for group in step.optimizer.param_groups]
         lr = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
-        self._pending.append(
-            PendingEntry(self, record, norms, healed_step.all_reduce.last_marks, lr)
-        )
+        self._pending.append(PendingEntry(self, record, norms, step.all_reduce.last_marks, lr))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""

@@ -27,6 +27,7 @@ class RunLoader(Cursor):
         start: the position before the first batch, for checkpoints older than the first use.
         finished: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
+        left: whether a `break` has followed the last batch.
         trains: whether a step has used its batches. Others are read from the start after a restart.
         in_use: whether the loop is still using the last batch.
         unused: ids of the batches since the last step.
@@ -45,7 +46,7 @@ class RunLoader(Cursor):
         super().__init__(loader, epochs=epochs)
         self.number, self.left_out, self.limit = number, left_out, limit
         self.start = self.position()
-        self.finished = self.in_use = self.trains = False
+        self.finished = self.in_use = self.trains = self.left = False
         self.in_loop = True
         self.unused: list[BatchId] = []
         self.contents: list[Any] = []
@@ -60,7 +61,7 @@ class RunLoader(Cursor):
         """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs."""
         if self.finished:
             raise StopIteration
-        self.in_loop = True
+        self.in_loop, self.left = True, False
         return super().next()
 
 

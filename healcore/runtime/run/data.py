@@ -287,8 +287,8 @@ class Data:
             if current.unused or not current.in_use:  # else a second update on the same batch
                 self._last_ids = current.unused
             self.loaders.current = current
-        for loader in self.loaders:
-            loader.trains |= bool(loader.unused)
+        for loader in self.loaders:  # a `break` has ended an evaluation
+            loader.trains |= bool(loader.unused) and (loader is current or not loader.left)
         ids = self._last_ids
         self.loaders.last = ids[-1] if ids else None
         self._most = max(self._most, len(ids))

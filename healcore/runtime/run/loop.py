@@ -110,6 +110,7 @@ class Loop:
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
+                begun.left = True
                 raise
             finally:
                 begun.in_use = False

@@ -104,7 +104,7 @@ def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
 
 @every_kind
 def test_a_rollback_restores_every_part(kind: str, tmp_path: Path):
-    """Later steps equal those of a run that never saw the bad batch."""
+    """Later steps equal the steps of a run without the bad batch."""
     counts, (_, _, weights), reference = rollbacks(kind, tmp_path)
     assert counts == [1, 0]
     assert weights == reference
