@@ -14,7 +14,7 @@ import tempfile
 import matplotlib
 from matplotlib.figure import Figure
 
-from healcore.tools.report.picture import STYLE, to_svg
+from healcore.tools.report.page import STYLE, to_svg
 
 TITLES = {
     "none": "No protection: NaN from step 120 on",

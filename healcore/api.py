@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from healcore.core.verdict import Action as Action
-from healcore.core.verdict import Cause as Cause
-from healcore.core.verdict import Decision as Decision
+from healcore.core.decision import Action as Action
+from healcore.core.decision import Cause as Cause
+from healcore.core.decision import Decision as Decision
 from healcore.policy import PolicyError as PolicyError
 from healcore.runtime.data import Cursor as Cursor
 from healcore.runtime.data import DataError as DataError

@@ -6,6 +6,7 @@ Each derives from `healcore.HealcoreError`. Most also derive from `PolicyError` 
 
 from __future__ import annotations
 
+from healcore.adapter_registry import MissingExtraError
 from healcore.core.engine import StateError
 from healcore.core.errors import (
     AttachError,
@@ -15,7 +16,6 @@ from healcore.core.errors import (
     RanksDisagreeError,
 )
 from healcore.core.signals import SignalError
-from healcore.extras import MissingExtraError
 from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
 from healcore.runtime.driver import UnknownState

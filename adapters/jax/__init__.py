@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from healcore.extras import require
+from healcore.adapter_registry import require
 
 require("jax", "jax", "optax")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from healcore.core.verdict import Decision
+from healcore.core.decision import Decision
 from healcore.jax import opt_state as in_state
 from healcore.jax.commit import commit
 from healcore.jax.heal_state import map_nodes

@@ -15,11 +15,17 @@ from jax import lax
 from jax.core import Tracer
 from jax.tree_util import SequenceKey
 
-from healcore.core import step_record, tree
+from healcore.core import numerics
+from healcore.core.decision import (
+    RECORD_FIELDS,
+    RECORD_INTS,
+    Decision,
+    record_metrics,
+    record_numbers,
+)
 from healcore.core.engine import Engine, EngineState, StateError, Tally, neutral
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.core.verdict import Decision
 from healcore.jax import namespace
 from healcore.jax.gradients import compiled, is_gradient
 from healcore.policy.loader import name_of
@@ -28,7 +34,7 @@ Tree = TypeVar("Tree")
 
 RECORDS = 64
 """Default number of rows of `HealState.heal_records`."""
-_FLOATS = len(step_record.FIELDS)  # end of the float32 numbers in a row
+_FLOATS = len(RECORD_FIELDS)  # end of the float32 numbers in a row
 _EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
 """Indices in `HealState.heal_engine`. The first two numbers are `Engine.fingerprint`, or 0 for a
 policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the EngineState."""
@@ -105,7 +111,9 @@ def _step(
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
     template = neutral(groups=None if decision.group_scale is None else 1)
-    decision = tree.map_leaves(lambda kind, leaf: jnp.asarray(leaf, kind.dtype), template, decision)
+    decision = numerics.map_leaves(
+        lambda kind, leaf: jnp.asarray(leaf, kind.dtype), template, decision
+    )
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
         norms = leaf_norms
@@ -242,7 +250,7 @@ def _value(bits: Any, dtype: Any) -> Any:
 
 @jax.jit
 def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
-    """The numbers of the newest step, named for a logger by `step_record.metrics`.
+    """The numbers of the newest step, named for a logger by `record_metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
@@ -251,16 +259,16 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
         return jax.vmap(metrics)(vector, records)
     newest = (steps(vector) - 1) % records.shape[0]
     row = lax.dynamic_index_in_dim(records, newest, keepdims=False)
-    names = (*step_record.FIELDS, *Tally._fields)
-    kinds = dict.fromkeys(names[step_record.INTS : _FLOATS], np.float32) | {"skip": np.bool_}
+    names = (*RECORD_FIELDS, *Tally._fields)
+    kinds = dict.fromkeys(names[RECORD_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
     found = {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
     found["loss"] = jnp.where(vector[_LOSS_SEEN] != 0, found["loss"], jnp.nan)
-    return step_record.metrics(found)
+    return record_metrics(found)
 
 
 def _row(new: EngineState) -> Any:
-    """The row of the last step: numbers as `step_record.FIELDS`, then the counts of its `Tally`."""
-    return _pack((*step_record.numbers(new), *new.tally))
+    """The row of the last step: `RECORD_FIELDS`, then the counts of its `Tally`."""
+    return _pack((*record_numbers(new), *new.tally))
 
 
 # -- the policy of a state ----------------------------------------------------------------------

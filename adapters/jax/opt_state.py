@@ -14,7 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import optax
 
-from healcore.core.verdict import Decision
+from healcore.core.decision import Decision
 from healcore.jax import heal_state
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
@@ -73,7 +73,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         opt_state: as in `last_decision`.
 
     Returns:
-        See `healcore.core.step_record.metrics`. `heal/loss` is NaN until the first finite loss,
+        See `healcore.core.decision.record_metrics`. `heal/loss` is NaN until the first finite loss,
         and always if `value=` is not passed.
 
     Raises:

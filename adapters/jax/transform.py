@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.core.verdict import Action, Decision
 from healcore.jax import gradients, heal_state
 from healcore.jax.commit import step_or_keep
+from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.heal_state import RECORDS, HealState
 from healcore.jax.optax_states import (
     check_second_iterates,
@@ -25,7 +26,6 @@ from healcore.jax.optax_states import (
     reset_moments,
     with_lr_scale,
 )
-from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.console import Console, checked
+from healcore.core.decision import Action, Cause, Decision
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.core.verdict import Action, Cause, Decision
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
 from healcore.torch import gradients, measurement
@@ -22,8 +22,7 @@ from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import Measurer
-from healcore.torch.ranks import StepRanks
-from healcore.torch.signal_allreduce import SignalAllReduce
+from healcore.torch.ranks import SignalAllReduce, StepRanks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,7 +10,7 @@ few microseconds each. On an accelerator the step is therefore compiled into a f
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,16 +19,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core import step_record
-from healcore.core.clipping.global_norm import EDGES
+from healcore.core.clipping import EDGES
+from healcore.core.decision import (
+    RECORD_INTS,
+    Action,
+    Decision,
+    StepRecord,
+    host_record,
+    record_numbers,
+)
 from healcore.core.engine import Engine, EngineState, StateError
-from healcore.core.numerics import LARGEST
+from healcore.core.errors import AttachError
+from healcore.core.numerics import LARGEST, leaves, map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.step_record import StepRecord
-from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Action, Decision
-from healcore.torch.measurement import AsyncCopy, read
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -185,7 +189,7 @@ class HostEngine(_StatefulEngine):
     def pending_record(self, name: str = "") -> PendingRecord:
         """A function that reads the last step's record. `name` is the optimizer's name."""
         state = self.state
-        return lambda: step_record.to_host(step_record.numbers(state), name)
+        return lambda: host_record(record_numbers(state), name)
 
 
 class DeviceEngine(_StatefulEngine):
@@ -263,10 +267,10 @@ class DeviceEngine(_StatefulEngine):
 
     def pending_record(self, name: str = "") -> PendingRecord:
         """As in `HostEngine`. Starts a copy to the host."""
-        values = step_record.numbers(self.state)
-        ints = torch.stack(values[: step_record.INTS])  # bool becomes int32
-        copies = AsyncCopy(ints), AsyncCopy(torch.stack(values[step_record.INTS :]))
-        return lambda: step_record.to_host([n for c in copies for n in c.read().tolist()], name)
+        values = record_numbers(self.state)
+        ints = torch.stack(values[:RECORD_INTS])  # bool becomes int32
+        copies = AsyncCopy(ints), AsyncCopy(torch.stack(values[RECORD_INTS:]))
+        return lambda: host_record([n for c in copies for n in c.read().tolist()], name)
 
 
 def _compiled(step: Any) -> Any:
@@ -379,3 +383,51 @@ class Namespace:
         """The core's only table, `EDGES`, on the device."""
         del x
         return self._edges
+
+
+# -- copies to the host ---------------------------------------------------------------------------
+
+
+def read(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
+    present = [t for t in tensors if t is not None]
+    devices = [t.device for t in present if not t.is_cpu]
+    if not devices:
+        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+        arrays = [None if t is None else t.numpy() for t in tensors]
+        return [a.copy() if a is not None and a.ndim else a and a[()] for a in arrays]
+    flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
+    parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
+    return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
+
+
+class AsyncCopy:
+    """An asynchronous copy of a CUDA tensor to the host; the tensor may be overwritten at once.
+
+    On other devices `read` reads the tensor itself.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event: Any = None
+        if not tensor.is_cuda:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise AttachError(
+                "optimizer.step() is being captured in a CUDA graph, whose replays healcore would "
+                "not judge: call step() outside of the graph"
+            )
+        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._tensor.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def has_arrived(self) -> bool:
+        """Whether `read` would return without waiting, or True if this is unknown."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> np.ndarray:
+        """The values. Waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.cpu().numpy()

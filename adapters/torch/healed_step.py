@@ -19,7 +19,7 @@ from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
 from healcore.torch.engines import LiveEngine, PendingRecord, StepOrder, is_cut
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms, checked
-from healcore.torch.signal_allreduce import SignalAllReduce
+from healcore.torch.ranks import SignalAllReduce
 
 RECORD_LAG = 10
 """Steps after which the log reads a device engine's record. Its copy has arrived by then. The delay

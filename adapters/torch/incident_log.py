@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.core.decision import NONFINITE, Action, StepRecord, names
 from healcore.core.engine import Engine
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import NONFINITE, Action, names
 from healcore.events.schema import alarm_text
 from healcore.runtime.run.steps import (
     FROM_START,

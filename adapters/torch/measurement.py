@@ -1,4 +1,4 @@
-"""Measures the signals of one step next to the parameters, and copies tensors to the host."""
+"""Measures the signals of one step next to the parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
+from healcore.torch.engines import read
 from healcore.torch.ranks import StepRanks
 
 SEARCH = 40
@@ -283,51 +283,3 @@ class Overflows:
             skipped = skipped & torch.isfinite(signals.loss)
         norm = signals.grad_norm.masked_fill(overflowed & ~skipped, math.nan)
         return signals._replace(externally_skipped=skipped, grad_norm=norm)
-
-
-# -- copies to the host ---------------------------------------------------------------------------
-
-
-def read(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
-    present = [t for t in tensors if t is not None]
-    devices = [t.device for t in present if not t.is_cpu]
-    if not devices:
-        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        arrays = [None if t is None else t.numpy() for t in tensors]
-        return [a.copy() if a is not None and a.ndim else a and a[()] for a in arrays]
-    flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
-    parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
-    return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
-
-
-class AsyncCopy:
-    """An asynchronous copy of a CUDA tensor to the host; the tensor may be overwritten at once.
-
-    On other devices `read` reads the tensor itself.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._event: Any = None
-        if not tensor.is_cuda:
-            return
-        if torch.cuda.is_current_stream_capturing():
-            raise AttachError(
-                "optimizer.step() is being captured in a CUDA graph, whose replays healcore would "
-                "not judge: call step() outside of the graph"
-            )
-        self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._tensor.copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def has_arrived(self) -> bool:
-        """Whether `read` would return without waiting, or True if this is unknown."""
-        return self._event is None or self._event.query()
-
-    def read(self) -> np.ndarray:
-        """The values. Waits for the copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor.cpu().numpy()

@@ -76,7 +76,7 @@ def missing_packages() -> list[str]:
 
 def run_one(name: str) -> None:
     """Runs a check in this process, and prints its result as the last line."""
-    from healcore.extras import MissingExtraError
+    from healcore.adapter_registry import MissingExtraError
 
     try:
         module = importlib.import_module(f"benchmarks.gpu_kit.{CHECKS[name].module}")

@@ -19,8 +19,8 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.numerics import Float, Int
 from healcore.core.ranges import whole
-from healcore.core.tree import Float, Int
 
 # The average covers about 15 values. A power of two makes the product exact.
 _RATE = 0.125

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core.tree import leaves
+from healcore.core.numerics import leaves
 
 _MAX_DEPTH = 20
 """Limit of nested parentheses in the program; Python's parser has a limit of 200."""

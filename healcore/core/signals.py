@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import Telemetry
 
 # A norm is not negative, but subnormals count as 0, as in XLA.
 _LEAST_NORM = float(np.nextafter(np.float32(-numerics.TINY), np.float32(0)))

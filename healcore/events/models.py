@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 
 NONFINITE = ("nan", "inf", "-inf")
 """Numbers that JSON cannot express, as strings that `float` reads."""
@@ -78,7 +78,7 @@ class _EventsModel(BaseModel):
 
 
 class ReadingsRecord(_EventsModel):
-    """JSON form of `healcore.core.step_record.Readings`."""
+    """JSON form of `healcore.core.decision.Readings`."""
 
     loss: Number
     grad_norm: Number
@@ -88,7 +88,7 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """JSON form of `healcore.core.step_record.Evidence`."""
+    """JSON form of `healcore.core.decision.Evidence`."""
 
     name: Text
     grad_norm: Number

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from healcore.console import counted
 
 if TYPE_CHECKING:  # `healcore.torch.attach` uses the sentences without pydantic
-    from healcore.core.step_record import Readings
+    from healcore.core.decision import Readings
     from healcore.events.models import EventRecord, ReadingsRecord
 
 SCHEMA = 2

@@ -18,7 +18,6 @@ from healcore.policy.document import (
     fingerprint,
     to_dict,
 )
-from healcore.policy.errors import PolicyError, Problem
 from healcore.policy.loader import (
     Overrides,
     PolicyLike,
@@ -31,6 +30,7 @@ from healcore.policy.loader import (
     preset_text,
     recipe_names,
 )
+from healcore.policy.tables import PolicyError, Problem
 
 __all__ = [
     "SCHEMA",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import CAUSES
 from healcore.core.engine import BudgetConfig, RollbackConfig, RuleConfig
 from healcore.core.ranges import (
@@ -25,8 +26,7 @@ from healcore.core.ranges import (
     one_of,
     whole,
 )
-from healcore.core.verdict import Action, Cause
-from healcore.policy.errors import Conflict
+from healcore.policy.tables import Conflict
 
 FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
     "oom": (Cause.OOM, ("shrink_microbatch", "clear_cache", "save")),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import tomli_w
 
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
+from healcore.core.decision import NONFINITE, Action, Cause
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import (
     BudgetConfig,
@@ -21,10 +22,8 @@ from healcore.core.engine import (
     RuleConfig,
 )
 from healcore.core.ranges import StepsOrZero, listed, one_of, text, whole
-from healcore.core.verdict import NONFINITE, Action, Cause
 from healcore.policy.answers import FAULTS, Budget, Hang, Respond, Retry, Rollback, SkipBatch
-from healcore.policy.errors import Conflict, dotted
-from healcore.policy.tables import rounded, written
+from healcore.policy.tables import Conflict, dotted, rounded, written
 
 SCHEMA = 1
 """Version of the file format that this release reads and writes."""

@@ -19,8 +19,7 @@ from typing import Any, Literal, TypedDict, Unpack
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.errors import PolicyError, Problem, show_value
-from healcore.policy.tables import read_document
+from healcore.policy.tables import PolicyError, Problem, read_document, show_value
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""

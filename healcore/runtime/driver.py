@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from healcore import adapter_registry
+from healcore.core.decision import StepRecord
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
-from healcore.core.step_record import StepRecord
 from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore

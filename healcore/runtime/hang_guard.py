@@ -13,9 +13,9 @@ import time
 import traceback
 
 from healcore import console
-from healcore.core.verdict import Cause, names
+from healcore.core.decision import Cause, names
 from healcore.events.models import Ending
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import RunEnd, explain

@@ -17,11 +17,18 @@ from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run.end import close, ending_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.start import Options, open_run
-from healcore.runtime.run_options import CHECKPOINTS, LOGGING, NO_HOOKS, Checkpoints, Hooks, Logging
+from healcore.runtime.run_options import (
+    CHECKPOINTS,
+    LOGGING,
+    NO_HOOKS,
+    Checkpoints,
+    Hooks,
+    HostPolicy,
+    Logging,
+)
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.story.trackers import select
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from healcore.core.verdict import Cause, names
+from healcore.core.decision import Cause, names
 from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.history.incident import by_name
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.ledger import IncidentRecord
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.record import IncidentRecord
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import why_no_good_checkpoint, with_undone
 from healcore.runtime.story.postmortem import path_for

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from healcore import adapter_registry
 from healcore import policy as policies
+from healcore.adapter_registry import require
 from healcore.demo import (
     ARMS,
     FIXED_CLIP,
@@ -26,10 +27,9 @@ from healcore.demo import (
     Step,
     load_corpus,
 )
-from healcore.extras import require
 from healcore.tools import output
 from healcore.tools.report import page
-from healcore.tools.report.picture import WIDTHS, draw
+from healcore.tools.report.page import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 from healcore.policy import load
 from tests.core.engine_runner import Runner
 from tests.parity import recorded_runs

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core.decision import Action, Cause, Decision
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
+from healcore.core.numerics import leaves, map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Action, Cause, Decision
 
 
 def recorded(engine: Engine) -> Any:

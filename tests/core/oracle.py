@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.numerics import map_leaves, pick
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves, pick
-from healcore.core.verdict import Action
 from tests.core import fuzz
 from tests.core.reference import engine as reference
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from healcore.core.clipping import RULES
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import (
     BudgetConfig,
@@ -13,7 +14,6 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.verdict import Action, Cause
 
 CLIPS: dict[str, Any] = {
     "zclip": RULES["zclip"](warmup_steps=20),

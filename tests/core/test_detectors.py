@@ -9,9 +9,9 @@ import itertools
 import numpy as np
 import pytest
 
+from healcore.core.decision import Action
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import RuleConfig
-from healcore.core.verdict import Action
 from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60

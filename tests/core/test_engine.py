@@ -6,6 +6,7 @@ That the rate never ramps into the one that broke the run, and limits of it, are
 import numpy as np
 import pytest
 
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import (
     BudgetConfig,
     Engine,
@@ -14,8 +15,7 @@ from healcore.core.engine import (
     RollbackConfig,
     RuleConfig,
 )
-from healcore.core.tree import map_leaves
-from healcore.core.verdict import Action, Cause
+from healcore.core.numerics import map_leaves
 from tests.core import fuzz, policies
 from tests.core.engine_runner import Runner, flags, same, watching
 

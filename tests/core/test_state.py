@@ -14,8 +14,8 @@ import pytest
 
 import healcore.core
 from healcore.core.engine import Engine, StateError
+from healcore.core.numerics import leaves, map_leaves
 from healcore.core.recorded import NotRecordable, record
-from healcore.core.tree import leaves, map_leaves
 from tests.core import fuzz, policies
 
 

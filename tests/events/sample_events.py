@@ -6,8 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from healcore.core.step_record import Evidence, Readings
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause, Evidence, Readings
 from healcore.events import schema
 
 EXPORTED = schema.json_schema()

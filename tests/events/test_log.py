@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.step_record import Evidence
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause, Evidence
 from healcore.events import Log, log, read
 from tests.healer.run_directory import events_of
 from tests.runtime.store.disk_faults import small_disk

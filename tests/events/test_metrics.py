@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from healcore.core.verdict import Cause
-from healcore.events.metrics import Metrics
+from healcore.core.decision import Cause
+from healcore.events.log import Metrics
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.run_metrics import ChangedMetrics
 from tests.healer.step_records import record
@@ -106,7 +106,7 @@ def test_an_evaluation_and_the_height_of_each_loss_are_metrics(framework, tmp_pa
 
 
 def test_a_long_run_is_thinned_and_marked_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("healcore.events.metrics._UNTHINNED", 100)
+    monkeypatch.setattr("healcore.events.log._UNTHINNED", 100)
     path = tmp_path / "m.jsonl"
     metrics = Metrics(path, run="r", automatic=True)
     for step in range(400):

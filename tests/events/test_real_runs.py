@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from healcore.core.verdict import Action
+from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer

@@ -10,8 +10,7 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
-from healcore.core.step_record import Readings
-from healcore.core.verdict import Action, Cause, Decision
+from healcore.core.decision import Action, Cause, Decision, Readings
 from healcore.events import Log, read
 from healcore.events.log import to_json
 from healcore.events.models import EventRecord, validate

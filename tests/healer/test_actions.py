@@ -12,7 +12,7 @@ import torch
 
 from healcore import Checkpoints, Healer, Hooks
 from healcore import policy as policies
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.run.termination import IncompleteRun
 from tests.healer.run_directory import events

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Healer, retrying
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.errors import Terminated
 from healcore.policy import load, to_dict
 from tests.healer.run_directory import events, postmortems

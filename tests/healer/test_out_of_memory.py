@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import healcore
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.runtime.faults.test_page import assert_on_the_page

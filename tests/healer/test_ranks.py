@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints, Healer
-from healcore.core.verdict import Action
+from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run import termination
 from healcore.runtime.run.rank_group import Proposal

@@ -1,9 +1,9 @@
 """Policies of these tests, built from the core's own configuration."""
 
 from healcore.core.clipping import AdaGCConfig, ZClipConfig
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import DETECTORS, GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
-from healcore.core.verdict import Action, Cause
 from tests.core.policies import full
 
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)

@@ -14,9 +14,9 @@ import pytest
 from jax.tree_util import GetAttrKey, SequenceKey
 from optax import contrib
 
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import GradSpikeConfig
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
-from healcore.core.verdict import Action, Cause
 from healcore.jax import (
     HealStateError,
     heal,

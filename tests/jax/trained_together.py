@@ -18,11 +18,10 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import healcore
-from healcore.core import step_record
 from healcore.core.clipping import ZClipConfig
+from healcore.core.decision import Cause, unpack_record
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, RuleConfig
-from healcore.core.verdict import Cause
 from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
@@ -155,7 +154,7 @@ def advance(kind: str, params: Any, state: Any, steps: range) -> tuple[Any, Any,
 
 def read(record: Any) -> list[Any]:
     """A record's decision and numbers."""
-    r = step_record.unpack(np.asarray(record), "")
+    r = unpack_record(np.asarray(record), "")
     decided = [r.step, int(r.cause), int(r.action), bool(r.skip)]
     return [*decided, r.lr_scale, r.grad_scale, r.loss, r.grad_norm]
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
 from healcore.jax import namespace as jax_namespace
 from healcore.torch.engines import Namespace
 from tests.core import fuzz

@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 
 import healcore.jax
 import healcore.torch
-from healcore.core.verdict import Cause, Decision
+from healcore.core.decision import Cause, Decision
 from healcore.torch import HealingCallback, LightningHealingCallback
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.lightning import fits

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.core import numerics
+from healcore.core.decision import Action
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
+from healcore.core.numerics import leaves, map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
-from healcore.core.tree import leaves, map_leaves
-from healcore.core.verdict import Action
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
 from tests.core.oracle import core_run

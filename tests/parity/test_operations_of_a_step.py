@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
+from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
 from healcore.jax import namespace
 from healcore.policy import engine_of
 from healcore.torch import attach

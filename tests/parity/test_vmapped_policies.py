@@ -9,7 +9,7 @@ import numpy as np
 from healcore.core.clipping import RULES
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig
-from healcore.core.tree import map_leaves
+from healcore.core.numerics import map_leaves
 from tests.core import fuzz, policies
 from tests.parity import lockstep
 

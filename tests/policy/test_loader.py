@@ -26,7 +26,7 @@ from healcore.policy import (
 )
 from healcore.policy.tables import keys_of
 from healcore.runtime.healer import Healer
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 
 
 def test_one_number_changes_and_the_rest_stays():

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import EngineConfig
-from healcore.core.verdict import Action, Cause
 from healcore.policy import diff, dumps, fingerprint, load, loads, preset_names
 from healcore.policy.answers import FAULTS, Retry, SkipBatch
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from tests.catalogue.curves import decisions_of, first, healthy
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from healcore.core.clipping import RULES, ZClipConfig
+from healcore.core.decision import Action
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
-from healcore.core.verdict import Action
 from healcore.policy import Policy, loads
 from healcore.policy.answers import ACTIONS, FAULTS, When
 from healcore.policy.document import Detect, NoClip, detector_of

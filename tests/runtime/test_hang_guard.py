@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.events import read
 from healcore.runtime import hang_guard
 from healcore.runtime.hang_guard import EXIT_STATUS

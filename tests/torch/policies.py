@@ -2,9 +2,9 @@
 
 from healcore import policy
 from healcore.core.clipping import AdaGCConfig, FixedConfig, ZClipConfig
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import DETECTORS, GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine, EngineConfig, LrConfig, RuleConfig
-from healcore.core.verdict import Action, Cause
 
 WARMUP = 3
 NONFINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)

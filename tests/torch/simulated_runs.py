@@ -16,7 +16,7 @@ from healcore.torch import attach
 from tests.torch.simulated_device import DEVICE, uploads, waits
 
 CPU = torch.device("cpu")
-READ = "healcore.torch.measurement:AsyncCopy.read"
+READ = "healcore.torch.engines:AsyncCopy.read"
 """A wait here and on other accelerators; on CUDA the copy has been under way for a step."""
 FIRST = "healcore.torch.measurement:read"
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

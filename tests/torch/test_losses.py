@@ -10,9 +10,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
 
-from healcore.core import step_record
+from healcore.core.decision import RECORD_FIELDS, Action, Cause, host_record
 from healcore.core.engine import Engine, RuleConfig
-from healcore.core.verdict import Action, Cause
 from healcore.errors import SignalError
 from healcore.torch import attach
 from healcore.torch.healed_step import RECORD_LAG
@@ -189,7 +188,7 @@ def test_a_forgotten_observe_is_logged_once(where: Any, logged: Any):
 
 def warnings_of(norms: np.ndarray) -> int:
     """Lines about code that clips before the policy sees the gradients."""
-    found, empty = LoopMistakes(policies.SKIPS), step_record.to_host([0] * len(step_record.FIELDS))
+    found, empty = LoopMistakes(policies.SKIPS), host_record([0] * len(RECORD_FIELDS))
     records = (empty._replace(grad_norm=float(norm)) for norm in norms)
     return sum(len(found.add(each, has_seen_loss=True)) for each in records)
 

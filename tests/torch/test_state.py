@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.testing import assert_close
 
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import Engine, LrConfig, RuleConfig
-from healcore.core.verdict import Action, Cause
 from healcore.errors import StateError
 from healcore.torch import Healing, attach
 from tests.torch import policies

@@ -32,7 +32,7 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
 
 if TYPE_CHECKING:
-    from healcore.jax.driver.vote_marks import VoteMarks
+    from healcore.jax.store.coordination import VoteMarks
 
 
 class JaxDriver(Driver):
@@ -133,7 +133,7 @@ class JaxDriver(Driver):
         if self._marks is None:
             if jax.process_count() == 1:
                 return False
-            from healcore.jax.driver.vote_marks import VoteMarks  # loads Orbax
+            from healcore.jax.store.coordination import VoteMarks  # loads Orbax
 
             self._marks = VoteMarks()
         self._marks.request(wanted)

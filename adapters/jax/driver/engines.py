@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from healcore.core import step_record
+from healcore.core.decision import RECORD_FIELDS, StepRecord, evidence, unpack_record
 from healcore.core.engine import Engine
-from healcore.core.step_record import StepRecord, evidence
 from healcore.jax import heal_state
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
@@ -205,7 +204,7 @@ def _name(key: Any) -> str:
 
 # -- the records of a dispatch ---------------------------------------------------------------------
 
-_SEEN = [step_record.FIELDS.index(name) for name in ("loss", "grad_norm")]
+_SEEN = [RECORD_FIELDS.index(name) for name in ("loss", "grad_norm")]
 """Indices in a row that no edit of the Healer changes."""
 
 
@@ -342,7 +341,7 @@ class StepReader:
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
-            record = step_record.unpack(new.row(number + 1), engine.name)
+            record = unpack_record(new.row(number + 1), engine.name)
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
@@ -354,7 +353,7 @@ class StepReader:
             if not any(each.engine == engine.name for each in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The order in the last row was handled already.
-                idle = step_record.unpack(new.row(new.step), engine.name).unjudged()
+                idle = unpack_record(new.row(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
     def _was_taken(self, changed: bool) -> bool:

@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.heal_state import HealStateError, map_nodes, nodes
 from healcore.jax.opt_state import with_heal_state, without_heal_state
-from healcore.runtime.store.errors import StateMismatch
+from healcore.runtime.store.saved import StateMismatch
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""

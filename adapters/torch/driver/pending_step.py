@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.decision import Evidence, StepRecord, evidence
 from healcore.core.errors import RanksDisagreeError
-from healcore.core.step_record import Evidence, StepRecord, evidence
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
-from healcore.torch.engines import PendingRecord
+from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import LoopMistakes
-from healcore.torch.measurement import AsyncCopy, StepNorms
-from healcore.torch.signal_allreduce import requests_vote
+from healcore.torch.measurement import StepNorms
+from healcore.torch.ranks import requests_vote
 
 MOST_PENDING = 256
 """Number of newest entries to keep. A loop may take several steps per batch, as in RL."""

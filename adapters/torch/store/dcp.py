@@ -29,11 +29,10 @@ from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, on_each
 from healcore.runtime.store.saved import IN_MEMORY
-from healcore.torch import dcp_index
+from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
-from healcore.torch.plain_values import DTYPES
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.state import add_entry, decoded
+from healcore.torch.store.state import DTYPES, add_entry, decoded
 
 
 class MemoryStore(CheckpointStore):
@@ -216,9 +215,9 @@ def _checked_index(checkpoint: StoredCheckpoint, nodes: Mapping[str, Any]) -> Me
     """
     if not nodes:
         return Metadata({})
-    file = f"{manifest.DATA}/{dcp_index.INDEX}"
+    file = f"{manifest.DATA}/{INDEX}"
     try:
-        index = dcp_index.read(checkpoint.folder / file)
+        index = read_index(checkpoint.folder / file)
         for name, node in nodes.items():
             entry = index.state_dict_metadata.get(name)
             if not isinstance(entry, TensorStorageMetadata):

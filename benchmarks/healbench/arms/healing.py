@@ -12,7 +12,7 @@ import healcore
 from benchmarks.healbench.arms.common import silent
 from benchmarks.healbench.problem import MAIN, Problem
 from benchmarks.healbench.training import Stopped, Training
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.torch import Healing, attach
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD

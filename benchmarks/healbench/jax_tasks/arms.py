@@ -19,7 +19,7 @@ from benchmarks.healbench.arms.common import silent
 from benchmarks.healbench.jax_tasks.models import Arrays
 from benchmarks.healbench.jax_tasks.problem import Problem, State, running
 from benchmarks.healbench.training import Run
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.jax import commit, last_decision, metrics, protect
 
 _NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD

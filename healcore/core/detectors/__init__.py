@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from healcore.core.detectors.limits import (
+from healcore.core.decision import NONFINITE, Cause
+from healcore.core.detectors.records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.thresholds import (
     GradCeilingConfig,
+    GradSpikeConfig,
     LossCeilingConfig,
+    LossSpikeConfig,
     NonFiniteConfig,
+    UpdateSpikeConfig,
     VanishingConfig,
 )
-from healcore.core.detectors.records import InstabilityConfig, RecordsConfig
-from healcore.core.detectors.spike import GradSpikeConfig, LossSpikeConfig, UpdateSpikeConfig
 from healcore.core.detectors.trends import DivergenceConfig, OverfitConfig, PlateauConfig
 from healcore.core.detectors.windows import (
     GradEmaConfig,
@@ -24,7 +27,6 @@ from healcore.core.detectors.windows import (
     LossRatioConfig,
     LossWindowConfig,
 )
-from healcore.core.verdict import NONFINITE, Cause
 
 DETECTORS: dict[str, Any] = {
     "nonfinite": NonFiniteConfig,

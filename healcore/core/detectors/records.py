@@ -22,10 +22,10 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.decision import Cause, Reading
+from healcore.core.numerics import Flag, Float, Int, zero_init
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Flag, Float, Int, zero_init
-from healcore.core.verdict import Cause, Reading
 
 _COUNTED = 1 << 22  # limit of the counts, exact as float32; `alpha` holds for 1e12 more steps
 _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers about 32 steps

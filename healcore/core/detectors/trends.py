@@ -22,10 +22,10 @@ from __future__ import annotations
 from typing import Annotated, Any, NamedTuple
 
 from healcore.core import baseline, numerics
+from healcore.core.decision import Cause, Reading
+from healcore.core.numerics import Flag, Float, Int, map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Flag, Float, Int, map_leaves, zero_init
-from healcore.core.verdict import Cause, Reading
 
 HIGH = 0.5  # share of the highest excess from which the trend counts as elevated
 POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below zero

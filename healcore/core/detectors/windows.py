@@ -15,10 +15,10 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
+from healcore.core.decision import Cause, Reading
+from healcore.core.numerics import Float, Int, zero_init, zeros
 from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
-from healcore.core.tree import Float, Int, zero_init, zeros
-from healcore.core.verdict import Cause, Reading
 
 
 class Window(NamedTuple):

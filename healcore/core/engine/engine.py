@@ -11,16 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from healcore.core import numerics, step_record
+from healcore.core import numerics
 from healcore.core.clipping import RULES
+from healcore.core.decision import RECORD_FIELDS, Action, Decision, record_metrics, record_numbers
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import lr
-from healcore.core.engine.config import EngineConfig
+from healcore.core.engine import recovery
 from healcore.core.engine.judge import judge
-from healcore.core.engine.state import SCHEMA, EngineState, StateError, from_plain, init, plain
+from healcore.core.engine.state import (
+    SCHEMA,
+    EngineConfig,
+    EngineState,
+    StateError,
+    from_plain,
+    init,
+    plain,
+)
+from healcore.core.numerics import map_leaves, pick
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves, pick
-from healcore.core.verdict import Action, Decision
 
 _MAX_GROUPS = 10_000_000
 
@@ -50,7 +57,7 @@ class Engine:
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
         """Whether a rule can cut the learning rate."""
-        self.limits_lr = lr.may_limit(config.lr)
+        self.limits_lr = recovery.may_limit_rate(config.lr)
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
@@ -221,7 +228,7 @@ class Engine:
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=lr.limited(config, state.lr, limit, rate, xp=xp),
+            lr=recovery.limited_rate(config, state.lr, limit, rate, xp=xp),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
@@ -243,13 +250,15 @@ class Engine:
         """
         never = state.step < 0
         cut = never if self.cuts_lr else None
-        rescaled = lr.update(self.config.lr, state.lr, cut, ~never, never, never, rate, xp=xp)
+        rescaled = recovery.update_rate(
+            self.config.lr, state.lr, cut, ~never, never, never, rate, xp=xp
+        )
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:
-        """Named 0-d arrays for a logger, without a device sync; see `step_record.metrics`."""
-        numbers = zip(step_record.FIELDS, step_record.numbers(state), strict=True)
-        return step_record.metrics({**dict(numbers), **state.tally._asdict()})
+        """Named 0-d arrays for a logger, without a device sync; see `record_metrics`."""
+        numbers = zip(RECORD_FIELDS, record_numbers(state), strict=True)
+        return record_metrics({**dict(numbers), **state.tally._asdict()})
 
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.clipping import Clip
-from healcore.core.engine import incident, lr
-from healcore.core.engine.config import EngineConfig, RuleConfig
-from healcore.core.engine.state import EngineState, RuleState
+from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry, flag
+from healcore.core.engine import recovery
+from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState
 from healcore.core.signals import Observed, Signals, observe
-from healcore.core.verdict import NONFINITE, Action, Decision, Reading, Telemetry, flag
 
 ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 """Actions that a rule orders once, not at each step of the same trouble."""
@@ -53,7 +52,7 @@ def judge(
         skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    incidents, budget, orders = incident.update(
+    incidents, budget, orders = recovery.update_incidents(
         config,
         state.incident,
         state.budget,
@@ -64,7 +63,7 @@ def judge(
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
         xp=xp,
     )
-    lr_state = lr.update(
+    lr_state = recovery.update_rate(
         config.lr,
         state.lr,
         orders.cut,

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 
 
 class Severity(enum.StrEnum):

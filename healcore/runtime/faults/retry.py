@@ -12,11 +12,11 @@ from random import SystemRandom
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from healcore import console
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
 from healcore.policy.answers import Retry
 from healcore.runtime.faults.failures import Fault, classify
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from healcore.console import counted
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.data import Data

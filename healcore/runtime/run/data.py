@@ -9,18 +9,18 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from healcore.console import counted
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run.evidence import ObservedBatch
 from healcore.runtime.run.record import HostParts, HostState, Record
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import TerminationWatch
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
 

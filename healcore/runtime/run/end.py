@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from healcore.console import counted
-from healcore.core.verdict import Cause, names
+from healcore.core.decision import Cause, names
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.failures import causes_of, is_broken_connection

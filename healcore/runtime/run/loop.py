@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from healcore.core.verdict import Action, names
+from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run.orders import Order, RollbackRecord

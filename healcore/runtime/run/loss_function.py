@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core.decision import Cause
 from healcore.core.signals import SignalError, check_scalar
-from healcore.core.verdict import Cause
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
 from healcore.runtime.run.evidence import TrainedStep

@@ -18,11 +18,10 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 from pydantic import ConfigDict, Field
 
+from healcore.core.decision import Action
 from healcore.core.engine import Engine, StateError
-from healcore.core.verdict import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.store.errors import NoGoodCheckpoint
-from healcore.runtime.store.saved import Saved
+from healcore.runtime.store.saved import NoGoodCheckpoint, Saved
 
 Step = Annotated[int, Field(ge=0)]
 _SHOWN = 3

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.runtime.driver import Driver
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.microbatches import (
@@ -23,9 +23,9 @@ from healcore.runtime.faults.microbatches import (
     released,
     split,
 )
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run.data import Data
 from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import RankFailed, Ranks
 from healcore.runtime.story.postmortem import path_for
 from healcore.runtime.story.run_log import RunLog

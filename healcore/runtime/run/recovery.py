@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from healcore.core.verdict import NONFINITE, Action, Cause
+from healcore.core.decision import NONFINITE, Action, Cause
 from healcore.events.models import Ending
 from healcore.events.schema import sentence
 from healcore.runtime.run.better_weights import BetterWeights

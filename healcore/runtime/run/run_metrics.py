@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause
-from healcore.events.metrics import COMPARED
+from healcore.core.decision import Action, Cause, StepRecord
+from healcore.events.log import COMPARED
 from healcore.history.incident import by_name
 
 COUNTS = ("clips", "skips", "lr_cuts", "rollbacks", "alarms")

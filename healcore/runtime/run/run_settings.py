@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from healcore.runtime.driver import WEIGHTS, Driver
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
 _SHOWN = 6

@@ -16,12 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from healcore.runtime.driver import Driver
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.data import Data
 from healcore.runtime.run.evidence import MAX_SHARE
 from healcore.runtime.run.record import ITEM, Record
-from healcore.runtime.run_options import Checkpoints
+from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,

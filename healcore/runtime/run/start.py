@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.events import Log
-from healcore.events.metrics import Metrics, path_next_to
+from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
-from healcore.policy.errors import Problem
+from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.data import Data
 from healcore.runtime.run.loop import Loop
@@ -23,7 +22,7 @@ from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
-from healcore.runtime.run_options import Checkpoints, Hooks, Logging, described
+from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, described
 from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
@@ -203,7 +202,7 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
         path = None if ranks.rank or given is None else Path(given)
         return Metrics(path, run=log.run, tracked=tracked)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
-    path = path_next_to(log.path) if log.path is not None and to_file else None
+    path = metrics_path(log.path) if log.path is not None and to_file else None
     path = _unlinked(path, "metrics")
     return Metrics(path, run=log.run, automatic=True, tracked=tracked)
 

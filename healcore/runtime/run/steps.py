@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.decision import Action, Cause, StepRecord, names
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Action, Cause, names
 from healcore.events.schema import flag_names
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch

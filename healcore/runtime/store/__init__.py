@@ -6,16 +6,21 @@ The stores come from the adapters: `healcore.torch.store`, `healcore.jax.store`.
 from __future__ import annotations
 
 from healcore.runtime.store.claim import StoreInUse
-from healcore.runtime.store.errors import (
+from healcore.runtime.store.saved import (
     CheckpointDamaged,
     CheckpointNotFound,
+    Course,
+    Keep,
     NoGoodCheckpoint,
+    Restored,
+    Saved,
     SaveFailed,
     StateMismatch,
+    Status,
     StoreError,
     UnsavableState,
+    superfluous,
 )
-from healcore.runtime.store.saved import Course, Keep, Restored, Saved, Status, superfluous
 from healcore.runtime.store.store import CheckpointStore
 
 __all__ = [

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.runtime.store import files, host_memory, values
-from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StateMismatch, StoreError
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.saved import Course, Keep, Saved, superfluous
+from healcore.runtime.store.saved import (
+    CheckpointDamaged,
+    Course,
+    Keep,
+    Saved,
+    SaveFailed,
+    StateMismatch,
+    StoreError,
+    superfluous,
+)
 
 WHERE = "memory"
 """Place of a copy in messages."""

@@ -30,9 +30,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 import healcore
 from healcore import regular_file
 from healcore.runtime.store import files, values
-from healcore.runtime.store.errors import CheckpointDamaged, StoreError
 from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import Course, Saved
+from healcore.runtime.store.saved import CheckpointDamaged, Course, Saved, StoreError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.store.errors import CheckpointDamaged, SaveFailed, StoreError
+from healcore.runtime.store.saved import CheckpointDamaged, SaveFailed, StoreError
 
 T = TypeVar("T")
 

@@ -16,12 +16,6 @@ from typing import Any
 
 from healcore import console
 from healcore.runtime.store import files, manifest, ranks
-from healcore.runtime.store.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    SaveFailed,
-    StoreError,
-)
 from healcore.runtime.store.host_copy import (
     WHERE,
     ArrayFormat,
@@ -33,7 +27,18 @@ from healcore.runtime.store.host_copy import (
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.saved import IN_MEMORY, Course, Keep, Restored, Saved, disallowed
+from healcore.runtime.store.saved import (
+    IN_MEMORY,
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Course,
+    Keep,
+    Restored,
+    Saved,
+    SaveFailed,
+    StoreError,
+    disallowed,
+)
 from healcore.runtime.store.writer import Writer
 
 

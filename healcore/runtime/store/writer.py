@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore import console
 from healcore.events.process import watch_forks
-from healcore.runtime.store.errors import SaveFailed, StoreError
+from healcore.runtime.store.saved import SaveFailed, StoreError
 
 
 class Writer:

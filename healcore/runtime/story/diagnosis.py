@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from healcore.console import counted
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names, readings_text, sentence
 from healcore.history import Counts, Run, RunState

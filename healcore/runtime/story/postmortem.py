@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from healcore import console, regular_file
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.events import log
-from healcore.events.metrics import stem
+from healcore.events.log import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
 from healcore.history.incident import by_name

@@ -9,10 +9,9 @@ from typing import Any
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.step_record import StepRecord
-from healcore.core.verdict import Cause, names
+from healcore.core.decision import Cause, StepRecord, names
 from healcore.events import Log
-from healcore.events.metrics import Metrics
+from healcore.events.log import Metrics
 from healcore.events.models import EventRecord
 from healcore.events.schema import Trait, has, sentence
 from healcore.history import Run

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from healcore.core.step_record import StepRecord
-from healcore.events.metrics import COMPARED
+from healcore.adapter_registry import MissingExtraError
+from healcore.core.decision import StepRecord
+from healcore.events.log import COMPARED
 from healcore.events.models import validate
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE, Trait, flag_names, has, sentence
-from healcore.extras import MissingExtraError
 
 MAX_WAIT = 10.0  # seconds for which the end of a run waits for its trackers
 MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then loses the oldest

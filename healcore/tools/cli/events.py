@@ -115,7 +115,7 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
-    from healcore.events.metrics import stem
+    from healcore.events.log import stem
     from healcore.tools.report.page import render
     from healcore.tools.report.run_report import (
         ReportError,

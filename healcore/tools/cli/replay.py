@@ -68,8 +68,8 @@ def replay(
     join: JoinOption = False,
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
-    from healcore.extras import require
-    from healcore.runtime.host_policy import HostPolicy
+    from healcore.adapter_registry import require
+    from healcore.runtime.run_options import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
     from healcore.tools.report import page

@@ -28,8 +28,7 @@ from healcore.tools.probe.checks import (
     ProbeResult,
     first_three,
 )
-from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.formats import damaged_archives, open_contents
+from healcore.tools.probe.formats import damaged_archives, open_contents, probe_paths
 
 
 def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:

@@ -10,9 +10,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from healcore.core import numerics
 from healcore.core.detectors import LossSpikeConfig
+from healcore.core.numerics import map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Observed
-from healcore.core.tree import map_leaves
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024

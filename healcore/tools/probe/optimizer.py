@@ -37,8 +37,7 @@ from healcore.tools.probe.checks import (
     first_three,
     score,
 )
-from healcore.tools.probe.child import probe_paths
-from healcore.tools.probe.formats import open_contents
+from healcore.tools.probe.formats import open_contents, probe_paths
 from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.numerics import map_leaves
 from healcore.core.recorded import record_loop
 from healcore.core.signals import Signals
-from healcore.core.tree import map_leaves
-from healcore.core.verdict import Action
 from healcore.tools.traces import Rows, Trace
 
 ALWAYS_PASSED = ("loss", "grad_norm")

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.console import listed
+from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import Action, Cause, names
 from healcore.history import Counts, Curves, Incident, Mode
 from healcore.history.curves import thinned
 from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import RunAttempt
 from healcore.policy import PolicyLike
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.tools.replay.judged import ALWAYS_PASSED, judge
 from healcore.tools.report.run_report import RunReport, first_lines
 from healcore.tools.traces import Trace

@@ -22,11 +22,11 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore import regular_file
+from healcore.core.decision import Action
 from healcore.core.errors import HealcoreError
-from healcore.core.verdict import Action
 from healcore.policy import Policy, PolicyError, load
 from healcore.policy.loader import parse_overrides
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.tools.replay.replayed import Replay, ReplayError, replay
 from healcore.tools.replay.table import COUNTS, total
 from healcore.tools.traces import Trace

@@ -1,18 +1,23 @@
-"""Renders reports as one self-contained HTML page without scripts."""
+"""Renders reports as one self-contained HTML page without scripts; each run is one SVG figure.
+
+A figure is a timeline of what happened, above the curves of the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import healcore
+from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.events.schema import flag_names, sentence
-from healcore.extras import require
 from healcore.history import Curves, Incident, Mode
-from healcore.tools.report.picture import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, by_severity, short_names
 
 _MAX_DRAWN = 12
@@ -128,3 +133,235 @@ def _more_rollbacks(incident: Incident) -> str:
         return f" ({more} if that had not helped)" if incident.repeats else ""
     first = f"{more}, and then " if incident.repeats else ""
     return f" (if that had not helped: {first}it would stop)"
+
+
+# -- the figure of a run ---------------------------------------------------------------------------
+
+WIDTHS = {"screen": 11.5, "phone": 4.4}
+"""Kind of a figure -> its width in inches."""
+_DARK = {"#ffffff": "#14181d", "#1c2024": "#e6e9ed", "#5b6570": "#a9b4bf"}
+_DARK |= {"#e6e9ee": "#353c44", "#0072b2": "#5cb8f0", "#007a5a": "#43c59e"}
+_DARK |= {"#6a4fb3": "#b7a3f5", "#d98200": "#ffb547", "#a3210f": "#ff8a75"}
+"""Colour -> the same colour on a dark page; safe for colour-blind readers."""
+_PAGE, _TEXT, _QUIET, _GRID, _LOSS, _NORM, _RATE, _UNDONE, _BAD = _DARK
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "text.parse_math": False, "axes.facecolor": "none"}
+STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
+STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
+"""Settings of matplotlib for `to_svg`."""
+_LEFT, _CHARACTER = 1.0, 0.07  # inches left of the axes, and of a character
+_EXPLOSION = 30.0
+"""Ratio of values from which an axis is logarithmic, and from which an undone curve leaves it."""
+_MAX_MARKS = 300
+"""Limit of events of one kind."""
+_MAX_ROWS = 5
+"""Limit of rows with text for events of one kind."""
+_VERDICTS = {"damage": "weights damaged", "worse": "weights worse", "unknown": "no evidence"}
+
+
+class _Mark(NamedTuple):
+    """An event on the timeline."""
+
+    first: float
+    last: float
+    text: str
+    colour: str
+    to: float | None = None  # step from which the run continued
+
+
+def draw(report: RunReport, width: float, others: Mapping[str, Any] | None = None) -> str:
+    """Draws a run as an SVG element, or raises ImportError without matplotlib.
+
+    The style sheet in the element follows the reader's light or dark setting. `others` are the
+    losses of other runs: name -> step -> loss.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context({**STYLE, "svg.hashsalt": f"{report.title} {width}"}):
+        figure = Figure()
+        plot(figure, report, width, others or {})
+        return to_svg(figure)
+
+
+def to_svg(figure: Any) -> str:
+    """An SVG element of a figure, whose style sheet has the colours for a dark page too."""
+    file, metadata = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(file, format="svg", metadata=metadata)
+    svg = file.getvalue().partition("<svg")[2]
+    svg = re.sub(r"; font-family: [^;\"]*", "; font-family: system-ui, sans-serif", svg)
+    svg = re.sub(": #([0-9a-f]{6})", r": var(--c\1, #\1)", svg)
+    dark = ";".join(f"--c{colour[1:]}:{value}" for colour, value in _DARK.items())
+    rules = f"<style>@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    return "<svg" + svg.replace('<style type="text/css">', rules, 1)
+
+
+def plot(figure: Any, report: RunReport, width: float, others: Mapping[str, Any]) -> None:
+    """As `draw`, into a figure of matplotlib: places timeline and curves top down in inches."""
+    curves, panels = report.curves, _panels(report)
+    steps = curves.step if len(curves.step) else np.zeros(1)
+    per_inch = max(np.ptp(steps), 1.0) / (width - _LEFT - 0.3)
+    limits = steps.min() - 0.1 * per_inch, max(steps.max(), steps.min() + 1) + 0.1 * per_inch
+    axes = [figure.add_axes((0, 0, 1, i + 1), xlim=limits) for i in range(1 + len(panels))]
+    heights = [_draw_timeline(axes[0], _timeline(report), limits, per_inch)]
+    heights += [height for *_, height, _ in panels]
+    for axis, (label, values, colour, _, other) in zip(axes[1:], panels, strict=True):
+        _draw_curve(axis, curves, values, colour)
+        for name, line in other.items():
+            _plot(axis, curves, line, ~curves.undone(), color=_TEXT, ls=":", label=name)
+        axis.set_ylabel(label)
+    bottom, top = axes[1].get_ylim()
+    for (name, losses), colour in zip(others.items(), (_QUIET, _TEXT), strict=False):
+        axes[1].plot(*zip(*losses.items(), strict=True), lw=1, ls="--", color=colour, label=name)
+    axes[1].set_ylim(bottom, top)
+    if curves.nonfinite is not None and curves.nonfinite.any():
+        at, edge = curves.step[curves.nonfinite], axes[1].get_xaxis_transform()
+        style = {"color": _BAD, "ms": 5, "transform": edge, "label": "NaN or Inf"}
+        axes[1].plot(at, np.full(len(at), 0.95), "x", **style)
+    left, columns, y = (0, 2, 0.52) if width < 6 else (_LEFT - 0.1, 6, 0.32)
+    total = y + sum(heights) + 0.14 * len(panels) + 0.45
+    figure.set_size_inches(width, total)
+    legend: dict[str, Any] = {}
+    for axis, height in zip(axes, heights, strict=True):
+        y += height + 0.14
+        box = (_LEFT / width, 1 - (y - 0.14) / total, 1 - (_LEFT + 0.1) / width, height / total)
+        axis.set_position(box)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(length=2, labelbottom=axis is axes[-1])
+        axis.grid(axis="x", color=_GRID, lw=0.7)
+        axis.set_axisbelow(True)
+        for incident in report.incidents[:_MAX_MARKS]:
+            axis.axvspan(incident.onset_step, incident.end, color=_BAD, alpha=0.1, lw=0.8)
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            legend.setdefault(label, handle)
+    axes[-1].set_xlabel("optimizer step")
+    place = {"loc": "upper left", "bbox_to_anchor": (left / width, 1), "borderaxespad": 0.2}
+    figure.legend(legend.values(), legend.keys(), frameon=False, ncols=columns, **place)
+
+
+# -- the timeline ---------------------------------------------------------------------------------
+
+
+def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
+    """Kind of event -> its events."""
+    near = np.ptp(report.curves.step) / 100 if len(report.curves.step) else 0.0
+    outside, incidents = report.alarms_outside.items(), report.incidents
+    found = [_Mark(step, step, flag_names(cause), _QUIET) for step, cause in outside]
+    found += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
+    alarms, skips, rollbacks = list[_Mark](), list[_Mark](), list[_Mark]()
+    for mark in sorted(found, key=lambda mark: mark.first):
+        if alarms and alarms[-1].text == mark.text and mark.first - alarms[-1].last <= near:
+            alarms[-1] = alarms[-1]._replace(last=max(alarms[-1].last, mark.last))
+        else:
+            alarms.append(mark)
+    for each in incidents:
+        if each.skipped:
+            text = counted(each.skipped, "step") + " or more" * each.capped
+            text = f"would skip {text}" if report.would else text
+            skips.append(_Mark(each.onset_step, each.end, text, _BAD))
+        if report.would and each.rolled_back:
+            rollbacks.append(_Mark(each.step, each.step, "would roll back", _RATE))
+    for each in report.attempts:
+        if each.left is not None:
+            kind, colour = ("", _RATE) if each.origin == "rollback" else (" restart", _QUIET)
+            kind = f", skips {counted(each.skipped, 'batch', 'batches')}" if each.skipped else kind
+            text = f"{each.left:.0f} → {each.first_step:.0f}{kind}"
+            rollbacks.append(_Mark(each.left, each.left, text, colour, each.first_step))
+    compared = [
+        _Mark(e.step or 0, e.step or 0, _VERDICTS.get(str(e.verdict), str(e.verdict)), _LOSS)
+        for e in report.assessments
+    ]
+    end = report.curves.step[-1:].tolist() if report.stop is None else [report.stop]
+    ends = [_Mark(step, step, report.ending(), _TEXT) for step in end if report.ending()]
+    lanes = {"alarms": alarms, "skipped": skips, "compared": compared, "rollbacks": rollbacks}
+    return {**lanes, "end": ends}
+
+
+def _draw_timeline(
+    axis: Any, kinds: dict[str, list[_Mark]], limits: tuple[float, float], per_inch: float
+) -> float:
+    """Draws each event with its text in a free row, and an arc from a rollback to its checkpoint.
+
+    Returns the height in inches.
+    """
+    names, arc, y = dict[str, float](), np.linspace(0, np.pi, 33), 0.0
+    for name, marks in kinds.items():
+        ends: list[float] = []  # of each row
+        row_height = 0.34 if any(mark.to is not None for mark in marks) else 0.2
+        for mark in sorted(marks[:_MAX_MARKS], key=lambda mark: mark.first):
+            first, last = mark.first if mark.to is None else min(mark.first, mark.to), mark.last
+            size, room = (len(mark.text) * _CHARACTER + 0.15) * per_inch, limits[1] - last
+            is_left = room < min(size, first - limits[0])
+            most = int((first - limits[0] if is_left else room) / per_inch / _CHARACTER) - 3
+            text = mark.text if len(mark.text) <= most + 1 else f"{mark.text[: max(most, 0)]}…"
+            begin, end = (first - size, last) if is_left else (first, last + size)
+            row = next((i for i, each in enumerate(ends) if each <= begin), len(ends))
+            if row >= _MAX_ROWS:
+                row, text = _MAX_ROWS, ""
+            ends[row : row + 1] = [max([end, *ends[row : row + 1]])]
+            at, style = y + (row + 1) * row_height - 0.1, {"color": mark.colour, "clip_on": False}
+            axis.plot(mark[:2], [at, at], lw=5, solid_capstyle="projecting", **style)
+            if mark.to is not None:
+                middle, half = (mark.first + mark.to) / 2, (mark.first - mark.to) / 2
+                axis.plot(middle + half * np.cos(arc), at - 0.2 * np.sin(arc), **style)
+                axis.plot(mark.to, at, marker=7, ms=6, **style)  # a head that points down
+            side, at_x, offset = ("right", first, -5) if is_left else ("left", last, 5)
+            place = {"va": "center_baseline", "textcoords": "offset points", "ha": side}
+            axis.annotate(text, (at_x, at), (offset, 0), **place)
+        if marks:
+            names[name] = y + row_height * len(ends) / 2
+        y += row_height * len(ends)
+    axis.set_ylim(y + 0.05, 0)
+    axis.set_yticks([*names.values()], [*names])
+    return y + 0.05
+
+
+# -- the curves -----------------------------------------------------------------------------------
+
+
+def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[str, np.ndarray]]]:
+    """Label, values, colour, height in inches, and dotted lines of each panel."""
+    curves = report.curves
+    found: list[Any] = [("loss", curves.loss, _LOSS, 2.2, {})]
+    if curves.grad_norm is not None:
+        dotted = {} if curves.threshold is None else {"clip threshold": curves.threshold}
+        found.append(("gradient\nnorm (L2)", curves.grad_norm, _NORM, 1.1, dotted))
+    rate, scale = curves.lr, curves.lr_scale
+    if rate is not None and scale is not None:
+        scaled = rate * np.where(np.isnan(scale), 1.0, scale)
+        shown, name, other = (rate, "with", scaled) if report.would else (scaled, "without", rate)
+        dotted = {f"rate {name} healcore": np.where(scaled == rate, np.nan, other)}
+        found.append(("learning\nrate", shown, _RATE, 1.1, dotted))
+    elif scale is not None and (scale < 1).any():
+        found.append(("learning\nrate ×", scale, _RATE, 0.8, {}))
+    return found
+
+
+def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> None:
+    """Draws a curve. An explosion that was undone has another colour and leaves the panel."""
+    undone, finite = curves.undone(), np.isfinite(values)
+    _plot(axis, curves, values, undone, color=_UNDONE, label="undone steps")
+    _plot(axis, curves, values, ~undone, color=colour)
+    axis.grid(axis="y", color=_GRID, lw=0.7)
+    shown, kept = values[finite], values[finite & ~undone]
+    explodes = len(kept) and 0 < kept.max() < shown.max() / _EXPLOSION
+    seen = kept if explodes else shown
+    if len(seen) and 0 < seen.min() < seen.max() / _EXPLOSION:
+        axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:g}")
+    if explodes:
+        axis.set_ylim(kept.min() / 1.3 if kept.min() > 0 else kept.min() * 1.3, kept.max() * 1.3)
+        highest = np.argmax(np.where(finite, values, -np.inf))
+        place, at = axis.get_xaxis_transform(), curves.step[highest]
+        side = "right" if at > np.mean(axis.get_xlim()) else "left"
+        text, style = f" ↑ up to {values[highest]:.3g} ", {"color": _UNDONE, "va": "top"}
+        axis.text(at, 0.86, text, transform=place, ha=side, **style)
+
+
+def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
+    """Draws a line through the rows in `where`. A logged NaN or Inf and a rollback make a gap."""
+    finite = np.isfinite(values)
+    logged = where & (finite if curves.nonfinite is None else finite | curves.nonfinite)
+    if (where & finite).any():
+        x, y = curves.step[logged], np.where(finite, values, np.nan)[logged]
+        back = np.flatnonzero(np.diff(x) <= 0) + 1
+        axis.plot(np.insert(x, back, np.nan), np.insert(y, back, np.nan), **{"lw": 1.2, **style})

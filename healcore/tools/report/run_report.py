@@ -14,7 +14,7 @@ import numpy as np
 
 from healcore.core.errors import HealcoreError
 from healcore.events import read
-from healcore.events.metrics import path_next_to
+from healcore.events.log import metrics_path
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode, Run, RunState, runs_of
@@ -162,7 +162,7 @@ def find_events(path: Path) -> Path:
 def _report_on(path: Path, run: Run) -> RunReport:
     written, problem = _read_postmortem(path, run.processes[-1].id)
     run.add_postmortem(written)
-    curves, curve_notes = _read_curves(path_next_to(path), run)
+    curves, curve_notes = _read_curves(metrics_path(path), run)
     start = run.start or EventRecord()
     diagnosis = written.get("diagnosis")
     state = _state_of(run, written)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from healcore import extras, regular_file
+from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
     KNOWN_FORMATS,
     STEP,
@@ -121,8 +121,8 @@ def scalars(path: str, problems: list[Problem]) -> Records:
     Raises TraceError if tensorboard is not installed.
     """
     try:
-        extras.require("tensorboard", "tensorboard")
-    except extras.MissingExtraError as error:
+        adapter_registry.require("tensorboard", "tensorboard")
+    except adapter_registry.MissingExtraError as error:
         raise TraceError(f"it is a TensorBoard event file: {error}") from None
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto import event_pb2

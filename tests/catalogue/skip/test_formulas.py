@@ -9,7 +9,7 @@ import optax
 import pytest
 import torch
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.skip import published

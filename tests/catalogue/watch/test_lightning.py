@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from tests.catalogue import curves
 from tests.parity import recorded_runs
 

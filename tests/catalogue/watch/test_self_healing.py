@@ -8,8 +8,8 @@ list: what is held here is which orders come, when, and with what behind them.
 import numpy as np
 import pytest
 
+from healcore.core.decision import Action, Cause
 from healcore.core.signals import Signals
-from healcore.core.verdict import Action, Cause
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals

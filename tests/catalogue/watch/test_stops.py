@@ -8,7 +8,7 @@ so the port may call an outlier that the original does not; never the other way 
 import numpy as np
 import pytest
 
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals

@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from tests.core.reference.limits import (
     GradCeiling,
     GradEma,

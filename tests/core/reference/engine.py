@@ -7,8 +7,8 @@ import math
 from collections import deque
 from typing import Any, NamedTuple
 
+from healcore.core.decision import Action, Cause
 from healcore.core.signals import Signals
-from healcore.core.verdict import Action, Cause
 from tests.core.reference import clips, detectors
 from tests.core.reference.detectors import Step
 from tests.core.reference.ties import Ties

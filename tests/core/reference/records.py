@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from tests.core.reference.ties import Detector, Finding, Ties
 
 

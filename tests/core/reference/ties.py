@@ -7,7 +7,7 @@ answer is right; everywhere else the two must agree.
 import math
 from typing import Any
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 
 Finding = tuple[bool, bool, int]
 """Whether there is an alarm, whether it is sustained, and its causes."""

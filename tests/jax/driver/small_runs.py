@@ -11,9 +11,9 @@ import numpy as np
 import optax
 from flax import nnx
 
+from healcore.core.decision import Action, Cause
 from healcore.core.detectors import NonFiniteConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
-from healcore.core.verdict import Action, Cause
 from healcore.jax import protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.flax_linen import HealTrainState

@@ -8,13 +8,13 @@ import optax
 import pytest
 from flax import nnx
 
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import RuleConfig
-from healcore.core.verdict import Action, Cause
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.runtime.driver import WeightsChanged
-from healcore.runtime.store.errors import StateMismatch
+from healcore.runtime.store.saved import StateMismatch
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
 from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, every_third, plain

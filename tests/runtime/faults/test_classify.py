@@ -34,11 +34,11 @@ from torch._C._distributed_c10d import HashStore
 
 import healcore
 from healcore import classify
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.policy import load
 from healcore.runtime.faults import retry
 from healcore.runtime.faults.retry import Retries, repeated
-from healcore.runtime.host_policy import HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
 

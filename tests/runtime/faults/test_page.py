@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from healcore.core.verdict import NONFINITE, Cause
+from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
 from healcore.policy.answers import FAULTS
 from healcore.runtime.faults import FAILURES

@@ -9,15 +9,14 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.host_policy import HostPolicy
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.record import ITEM, HostState, Record
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run_options import Checkpoints
+from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,

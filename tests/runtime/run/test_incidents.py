@@ -2,11 +2,11 @@
 
 import pytest
 
-from healcore.core.engine import incident
-from healcore.core.verdict import Action, Cause, Decision
+from healcore.core.decision import Action, Cause, Decision
+from healcore.core.engine import recovery
 from healcore.policy import load
-from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.record import Ledger
 from healcore.runtime.run_options import Hooks, IncidentContext
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
@@ -71,7 +71,7 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
-    ledger, acted_on = Ledger(), incident.causes(load("default").engine().config)
+    ledger, acted_on = Ledger(), recovery.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
         ledger.record(index, [both if index == 6 else SKIPPED], acted_on)

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
-from healcore.runtime.host_policy import HostPolicy
-from healcore.runtime.run.ledger import Ledger
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
     ABOVE,
@@ -25,8 +23,9 @@ from healcore.runtime.run.orders import (
     choose,
     decide,
 )
+from healcore.runtime.run.record import Ledger
 from healcore.runtime.run.steps import HostRules, StepResult
-from healcore.runtime.run_options import Hooks
+from healcore.runtime.run_options import Hooks, HostPolicy
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.story.run_log import RunLog

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.events import Log, read
 from healcore.events.models import Ending
 from healcore.history import Run, runs_of

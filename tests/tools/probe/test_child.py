@@ -7,7 +7,7 @@ import torch
 
 from healcore.tools.probe.checkpoint import judge
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
-from healcore.tools.probe.child import probe_paths
+from healcore.tools.probe.formats import probe_paths
 from tests.hostile.pickles import BEGIN, END, called, torch_file
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine
 from healcore.core.signals import Signals
-from healcore.core.verdict import Action, Cause, names
 from healcore.policy import load
 from healcore.tools.replay import replay
 from healcore.tools.report.page import outcome

@@ -26,8 +26,7 @@ from healcore.history.incident import count_incidents
 from healcore.history.run import RunAttempt
 from healcore.policy import load
 from healcore.tools.cli import app
-from healcore.tools.report.page import outcome, render
-from healcore.tools.report.picture import WIDTHS, draw, plot
+from healcore.tools.report.page import WIDTHS, draw, outcome, plot, render
 from healcore.tools.report.run_report import ReportError, RunReport, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems

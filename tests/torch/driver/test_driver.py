@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 
 import healcore
-from healcore.core.verdict import Action, Cause
+from healcore.core.decision import Action, Cause
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver

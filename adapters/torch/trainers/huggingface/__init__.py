@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from healcore.extras import require
+from healcore.adapter_registry import require
 
 require("huggingface", "transformers", "accelerate")

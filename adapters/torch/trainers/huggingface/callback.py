@@ -34,9 +34,8 @@ from healcore.torch.trainers import (
     resolve_options,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
-from healcore.torch.trainers.huggingface.counters import Counters
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
-from healcore.torch.trainers.huggingface.epochs import EpochFeed
+from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput

@@ -25,8 +25,8 @@ from transformers.trainer_callback import (
 )
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from healcore.core.decision import Cause
 from healcore.core.errors import AttachError
-from healcore.core.verdict import Cause
 from healcore.policy import Policy, load
 from healcore.runtime.faults import classify
 from healcore.runtime.run_options import Logging

@@ -28,7 +28,7 @@ from healcore.runtime.run.run_metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import replaced
-from healcore.torch.trainers.huggingface.counters import Counters, CountsBefore
+from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""

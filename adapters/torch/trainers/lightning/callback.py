@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.adapter_registry import require
 from healcore.core.errors import AttachError
-from healcore.extras import require
 from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.healer import Healer, loop_of

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, RunStopped
-from healcore.core.verdict import Cause
+from healcore.core.decision import Cause
 from healcore.policy import load
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import AttachError, LightningHealingCallback

@@ -1,16 +1,125 @@
-"""`StepRecord`: values and decision of one step, for the runtime, metrics and `healcore replay`."""
+"""`Decision`, the engine's order for one step, with its flags; `Reading`, a detector's result.
+
+`StepRecord` has the values and the decision of one step for the runtime, metrics and `replay`.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
-from healcore.core.verdict import Action, Cause, Decision
 
-MOST = 10  # tensors reported per step
+
+class Cause(enum.IntFlag):
+    """What is wrong. Detectors on the device set the first eleven; the host sets the rest."""
+
+    NONFINITE_LOSS = 1
+    NONFINITE_GRAD = 2
+    GRAD_SPIKE = 4
+    LOSS_SPIKE = 8
+    DIVERGENCE = 16
+    GRAD_VANISHING = 32
+    PLATEAU = 64
+    OVERFIT = 128
+    UPDATE_SPIKE = 256
+    INSTABILITY = 512
+    RECORDS = 1024
+    OOM = 1 << 16
+    DATA = 1 << 17
+    NETWORK = 1 << 18
+    HANG = 1 << 19
+    UNKNOWN = 1 << 20
+    WORKER = 1 << 21
+
+
+NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
+"""Causes of a step with a non-finite loss or gradient."""
+
+
+class Action(enum.IntFlag):
+    """Requests to the host. Skipped steps are not among them, see `Decision.skip`."""
+
+    ALERT = 1
+    SAVE = 2
+    ROLLBACK = 4
+    STOP = 8
+    CUT_LR = 16
+    """The LR multiplier was cut at this step; `Decision.lr_scale` includes the cut."""
+
+
+def names(flags: enum.IntFlag) -> list[str]:
+    """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
+    return [member.name for member in type(flags) if member.name and member & flags]
+
+
+def flag(condition: Any, flags: int, *, xp: Any) -> Any:
+    """Returns `flags` as int32 where `condition` holds, else 0.
+
+    Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
+    """
+    if hasattr(xp, "flag"):
+        return xp.flag(condition, int(flags))
+    bit = xp.astype(condition, xp.int32)
+    return bit if flags == 1 else bit * int(flags)
+
+
+class Reading(NamedTuple):
+    """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
+
+    alarm: Any
+    """bool: this step is an outlier."""
+    sustained: Any
+    """bool: the fault lasts, so a rollback may help. During a sustained spike a single step may be
+    normal; `alarm` is then false."""
+    cause: Any = None
+    """int32 `Cause` flags from a detector with several causes, else None for its `CAUSE`."""
+    z: Any = None
+    """float32 score of `loss_spike`, 0 in its warm-up; None from other detectors."""
+
+
+class Decision(NamedTuple):
+    """The decision about one step, in 0-d arrays."""
+
+    grad_scale: Any
+    """float32 in [0, 1]: factor on all gradients, 1 = unchanged."""
+    skip: Any
+    """bool: keep parameters, moments and counters unchanged."""
+    lr_scale: Any
+    """float32 in (0, 1]: factor on the update, 1 = the user's own schedule."""
+    action: Any
+    """int32 `Action` flags for the host."""
+    cause: Any
+    """int32 `Cause` flags."""
+    rollback_depth: Any
+    """int32: known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
+    group_scale: Any = None
+    """float32 (n,): one factor per tensor from per-tensor clipping rules; else None."""
+
+
+class Telemetry(NamedTuple):
+    """Numbers of the last step for loggers and reports; always finite."""
+
+    decision: Decision
+    """The ordered decision; in observe mode the enforced decision is neutral."""
+    loss: Any
+    """float32: last finite loss."""
+    grad_norm: Any
+    """float32: last finite global gradient norm, before clipping."""
+    threshold: Any
+    """float32: norm above which gradients are clipped; 0 without a threshold."""
+    z: Any
+    """float32: z-score of the norm in the clipping rule; 0 during warm-up."""
+    z_loss: Any
+    """float32: score of the loss-spike detector; 0 during warm-up or without the detector."""
+
+
+# -- the record of a step --------------------------------------------------------------------------
+
+_MAX_EVIDENCE = 10  # tensors reported per step
 
 REPORT_RATIO = 4.0
 """Ratio to the tensor's norm at the last step without an alarm from which a norm is reported. In
@@ -91,14 +200,14 @@ class StepRecord(NamedTuple):
         )
 
 
-FIELDS = StepRecord._fields[:16]
+RECORD_FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
-INTS = 8
-"""The first numbers of `FIELDS` are int32 or bool, the rest float32."""
+RECORD_INTS = 8
+"""The first numbers of `RECORD_FIELDS` are int32 or bool, the rest float32."""
 
 
-def numbers(state: Any) -> tuple[Any, ...]:
-    """Returns the arrays of the last step in an EngineState, in the order of `FIELDS`."""
+def record_numbers(state: Any) -> tuple[Any, ...]:
+    """Returns the arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
     incident, (made, *readings) = state.incident, state.last
     return (
         *(state.step, incident.onset, incident.number, incident.open),
@@ -107,9 +216,9 @@ def numbers(state: Any) -> tuple[Any, ...]:
     )
 
 
-def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
-    """Makes a record of Python values from scalars in the order of `FIELDS`."""
-    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:INTS])
+def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
+    """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
+    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
     return StepRecord(
         step,
         onset,
@@ -119,15 +228,15 @@ def to_host(values: Sequence[Any], engine: str = "") -> StepRecord:
         Cause(cause),
         depth,
         bool(skip),
-        *map(float, values[INTS:]),
+        *map(float, values[RECORD_INTS:]),
         engine=engine,
     )
 
 
-def unpack(packed: np.ndarray, engine: str = "") -> StepRecord:
-    """Makes a record from int32 (n,): the integers of `FIELDS`, then the bits of the floats."""
-    floats = packed[INTS : len(FIELDS)].view(np.float32)
-    return to_host(packed[:INTS].tolist() + floats.tolist(), engine)
+def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:
+    """Makes a record from int32 (n,): integers of `RECORD_FIELDS`, then bits of the floats."""
+    floats = packed[RECORD_INTS : len(RECORD_FIELDS)].view(np.float32)
+    return host_record(packed[:RECORD_INTS].tolist() + floats.tolist(), engine)
 
 
 _METRICS = (
@@ -137,8 +246,8 @@ _METRICS = (
 _COUNTS = {"step": "steps", "incident": "incidents"}
 
 
-def metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Names the numbers of `FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
+def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Names the numbers of `RECORD_FIELDS` and `Tally` for a logger, `heal/...`; copies nothing.
 
     Counts include steps that a rollback has undone. `heal/loss` and `heal/grad_norm` are the last
     finite values, and `heal/threshold` is 0 without a threshold. `heal/cause` and `heal/action` are
@@ -159,7 +268,7 @@ def evidence(
     with np.errstate(all="ignore"):
         ratios = np.where(usual > 0, norms / usual, 0.0)
     ratios[~(norms <= numerics.HUGE)] = np.inf  # NaN and overflow need no usual norm
-    worst = np.argsort(-ratios, kind="stable")[:MOST]
+    worst = np.argsort(-ratios, kind="stable")[:_MAX_EVIDENCE]
     return tuple(
         Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO
     )

@@ -1,8 +1,8 @@
-"""Incidents: runs of alarms with one onset, the escalation within them, and the budget.
+"""Incidents, the recovery that they order, its budget, and the learning-rate multiplier.
 
-An incident uses one recovery, however long it lasts. Recovery escalates (a deeper rollback, another
-cut) in two cases: alarms continue for `patience` steps after an order, or another incident begins
-in the same region.
+An incident is a run of alarms with one onset. It uses one recovery, however long it lasts. Recovery
+escalates (a deeper rollback, another cut) in two cases: alarms continue for `patience` steps after
+an order, or another incident begins in the same region.
 
 A skipped non-finite step has changed nothing. Unless it orders a rollback or a cut, it neither
 begins nor prolongs an incident in which the model may get worse.
@@ -10,6 +10,12 @@ begins nor prolongs an incident in which the model may get worse.
 When the recoveries are exhausted, a non-finite step stops the run. Otherwise the run continues,
 clipped, with an alert. If the loss still grows at a small fraction of the learning rate after
 several rollbacks, it more likely grows by design than because of the updates.
+
+A cut of the rate is followed by a hold, and by a ramp back towards the schedule. With
+`LrConfig.ceiling` above 0 the ramp ends at `ceiling` times the rate that broke the run. If the
+schedule's rate is known, this limit is absolute: the schedule keeps its shape, scaled so that its
+highest rate since the cut equals the limit. Only long health raises the limit, each time by the
+inverse factor of one cut.
 """
 
 from __future__ import annotations
@@ -17,35 +23,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.engine import lr
-from healcore.core.engine.config import EngineConfig
-from healcore.core.tree import Flag, Int
-from healcore.core.verdict import NONFINITE, Action, flag
+from healcore.core.decision import NONFINITE, Action, flag
+from healcore.core.engine.state import BudgetState, EngineConfig, IncidentState, LrConfig, LrState
 
 _NONFINITE = int(NONFINITE)
 _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
-
-
-class IncidentState(NamedTuple):
-    """The open incident, and the last recovery."""
-
-    open: Flag  # an incident is open in which a step may have changed the model
-    skipped: Flag  # an incident is open that has only skipped non-finite steps
-    number: Int  # incidents so far, including the open one
-    onset: Int  # step of its first alarm
-    quiet: Int  # steps since its last alarm, less `quiet_steps` if a policy only skips
-    recovered: Int  # alarms since its last rollback order; -1 = no order
-    cut: Int  # alarms since its last cut; -1 = no cut
-    last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
-    escalations: Int  # earlier recoveries in the region of the last recovery
-
-
-class BudgetState(NamedTuple):
-    """The remaining budget."""
-
-    recoveries: Int  # rollbacks left
-    lr_cuts: Int  # cuts left
-    healthy: Int  # consecutive steps without an incident since the last refund
 
 
 class Orders(NamedTuple):
@@ -58,7 +40,7 @@ class Orders(NamedTuple):
     action: Any = None  # int32 `Action` flags
 
 
-def causes(config: EngineConfig) -> int:
+def incident_causes(config: EngineConfig) -> int:
     """`Cause` flags that open an incident: non-finite values, and causes on which a rule acts."""
     mask = _NONFINITE
     for rule in config.rules:
@@ -80,14 +62,14 @@ def _only_skips(config: EngineConfig) -> bool:
         and not rule.within
         for rule in config.rules
     )
-    return skips and causes(config) == _NONFINITE and not _may_recover(config)
+    return skips and incident_causes(config) == _NONFINITE and not _may_recover(config)
 
 
 def _may_recover(config: EngineConfig) -> bool:
     return any(rule.action & _RECOVERS for rule in config.rules)
 
 
-def update(
+def update_incidents(
     config: EngineConfig,
     state: IncidentState,
     budget: BudgetState,
@@ -114,12 +96,12 @@ def update(
             quiet=quiet,
         )
         return (new, *_refund_limits(config, budget, skip, None, xp=xp))
-    incident_cause = cause & causes(config)
+    incident_cause = cause & incident_causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
     # recovery, their incident is an ordinary one.
     harmless = alarm & skip
-    if causes(config) & ~_NONFINITE:
+    if incident_causes(config) & ~_NONFINITE:
         harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
     serious, known_skips, turned = alarm & ~harmless, state.skipped, None
     if _may_recover(config):
@@ -204,7 +186,7 @@ def _refund_limits(
     config: EngineConfig, budget: BudgetState, unhealthy: Any, in_incident: Any, *, xp: Any
 ) -> tuple[BudgetState, Orders]:
     """The budget of a policy without recovery: long health gives back limits of the rate."""
-    if not lr.may_limit(config.lr):
+    if not may_limit_rate(config.lr):
         return budget, Orders()
     count = budget.healthy + ~unhealthy
     if in_incident is not None:
@@ -218,3 +200,97 @@ def _refund_limits(
 def _count_alarm(since: Any, alarm: Any) -> Any:
     """Counts an alarm since an order; -1 (no order yet) stays."""
     return since + (alarm & (since >= 0))
+
+
+# -- the learning-rate multiplier ------------------------------------------------------------------
+
+_MAX_RATE = 1e12  # limit of `LrState.broken`, above the rate of any schedule
+RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
+
+
+def update_rate(
+    config: LrConfig,
+    state: LrState,
+    cut: Any,
+    healthy: Any,
+    in_incident: Any,
+    refund: Any,
+    rate: Any,
+    *,
+    xp: Any,
+) -> LrState:
+    """Updates the multiplier by one step; only healthy steps count for hold and ramp.
+
+    A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
+    ceiling lowers it if the schedule rises. `cut` is None if no rule cuts: the host alone limits
+    the rate. `refund` (long health) raises the limit. `rate` is the schedule's learning rate at
+    this step, or None for a constant rate of 1.
+    """
+    if cut is None and not may_limit_rate(config):
+        return state
+    rate = _known_rate(rate, state, xp=xp)
+    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
+    broken = xp.minimum(broken, _MAX_RATE)
+    # After a wrong, high rate its low multiplier must not stay in force.
+    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+    if cut is None:
+        peak = xp.where(keeps_peak, state.peak, rate)
+        scale = numerics.settle(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
+        return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+
+    advances = healthy & ~cut
+    cut_scale = xp.maximum(config.factor * state.scale, config.floor)
+    # A floor above the multiplier does not raise the multiplier.
+    cut_scale = xp.minimum(cut_scale, state.scale)
+    low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
+    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+    hold = xp.where(cut, config.hold_steps, state.hold)
+    ramp = xp.where(cut, config.ramp_steps, state.ramp)
+    peak = xp.where(keeps_peak & ~cut, state.peak, rate)
+
+    holding = hold > 0
+    ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
+    hold = xp.where(advances & holding, hold - 1, hold)
+    top = _top_multiplier(config, broken, peak, xp=xp) if may_limit_rate(config) else 1.0
+    bottom = xp.minimum(numerics.quotient(low, rate, xp=xp), top)
+    # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
+    # the same float32 from Python's double and from an array.
+    part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
+    ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
+    ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
+    scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
+    scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
+    scale = xp.where(cut, cut_scale, scale)
+    return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+
+
+def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
+    """Limits the rate to `limit`, as after a cut to this rate; `rate` is as in `update_rate`."""
+    one, rate = _known_rate(None, state, xp=xp), _known_rate(rate, state, xp=xp)
+    limit = xp.where(limit > 0, limit, rate)
+    scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
+    share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
+    broken = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
+    zero = state.hold - state.hold
+    hold, ramp = zero + config.hold_steps, zero + config.ramp_steps
+    return LrState(numerics.settle(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
+
+
+def may_limit_rate(config: LrConfig) -> bool:
+    """Whether the rate can have an absolute limit; static, so an array of ceilings counts."""
+    return not (isinstance(config.ceiling, int | float) and config.ceiling <= 0)
+
+
+def _known_rate(rate: Any, state: LrState, *, xp: Any) -> Any:
+    """The schedule's rate, or 1 for a rate that is unknown or of no use."""
+    if rate is None:
+        return state.scale - state.scale + 1.0
+    return xp.where((rate > numerics.TINY) & (rate < _MAX_RATE), rate, 1.0)
+
+
+def _top_multiplier(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
+    """The multiplier at which the schedule's highest rate is the ceiling's share of `broken`."""
+    share = numerics.product(config.ceiling, broken, xp=xp)
+    top = numerics.quotient(share, peak, xp=xp)
+    # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
+    return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
