@@ -281,10 +281,15 @@ class TorchDriver(Driver):
             WEIGHTS: self._weights.digest(),
         }
 
-    def learning_rate(self) -> float | None:
-        """The largest rate of the first optimizer, as its engine reads. A sync for a tensor."""
-        groups = next(iter(self.healings.values())).optimizer.param_groups
-        return max((float(r) for each in groups if (r := each.get("lr")) is not None), default=None)
+    def learning_rates(self) -> dict[str, float | None]:
+        """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
+        rates = {
+            name: [
+                float(r) for each in h.optimizer.param_groups if (r := each.get("lr")) is not None
+            ]
+            for name, h in self.healings.items()
+        }
+        return {name: max(each, default=None) for name, each in rates.items()}
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""

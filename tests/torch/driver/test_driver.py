@@ -225,9 +225,9 @@ def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     body, head = nn.Linear(4, 4), nn.Linear(4, 1)
     groups = [{"params": m.parameters(), "lr": r} for m, r in ((body, 1e-4), (head, 1e-2))]
     driver = TorchDriver({"a": body, "b": head, "optimizer": SGD(groups)}, "default")
-    assert driver.learning_rate() == 1e-2
+    assert driver.learning_rates() == {"optimizer": 1e-2}
     driver.healings["optimizer"].optimizer.param_groups[1]["lr"] = None  # Adafactor computes it
-    assert driver.learning_rate() == 1e-4
+    assert driver.learning_rates() == {"optimizer": 1e-4}
     driver.close()
 
 
