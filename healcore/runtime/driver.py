@@ -207,8 +207,8 @@ class Driver(Protocol):
         """
         ...
 
-    def learning_rate(self) -> float | None:
-        """The current learning rate without healcore's multiplier, or None if unknown."""
+    def learning_rates(self) -> dict[str, float | None]:
+        """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
         ...
 
     def numbers(self) -> dict[str, float]:

@@ -220,16 +220,14 @@ class JaxDriver(Driver):
         found = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
         return {**dict(zip(names, values, strict=True)), **found}
 
-    def learning_rate(self) -> float | None:
-        """The injected rate, or else the rate that the last update received. One sync.
-
-        None unless exactly one rate is known.
-        """
+    def learning_rates(self) -> dict[str, float | None]:
+        """The injected rate if there is one, or else what each last update received. One sync."""
         found = {float(rate) for rate in injected_rates(self._live.read())}
-        if not found:
-            rates = (each["state"]["lr"]["rate"] for each in self.engines().values())
-            found = {rate for rate in rates if rate not in (0.0, 1.0)}  # 1.0 if none was passed
-        return found.pop() if len(found) == 1 else None
+        rates = {n: each["state"]["lr"]["rate"] for n, each in self.engines().items()}
+        if found:
+            return dict.fromkeys(rates, found.pop() if len(found) == 1 else None)
+        # 1.0 if none was passed
+        return {n: None if rate in (0.0, 1.0) else rate for n, rate in rates.items()}
 
     # -- the run ----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from healcore import console
 from healcore.core.errors import AttachError
+from healcore.core.step_record import StepRecord
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
 from healcore.runtime.run.orders import HealthyRange
@@ -28,7 +29,7 @@ from healcore.torch.attachment import Healing, healing_of
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.batch_statistics import BatchStatistics
-from healcore.torch.driver.pending_step import MOST_PENDING, PendingEntry, PendingStep, Recorder
+from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
 from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle, numbers_of
 from healcore.torch.enforcer import reset_moments as reset_moments_of
@@ -76,9 +77,10 @@ class TorchDriver(Driver):
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
         self.generators = live_state.RngState()
-        self._pending: deque[PendingEntry] = deque(maxlen=MOST_PENDING)
+        self._pending: deque[PendingEntry] = deque()
+        self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
         self._recorders = [
-            Recorder(name, self._state, self.healings, self._pending, self.warnings)
+            Recorder(name, self._state, self.healings, self._pending, self._early, self.warnings)
             for name in self.healings
         ]
         after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
@@ -134,8 +136,9 @@ class TorchDriver(Driver):
         for healing in self.healings.values():
             healing.judge_dropped()
         self._unpolled = -math.inf
-        entries = [*self._pending]
+        entries, early = [*self._pending], [*self._early]
         self._pending.clear()
+        self._early.clear()
         # Once each of several optimizers has stepped, remaining gradients and losses are
         # by-products: a GAN's generator loss also has gradients in the discriminator.
         all_stepped = all(each.stepped for each in self._accumulations)
@@ -150,7 +153,7 @@ class TorchDriver(Driver):
         # Engines that decide alone exchange no signals, so the Healer compares their decisions.
         several = self._ranks is not None and self._ranks.world > 1
         alone = several and any(healing.ranks == 1 for healing in self.healings.values())
-        return PendingStep(entries, self._ranks if alone else None, lambda: self._wants_vote)
+        return PendingStep(entries, early, self._ranks if alone else None, lambda: self._wants_vote)
 
     def has_stepped(self) -> bool:
         """See `Driver.has_stepped`."""
@@ -207,6 +210,7 @@ class TorchDriver(Driver):
         for recorder in self._recorders:
             recorder.restart()
         self._pending.clear()
+        self._early.clear()
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
@@ -281,10 +285,15 @@ class TorchDriver(Driver):
             WEIGHTS: self._weights.digest(),
         }
 
-    def learning_rate(self) -> float | None:
-        """The largest rate of the first optimizer, as its engine reads. A sync for a tensor."""
-        groups = next(iter(self.healings.values())).optimizer.param_groups
-        return max((float(r) for each in groups if (r := each.get("lr")) is not None), default=None)
+    def learning_rates(self) -> dict[str, float | None]:
+        """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
+        rates = {
+            name: [
+                float(r) for each in h.optimizer.param_groups if (r := each.get("lr")) is not None
+            ]
+            for name, h in self.healings.items()
+        }
+        return {name: max(each, default=None) for name, each in rates.items()}
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""

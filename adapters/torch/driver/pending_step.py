@@ -19,7 +19,9 @@ from healcore.torch.measurement import StepNorms
 from healcore.torch.ranks import requests_vote
 
 MOST_PENDING = 256
-"""Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
+"""Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
+MOST_EARLY = 2**16
+"""Read records to keep, in case that nobody asks for them."""
 
 
 class PendingEntry(NamedTuple):
@@ -42,11 +44,12 @@ class Recorder:
         state: Mapping[str, Any],
         healings: Mapping[str, Healing],
         pending: deque[PendingEntry],
+        early: deque[StepRecord],
         warnings: list[str],
     ) -> None:
         self.name, self._state, self._healings = name, state, healings
         self._healing = healings[name]
-        self._pending, self._warnings = pending, warnings
+        self._pending, self._early, self._warnings = pending, early, warnings
         self._mistakes = LoopMistakes(self._healing.engine)
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
@@ -63,6 +66,9 @@ class Recorder:
         rates = [group.get("lr") for group in step.optimizer.param_groups]
         lr = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
         self._pending.append(PendingEntry(self, record, norms, step.all_reduce.last_marks, lr))
+        if len(self._pending) > MOST_PENDING:
+            oldest = self._pending.popleft()
+            self._early.append(oldest.recorder.read(oldest))
 
     def read(self, entry: PendingEntry) -> StepRecord:
         """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
@@ -102,6 +108,7 @@ class PendingStep:
 
     Args:
         entries: the judged steps to read, in order.
+        early: the records of those before.
         ranks: the ranks whose decisions to compare, or None if the engines exchange signals.
         vote_wanted: whether this rank asks for a vote. Called only with `ranks`.
     """
@@ -109,8 +116,13 @@ class PendingStep:
     count = 1
 
     def __init__(
-        self, entries: Sequence[PendingEntry], ranks: Ranks | None, vote_wanted: Callable[[], bool]
+        self,
+        entries: Sequence[PendingEntry],
+        early: Sequence[StepRecord],
+        ranks: Ranks | None,
+        vote_wanted: Callable[[], bool],
     ) -> None:
+        self._early = early
         self._entries, self._ranks, self._vote_wanted = entries, ranks, vote_wanted
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
@@ -126,13 +138,13 @@ class PendingStep:
             if self._ranks is not None:
                 self._compare(self._ranks)
             self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
-            self._records = [entry.recorder.read(entry) for entry in self._entries]
+            self._records = [*self._early, *(each.recorder.read(each) for each in self._entries)]
             self._entries = ()
         return [self._records]
 
     def _compare(self, ranks: Ranks) -> None:
-        mine = [(each.recorder.name, each.record()) for each in self._entries]
-        decided = [(name, n.step, n.action, n.cause, n.skip, n.lr_scale) for name, n in mine]
+        mine = [*self._early, *(each.record() for each in self._entries)]
+        decided = [(n.engine, n.step, n.action, n.cause, n.skip, n.lr_scale) for n in mine]
         of_ranks = ranks.gather((decided, self._vote_wanted()))
         if any(other != decided for other, _ in of_ranks):
             raise RanksDisagreeError(

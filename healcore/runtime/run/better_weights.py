@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from healcore.console import counted
@@ -18,6 +19,7 @@ from healcore.runtime.run.orders import (
     MAX_ACCEPTED,
     Facts,
     Order,
+    Rates,
     RollbackRecord,
     Trial,
     decide,
@@ -55,7 +57,7 @@ class BetterWeights:
             interval=restorer.saver.every,
             warn=lambda problem: self._log.problem(data.step, problem),
             log=self._log,
-            learning_rate=self._rate_in_force,
+            rates=self._rates_in_force,
             numbers=self._numbers_in_force,
         )
         self._driver.hold_numbers(lambda: self._ledger.numbers)
@@ -86,9 +88,9 @@ class BetterWeights:
         numbers, held = self._driver.numbers(), self._ledger.numbers
         return {n: held[n].held(each) if n in held else each for n, each in numbers.items()}
 
-    def _rate_in_force(self) -> float | None:
-        rate = self._driver.learning_rate()
-        return None if rate is None else rate * self._monitor.lr_scale
+    def _rates_in_force(self) -> Rates:
+        scales, rates = self._monitor.lr_scales, self._driver.learning_rates().items()
+        return {name: rate and rate * scales.get(name, 1.0) for name, rate in rates}
 
     def roll_back(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
@@ -136,7 +138,7 @@ class BetterWeights:
         cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
         facts = Facts(
             rates=verdict.rates,
-            healthy_rate=verdict.healthy_rate,
+            healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor <= self._restorer.record.first_step,
             unusual=bool(unusual),
             numbers=bool(numbers),
@@ -147,8 +149,9 @@ class BetterWeights:
         order = replace(order, trial=trial)
         if trial == Trial.RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
-            rate = agreed(self._ranks, max(rates, default=math.nan))
-            return replace(order, lr_at_fault=rate, lr_states=lr_states(self._driver.engines()))
+            highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
+            states = lr_states(self._driver.engines())
+            return replace(order, lr_at_fault=agreed(self._ranks, highest), lr_states=states)
         if trial == Trial.LEAVE_OUT:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         if trial == Trial.NUMBERS:

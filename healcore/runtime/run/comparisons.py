@@ -30,7 +30,7 @@ from healcore.runtime.run.evidence import (
     Verdict,
 )
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.orders import HealthyRange
+from healcore.runtime.run.orders import HealthyRange, Rates
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
 
@@ -59,7 +59,7 @@ class Comparisons:
         threshold: evidence for a rollback, `[rollback] evidence` of the policy.
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
-        learning_rate: returns the learning rate in force, or None if it is unknown.
+        rates: returns the learning rates in force.
         numbers: returns the other numbers of the optimizers in force, by name.
     """
 
@@ -73,7 +73,7 @@ class Comparisons:
         interval: int,
         warn: Callable[[str], object],
         log: RunLog,
-        learning_rate: Callable[[], float | None],
+        rates: Callable[[], Rates],
         numbers: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.state = ComparisonState()
@@ -82,7 +82,7 @@ class Comparisons:
         """Step before which weights are neither compared nor copied."""
         self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
         self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
-        self._learning_rate, self._numbers = learning_rate, numbers
+        self._rates_in_force, self._numbers = rates, numbers
         self._history = StepHistory()
         self._credit = Credit(ranks)
         self._wanted = False
@@ -116,14 +116,14 @@ class Comparisons:
         """
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
-        rate = self._rate()
-        self.state.healthy_rate = max(self.state.healthy_rate, rate or 0.0)
+        known = self.state.healthy_rates
+        known.update({name: max(each, known.get(name, 0)) for name, each in self._rates().items()})
         self.state.anchors = [each for each in self.anchors if each.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
         level, spread = self._history.level() or (None, 0.0)
         numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
-        new = Anchor(step, rate, level=level, spread=spread, numbers=numbers)
+        new = Anchor(step, level=level, spread=spread, numbers=numbers)
         new.weights = self._driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
@@ -276,10 +276,10 @@ class Comparisons:
         self._credit.left = MAX_CREDIT
         self._dispatch_losses.clear()
 
-    def _rate(self) -> float | None:
-        """The learning rate in force, or None if it is unknown or not finite."""
-        rate = self._learning_rate()
-        return rate if rate is not None and math.isfinite(rate) else None
+    def _rates(self) -> dict[str, float]:
+        """The learning rates in force that are known and finite."""
+        rates = self._rates_in_force().items()
+        return {name: each for name, each in rates if each is not None and math.isfinite(each)}
 
     def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
         """The ranges `before`, extended by the values in force."""
@@ -358,8 +358,8 @@ class Comparisons:
             verdict = None
         if not self.suspects:
             self.state.rates.clear()
-        elif (rate := self._rate()) is not None:
-            self.state.rates.append(rate)
+        elif rates := self._rates():
+            self.state.rates.append(rates)
         self._credit.charge(evaluations)
         return verdict
 
@@ -403,10 +403,9 @@ class Comparisons:
             first, last = self.state.alarms
             if last >= onset - SAMPLE:
                 onset = min(onset, first)
-            rate = max(self.state.healthy_rate, anchor.learning_rate or 0.0)
-            rates = tuple(self.state.rates)
+            healthy, rates = {**self.state.healthy_rates}, tuple(self.state.rates)
             onset = max(onset, anchor.step)
-            verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, rate, rates)
+            verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, healthy, rates)
         return verdict._replace(
             index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
         )

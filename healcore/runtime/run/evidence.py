@@ -60,8 +60,6 @@ class Anchor:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
-    learning_rate: float | None
-    """Learning rate at that step, multiplier included, or None if unknown."""
     evidence: float = 1.0
     """Evidence that these weights are better than the current ones; 1 means no evidence."""
     onset: int | None = None
@@ -139,9 +137,9 @@ class Verdict(NamedTuple):
     """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
     rise_remembered: float | None
     """The same difference for a batch trained on since the anchor."""
-    healthy_rate: float
-    """Highest learning rate at which the run was healthy, or 0 if unknown."""
-    rates: tuple[float, ...]
+    healthy_rates: dict[str, float]
+    """Engine name -> highest learning rate at which the run was healthy, if known."""
+    rates: tuple[dict[str, float], ...]
     """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
 
     @property
@@ -165,9 +163,9 @@ class ComparisonState:
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
     copied, and those at the last two checkpoints. The first weights of a process have no mean: they
     stay for two checkpoints, and for as long as they have evidence."""
-    healthy_rate: float = 0.0
-    """Highest learning rate at which the run was healthy, or 0 if unknown."""
-    rates: list[float] = field(default_factory=list)
+    healthy_rates: dict[str, float] = field(default_factory=dict)
+    """Engine name -> highest learning rate at which the run was healthy, if known."""
+    rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
     alarms: tuple[int, int] = (-1, -1)
     """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""

@@ -78,7 +78,8 @@ class IncidentMonitor:
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
-        self._lr_scale: dict[str, float] = {}
+        self.lr_scales: dict[str, float] = {}
+        """Engine name -> current multiplier of the learning rate, where it is known."""
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []
@@ -169,14 +170,14 @@ class IncidentMonitor:
 
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
-        self._lr_scale = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
-        self._lr_scale_before = dict(self._lr_scale)
+        self.lr_scales = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
+        self._lr_scale_before = dict(self.lr_scales)
         self.metrics.set(engines)
 
     @property
     def lr_scale(self) -> float:
         """The learning-rate multiplier, the smallest of all engines."""
-        return min(self._lr_scale.values(), default=1.0)
+        return min(self.lr_scales.values(), default=1.0)
 
     @property
     def lr_scale_before(self) -> float:
@@ -189,8 +190,8 @@ class IncidentMonitor:
         Other changes have no event: the multiplier may change at every step of a ramp, and while
         the schedule is above a limit.
         """
-        now, before = record.lr_scale, self._lr_scale.get(record.engine, 1.0)
-        self._lr_scale[record.engine], self._lr_scale_before[record.engine] = now, before
+        now, before = record.lr_scale, self.lr_scales.get(record.engine, 1.0)
+        self.lr_scales[record.engine], self._lr_scale_before[record.engine] = now, before
         cut = bool(record.action & Action.CUT_LR)
         if cut and now < before:
             why = "the policy cuts it"
@@ -288,7 +289,7 @@ class IncidentMonitor:
         rate = None
         if has_line:
             with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-                rate = self._driver.learning_rate()
+                rate = self._driver.learning_rates().get(record.engine)
         event = self.log.event(
             "alarm",
             step=step.index,

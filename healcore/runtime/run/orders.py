@@ -76,9 +76,9 @@ class Order:
     forced: bool = False  # given by a hook, the state check or better weights, not by the engine
     arrays: tuple[str, ...] = ()  # names of arrays with NaN or Inf, if a save led to the order
     better: int | None = None  # step of the better earlier weights to restore, or None
-    lr_at_fault: float | None = None
-    """Learning rate in force that caused the trouble, or None if the rollback sets no limit. In an
-    order NaN stands for the current rate, or for the multiplier alone if the rate is unknown."""
+    lr_at_fault: Mapping[str, float] | None = None
+    """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
+    limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
     trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
     read_again: tuple[BatchId, ...] = ()  # left out by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -105,6 +105,7 @@ class RollbackRecord(Order):
     skipped: int = 0  # number of skipped batches
     initial: bool = False  # the first snapshot, because no known-good checkpoint was left
     repeated: bool = False  # an earlier rollback for this trouble restored the same, oldest one
+    engine: str = ""  # the optimizer of the next three: with the lowest multiplier, and a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
     lr_scale: float = 1.0  # the multiplier at `target`: 1 where the schedule is below the limit
@@ -183,8 +184,8 @@ class Trial(StrEnum):
 class Facts(NamedTuple):
     """What is known about the trouble."""
 
-    rates: Sequence[float]  # in force at the comparisons that found it; empty if unknown
-    healthy_rate: float  # highest rate at which the run was healthy; 0 if unknown
+    rates: Sequence[Mapping[str, float]]  # in force at the comparisons that found it, if known
+    healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
     from_start: bool  # whether the better weights are the first of the run
     unusual: bool  # whether a step at the onset has an unusual batch or norm
     numbers: bool  # whether a number of the optimizer had a value of no healthy checkpoint
@@ -203,7 +204,9 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
       weights are the first of the run: a schedule has shown no range by then.
     * Undo what was tried, and accept.
     """
-    raised = max(facts.rates) > facts.healthy_rate * ABOVE if facts.rates else bool(tried)
+    healthy = facts.healthy_rates
+    higher = (r > healthy.get(n, 0.0) * ABOVE for each in facts.rates for n, r in each.items())
+    raised = any(higher) if facts.rates else bool(tried)
     if (raised or facts.from_start) and tried.count(Trial.RATE) < facts.may_limit:
         return Trial.RATE
     if not tried:
@@ -217,6 +220,8 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
 
 Engines = Mapping[str, Mapping[str, Any]]
 """Engine name -> `Engine.to_dict`."""
+Rates = Mapping[str, float | None]
+"""Engine name -> the schedule's learning rate, or None if it is unknown."""
 
 
 def after_rollback(
@@ -238,27 +243,32 @@ def after_rollback(
 
 
 def limited(
-    engine: Engine, engines: Engines, broken: float, rate: float | None, *, healthy: bool
+    engine: Engine, engines: Engines, broken: Mapping[str, float], rates: Rates, *, healthy: bool
 ) -> dict[str, dict[str, Any]]:
     """Engine states with a limit on the learning rate, if the policy has a cut left.
 
-    The limit is the last healthy rate. If this rate is unknown, or not lower than the rate at the
-    fault, the limit is the policy's factor times the rate at the fault.
+    The limit is the last healthy rate, for each optimizer whose rate at the fault was higher. If no
+    such rate is known, the limit of each is the policy's factor times the rate at the fault.
 
     Args:
         engine: engine of the policy.
         engines: states after the rollback, with the multipliers of the live run.
-        broken: learning rate in force at the fault, or the multiplier alone if it is unknown.
-        rate: the schedule's rate at the restored step, or None if unknown.
-        healthy: whether steps before the restored step were trained at `rate`.
+        broken: learning rates in force at the fault, or the multiplier where it is unknown.
+        rates: at the restored step.
+        healthy: whether steps before the restored step were trained at `rates`.
     """
-    at, states = _rate_at(engine, rate), {}
-    for name, each in engines.items():
-        state = engine.from_dict(each)
-        before = rate * float(state.lr.scale) if healthy and rate and at is not None else broken
-        limit = before if before < broken else broken * float(engine.config.lr.factor)
-        states[name] = engine.to_dict(engine.limit_lr(state, np.float32(limit), at, xp=np))
-    return states
+    states = {name: engine.from_dict(each) for name, each in engines.items()}
+    at = {name: _rate_at(engine, rates.get(name)) for name in states}
+    before = {
+        name: rate * float(states[name].lr.scale)
+        for name, rate in rates.items()
+        if healthy and rate and at[name] is not None
+    }
+    factor = float(engine.config.lr.factor)
+    limits = {name: each for name, each in before.items() if each < broken[name]}
+    for name, limit in (limits or {n: factor * broken[n] for n in states}).items():
+        states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
+    return {name: engine.to_dict(each) for name, each in states.items()}
 
 
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
@@ -277,24 +287,23 @@ def with_lr_states(
 
 
 def apply_rate(
-    engine: Engine, engines: Engines, rate: float | None
-) -> tuple[dict[str, dict[str, Any]], float | None, float]:
-    """Adapts engine states to the schedule's restored rate.
+    engine: Engine, engines: Engines, rates: Rates
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+    """Adapts engine states to the schedule's restored rates.
 
-    The multipliers stay as they are if `rate` is None, for an unknown rate, or if the policy's cuts
-    do not depend on the rate. Returns the states; the learning-rate limit, or None if it is unknown
-    or not set; and the smallest multiplier of all engines.
+    A multiplier stays as it is if the rate is unknown, or if the policy's cuts do not depend on it.
+    Returns the states, the limits of the learning rates as far as they are known and set, and the
+    multipliers.
     """
-    at, limits = _rate_at(engine, rate), list[float]()
-    states = {name: engine.from_dict(each) for name, each in engines.items()}
-    if at is not None:
-        states = {name: engine.apply_rate(each, at, xp=np) for name, each in states.items()}
-        rates = [each.lr for each in states.values()]
-        ceiling = engine.config.lr.ceiling
-        limits = [float(each.low if each.hold else ceiling * each.broken) for each in rates]
-    limit = min((each for each in limits if each > 0), default=None)
-    scale = min((float(each.lr.scale) for each in states.values()), default=1.0)
-    return {name: engine.to_dict(each) for name, each in states.items()}, limit, scale
+    limits, states = dict[str, float](), {n: engine.from_dict(each) for n, each in engines.items()}
+    for name, state in states.items():
+        if (at := _rate_at(engine, rates.get(name))) is not None:
+            states[name] = engine.apply_rate(state, at, xp=np)
+            lr, ceiling = states[name].lr, engine.config.lr.ceiling
+            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
+    scales = {name: float(each.lr.scale) for name, each in states.items()}
+    set_limits = {name: each for name, each in limits.items() if each > 0}
+    return {n: engine.to_dict(each) for n, each in states.items()}, set_limits, scales
 
 
 def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -188,7 +187,7 @@ class Recovery:
         if not order.forced:
             rollback = self.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        return replace(order, lr_at_fault=math.nan) if self.policy.may_limit_lr and past else order
+        return replace(order, lr_at_fault={}) if self.policy.may_limit_lr and past else order
 
     def _stop_reason(self, order: Order) -> str:
         if order.arrays:
@@ -300,7 +299,7 @@ class Recovery:
             outcome="done",
             lr=done.lr,
             lr_limit=done.lr_limit,
-            lr_at_fault=None if done.lr is None else done.lr_at_fault,
+            lr_at_fault=None if done.lr is None else (done.lr_at_fault or {}).get(done.engine),
             lr_scale_before=self.monitor.lr_scale_before,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],

@@ -7,7 +7,6 @@ and its successor finds the trouble again. After the rename every start resumes 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -96,23 +95,23 @@ class Restorer:
                 initial=(self.record.first_step, saver.started_from),
                 exact=order.exact,
             )
-        live, lr, broken = self.driver.engines(), self.driver.learning_rate(), order.lr_at_fault
-        if broken is not None and not math.isfinite(broken):
-            # The rate in force; the multiplier alone if the rate is unknown.
-            scales = [engine.from_dict(each).lr.scale for each in live.values()]
-            broken = (1.0 if lr is None else lr) * float(min(scales, default=1.0))
+        live, rates, broken = self.driver.engines(), self.driver.learning_rates(), order.lr_at_fault
+        if broken is not None:  # of other optimizers the rate in force, or the multiplier alone
+            scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
+            broken = {n: (rates.get(n) or 1.0) * each for n, each in scales.items()} | {**broken}
 
         def load(saved: _Checkpoint) -> RollbackRecord:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
             self._load_state(saved, engines, reset=reset)
-            rate = self.driver.learning_rate()  # the schedule is at the restored step
+            now = self.driver.learning_rates()  # the schedules are at the restored step
             if broken is not None:
                 # No step has been trained at the rate of the very first state.
                 trained = saved.step > self.record.first_step
-                engines = limited(engine, engines, broken, rate, healthy=trained)
-            engines, limit, scale = apply_rate(engine, engines, rate)
+                engines = limited(engine, engines, broken, now, healthy=trained)
+            engines, limits, scales = apply_rate(engine, engines, now)
+            lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
             self.driver.load(None, engines)
             return RollbackRecord(
                 **vars(replace(order, lr_at_fault=broken)),
@@ -122,9 +121,10 @@ class Restorer:
                 skipped=len(order.batches),
                 initial=choice.initial,
                 repeated=choice.repeated,
-                lr=lr,
-                lr_limit=limit,
-                lr_scale=scale,
+                engine=lowest,
+                lr=rates.get(lowest),
+                lr_limit=limits.get(lowest),
+                lr_scale=scales.get(lowest, 1.0),
             )
 
         done, saved = self._load_first_intact(choice.steps, load, step)

@@ -253,7 +253,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         world=ranks.world,
         save_every=loop.saver.every,
         store=str(store.root or type(store).__name__),
-        settings=run_settings.named(settings, loop.driver.learning_rate()),
+        settings=run_settings.named(settings, next(iter(loop.driver.learning_rates().values()))),
         resumes=bool(saves),
     )
     if warning is not None:
@@ -391,11 +391,11 @@ def _log_first_lines(
     if store.durable:
         where = f"in {type(store).__name__ if store.root is None else store.root}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    rate, batch = loop.driver.learning_rate(), run_settings.batch_of(settings)
+    rate = next(iter(loop.driver.learning_rates().values()))  # of the first optimizer
     parts = [
         f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
         "" if rate is None else f"learning rate {rate:.4g}",
-        batch and f"batch size {batch}",
+        (batch := run_settings.batch_of(settings)) and f"batch size {batch}",
     ]
     loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
     if text := run_settings.changes_text(changes):

@@ -201,7 +201,7 @@ def scan(root: Path | None) -> Scan:
     A store in memory only has no directory: None.
     """
     try:
-        folders = sorted(root.iterdir()) if root else []
+        folders = sorted(root.iterdir(), key=lambda each: (len(each.name), each)) if root else []
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
     found: list[StoredCheckpoint] = []

@@ -95,8 +95,8 @@ def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
         run.take(run.step, alarm=True)
     verdict = damaged(run)
     assert verdict.onset == 246
-    assert verdict.healthy_rate == 0.25
-    assert set(verdict.rates) == {8.0}
+    assert verdict.healthy_rates == {"optimizer": 0.25}
+    assert all(each == {"optimizer": 8.0} for each in verdict.rates)
 
 
 @pytest.mark.parametrize("recovers", [30, 48])
@@ -329,7 +329,7 @@ def test_slow_evaluations_make_heartbeats_rarer_and_alarms_no_less_heard(
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
 def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
     """The bet's product from the best starting point, as a CUSUM is of a log-likelihood."""
-    a = Anchor(0, None)
+    a = Anchor(0)
     for index, won in enumerate(wins):
         a.learn(index, 1.0 if won else -1.0)
     factors = [1 + STAKE if won else 1 - STAKE for won in wins]
@@ -343,7 +343,7 @@ def test_the_evidence_is_the_largest_product_of_any_run_of_comparisons(wins):
 
 def comparisons_until(c: float, rises: Iterator[float], most: int = 10_000) -> int:
     """Number of comparisons until the evidence reaches c, or `most`."""
-    a = Anchor(0, None)
+    a = Anchor(0)
     for index, rise in enumerate(itertools.islice(rises, most)):
         a.learn(index, rise)
         if a.evidence >= c:
@@ -398,7 +398,7 @@ def test_one_huge_rise_does_not_hide_the_others():
 
 @given(st.lists(st.floats(allow_nan=False)))
 def test_a_bet_loses_or_wins_at_most_the_stake(rises):
-    a = Anchor(0, None)
+    a = Anchor(0)
     for index, rise in enumerate(rises):
         before = max(1.0, a.evidence)
         a.learn(index, rise)
@@ -408,7 +408,7 @@ def test_a_bet_loses_or_wins_at_most_the_stake(rises):
 
 
 def filled(step: int, number: int) -> Anchor:
-    a = Anchor(step, None)
+    a = Anchor(step)
     for index in range(number):
         a.add(TrainedStep(index, (ObservedBatch(index),)))
     return a
@@ -426,6 +426,6 @@ def test_the_sample_is_uniform_over_all_steps_since():
 def test_a_sample_is_the_same_in_every_process():
     assert [e.index for e in filled(7, 100).sample] == [e.index for e in filled(7, 100).sample]
     assert [filled(7, 100).draw(), filled(7, 100).draw()] == [filled(7, 100).draw()] * 2
-    assert Anchor(0, None).draw() is None
+    assert Anchor(0).draw() is None
     a = filled(3, 8)
     assert {step.index for step in (a.draw() for _ in range(200)) if step} == {*range(8)}

@@ -81,7 +81,7 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
 
 def test_trouble_that_begins_where_the_run_has_been_is_the_same_again():
     ledger = Ledger()
-    back = RollbackRecord(index=0, onset=250, target=100, step=420, lr_at_fault=0.1)
+    back = RollbackRecord(index=0, onset=250, target=100, step=420, lr_at_fault={"": 0.1})
     ledger.on_rollback(back, None)
     assert ledger.same_trouble(199) == ledger.same_trouble(420) == [back]
     assert ledger.same_trouble(421) == ledger.same_trouble(521, within=100) == []

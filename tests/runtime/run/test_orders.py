@@ -94,11 +94,11 @@ def test_healthy_steps_need_not_follow_without_a_gap():
         assert Ledger(unhealthy=unhealthy).healthy_steps(step, now) == expected
 
 
-RATES = st.lists(st.sampled_from([0.0, 0.01, 0.1, 1.0]), max_size=3)
+RATES = st.dictionaries(st.sampled_from("ab"), st.sampled_from([0.0, 0.01, 0.1, 1.0]), min_size=1)
 FACTS = st.builds(
     Facts,
-    rates=RATES,
-    healthy_rate=st.sampled_from([0.0, 0.01, 0.1]),
+    rates=st.lists(RATES, max_size=3),
+    healthy_rates=RATES,
     from_start=st.booleans(),
     unusual=st.booleans(),
     numbers=st.booleans(),
@@ -110,7 +110,8 @@ FACTS = st.builds(
 def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
     """The issue's words, one line for each trial."""
     if trial is Trial.RATE:
-        above = any(rate > facts.healthy_rate * ABOVE for rate in facts.rates)
+        known = {"a": 0.0, "b": 0.0} | dict(facts.healthy_rates)
+        above = any(rate > known[n] * ABOVE for rates in facts.rates for n, rate in rates.items())
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.LEAVE_OUT:
@@ -146,7 +147,7 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 
 @pytest.fixture
 def monitor() -> IncidentMonitor:
-    log, driver = RunLog(Log(None), console=True), SimpleNamespace(learning_rate=lambda: 0.001)
+    log, driver = RunLog(Log(None), console=True), SimpleNamespace(learning_rates=dict)
     run = {"policy": HostPolicy.of("default"), "ranks": Alone(), "log": log, "driver": driver}
     saver: Any = SimpleNamespace(**run, ledger=Ledger(), every=0)
     return IncidentMonitor(saver, Hooks())

@@ -60,7 +60,7 @@ class Run:
             interval=interval,
             warn=self.warnings.append,
             log=log,
-            learning_rate=lambda: self.driver.rate,
+            rates=lambda: {"optimizer": self.driver.rate},
         )
         self.step = 0
         self.restorable: Any = range(10**9)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
@@ -149,6 +150,17 @@ def test_a_rollback_and_the_same_steps_again(case, tmp_path):
     if store.durable:
         names = sorted(path.name for path in store.root.iterdir())
         assert names == [f"step-000000000{each}" for each in ("1.1", "2.2", "3.2")]
+
+
+@over(*TIERS)
+def test_the_tenth_attempt_is_newer_than_the_ninth(case, tmp_path):
+    """As after a kill between a save and the deletion of the older one."""
+    store, older = case.make(tmp_path / "run"), tmp_path / "older"
+    save(case, store, 3, 9, *[1] * 8)
+    shutil.copytree(store.root, older)
+    save(case, store, 3, 10, *[1] * 9)
+    shutil.copytree(older, store.root, dirs_exist_ok=True)
+    assert case.make(store.root).healings()[3]["seed"] == 10
 
 
 @over(*TIERS)

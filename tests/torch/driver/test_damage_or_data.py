@@ -159,6 +159,30 @@ def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
     assert 3.0 * healer.metrics()["heal/lr_scale"] < 2.0, "below what broke it, to the end"
 
 
+def test_only_the_optimizer_whose_rate_jumps_is_limited_and_in_its_own_unit(tmp_path):
+    """Gradient descent on two quadratics, whose curvatures are 1 and 100."""
+    body, head = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    slow, fast = torch.optim.SGD([head], lr=0.005), torch.optim.SGD([body], lr=0.5)
+
+    def loss_fn(number: int) -> torch.Tensor:
+        target = 0.1 * torch.randn(4, generator=torch.Generator().manual_seed(number))
+        return ((body - target).square() + 100 * (head - target).square()).sum() / 2 + 1.0
+
+    state = {"body": body, "head": head, "fast": fast, "slow": slow}
+    logging = Logging(events=tmp_path / "e.jsonl")
+    with Healer("default", state=state, logging=logging, loss_fn=loss_fn) as healer:
+        for number in healer.batches(range(STEPS)):
+            slow.param_groups[0]["lr"] = 0.022 if healer.step >= CHANGE else 0.005
+            healer.loss(number).backward()
+            for each in (slow, fast):
+                each.step()
+                each.zero_grad()
+    (back,) = events(tmp_path, "rollback")
+    assert (back["lr"], back["lr_limit"]) == (pytest.approx(0.022), pytest.approx(0.005))
+    assert healer.metrics()["heal/fast/lr_scale"] == 1.0
+    assert 0.022 * healer.metrics()["heal/slow/lr_scale"] == pytest.approx(0.005)
+
+
 # -- healthy changes ------------------------------------------------------------------------------
 
 

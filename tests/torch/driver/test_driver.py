@@ -18,6 +18,7 @@ from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.driver import WITHOUT_POLL
+from healcore.torch.driver.pending_step import MOST_PENDING
 from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
@@ -119,6 +120,19 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
         if polls and i == 0:
             driver.steps()
     assert sum("healer.batches(loader)" in r.message for r in caplog.records) == (not polls)
+
+
+def test_each_of_many_steps_per_batch_has_its_record():
+    """As in PPO with many epochs over a rollout: a skip among the first of them is counted."""
+    run, driver = driven()
+    for i in range(3 * MOST_PENDING):
+        run.step(i, NAN if i == 5 else 1.0)
+    step = driver.steps()
+    assert step is not None
+    ((*records,),) = step.steps()
+    assert [each.step for each in records] == [*range(1, 3 * MOST_PENDING + 1)]
+    assert [i for i, each in enumerate(records) if each.skip] == [5]
+    assert driver.steps() is None
 
 
 def run(kind, folder, interrupt=-1):
@@ -225,9 +239,9 @@ def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     body, head = nn.Linear(4, 4), nn.Linear(4, 1)
     groups = [{"params": m.parameters(), "lr": r} for m, r in ((body, 1e-4), (head, 1e-2))]
     driver = TorchDriver({"a": body, "b": head, "optimizer": SGD(groups)}, "default")
-    assert driver.learning_rate() == 1e-2
+    assert driver.learning_rates() == {"optimizer": 1e-2}
     driver.healings["optimizer"].optimizer.param_groups[1]["lr"] = None  # Adafactor computes it
-    assert driver.learning_rate() == 1e-4
+    assert driver.learning_rates() == {"optimizer": 1e-4}
     driver.close()
 
 

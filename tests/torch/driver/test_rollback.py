@@ -179,7 +179,7 @@ def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, 
         assert only_rate(run) == only_rate(twin), "the schedule itself is not touched"
         if scale == 1.0:
             assert torch.equal(moved, expected)
-    assert driver.learning_rate() == only_rate(twin)
+    assert [*driver.learning_rates().values()] == [only_rate(twin)]
 
 
 def test_each_optimizer_has_its_own_cut():
