@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
-from healcore.core.step_record import StepRecord
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
 from healcore.runtime.run.orders import HealthyRange
