@@ -19,7 +19,7 @@ from healcore.torch.measurement import StepNorms
 from healcore.torch.ranks import requests_vote
 
 MOST_PENDING = 256
-"""Number of newest entries to keep. A loop may take several steps per batch, as in RL."""
+"""Limit of unread entries; more drop the oldest. A loop may take many steps per batch, as in RL."""
 
 
 class PendingEntry(NamedTuple):
