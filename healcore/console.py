@@ -24,7 +24,7 @@ terminal. False: never.
 _logger = logging.getLogger("healcore")
 
 
-def checked(console: Any) -> Console:
+def checked_console(console: Any) -> Console:
     """Returns `console`. Raises ValueError if it is not a `Console`."""
     if console is True or console is False or console == "auto":
         return console

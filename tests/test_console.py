@@ -58,4 +58,4 @@ def test_console_true_prints_beside_a_file_and_never_twice_and_false_prints_noth
     assert err("", mode=False) == []
     assert err("logging.basicConfig(format='%(message)s')", mode=False) == ["trouble"]
     with pytest.raises(ValueError, match='console must be "auto", True or False, got 3'):
-        console.checked(3)
+        console.checked_console(3)

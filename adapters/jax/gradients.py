@@ -187,12 +187,12 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def without(tree: Tree, unread: Sequence[bool]) -> Tree:
+def without_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
     """Replaces gradients that are `unread` by empty arrays, whose norm is 0."""
     return _changed(tree, unread, lambda leaf: jnp.zeros((0,), jnp.float32))
 
 
-def finite(tree: Tree, unread: Sequence[bool]) -> Tree:
+def finite_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
     """Replaces NaN and Inf of gradients that are `unread` by 0: their moments stay finite."""
     return _changed(tree, unread, lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
 

@@ -184,14 +184,14 @@ def _with_number(state: HealState, index: int, number: int) -> HealState:
     return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
 
 
-def edit(engine: Any) -> Any:
+def edit_number(vector: Any) -> Any:
     """The number of the last edit in a `HealState.heal_engine`."""
-    return engine[_EDIT]
+    return vector[_EDIT]
 
 
-def steps(engine: Any) -> Any:
+def steps_judged(vector: Any) -> Any:
     """The number of steps that the engine has judged, in a `HealState.heal_engine`."""
-    return engine[_STEP]
+    return vector[_STEP]
 
 
 # -- packing ------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
     """
     if vector.ndim > 1:  # several runs, of `vmap`
         return jax.vmap(metrics)(vector, records)
-    newest = (steps(vector) - 1) % records.shape[0]
+    newest = (steps_judged(vector) - 1) % records.shape[0]
     row = lax.dynamic_index_in_dim(records, newest, keepdims=False)
     names = (*RECORD_FIELDS, *Tally._fields)
     kinds = dict.fromkeys(names[RECORD_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
@@ -369,7 +369,7 @@ def _matching(kind: Any) -> Callable[[Any], bool]:
     return kind
 
 
-def at(root: Any, path: tuple[Any, ...]) -> Any:
+def node_at(root: Any, path: tuple[Any, ...]) -> Any:
     """The node at a path. Raises AttributeError, LookupError or TypeError if it does not exist."""
     for key in path:
         if hasattr(key, "name"):
@@ -389,7 +389,7 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
     if index is None:
         return
-    chain = at(root, path[:index])
+    chain = node_at(root, path[:index])
     # Every member of a chain's state is a tuple, unlike the members of a tree of parameters.
     if type(chain) is not tuple or not all(isinstance(member, tuple) for member in chain):
         return

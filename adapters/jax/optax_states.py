@@ -18,7 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.jax.gradients import is_gradient
 from healcore.jax.gradients import scale as scaled
-from healcore.jax.heal_state import HealState, HealStateError, at, map_nodes, nodes
+from healcore.jax.heal_state import HealState, HealStateError, map_nodes, node_at, nodes
 
 State = TypeVar("State")
 
@@ -215,7 +215,7 @@ def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
         return _has_moments(node) or isinstance(node, HealState | ScaleByHealLrState)
 
     for path in engines:
-        for place, node in tree_leaves_with_path(at(tree, path[:-1]), is_leaf=is_known):
+        for place, node in tree_leaves_with_path(node_at(tree, path[:-1]), is_leaf=is_known):
             if is_known(node) or any(getattr(key, "name", "") == "acc_grads" for key in place):
                 continue  # `JaxDriver.replace` empties the accumulators of optax.MultiSteps
             if jnp.ndim(node) and is_gradient(node):  # 0-d numbers are scales or hyperparameters

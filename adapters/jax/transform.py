@@ -261,7 +261,9 @@ def protect(
                 zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
                 rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
             reported["learning_rate"] = rates[0]
-        signals, norms = make_signals(engine, gradients.without(updates, unread), reported, axes)
+        signals, norms = make_signals(
+            engine, gradients.without_unread(updates, unread), reported, axes
+        )
         heal, decision = heal_state.step(engine, state.heal, signals, norms)
         skip, resets = decision.skip, state.heal_reset_moments
         observes = engine.mode == "observe"
@@ -282,7 +284,7 @@ def protect(
         if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
-            updates = _enforce(engine, decision, gradients.finite(updates, unread))
+            updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
             updates = gradients.fill_where(updates, skip, 0.0)
             updates, inner_state = step_or_keep(
                 inner_step, skip, updates, state.inner_state, params

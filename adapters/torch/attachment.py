@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.console import Console, checked
+from healcore.console import Console, checked_console
 from healcore.core.decision import Action, Cause, Decision
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
@@ -86,7 +86,7 @@ def attach(
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     check_keywords(attach, overrides)
-    printed, stored = checked(console), scaler_of(optimizer)
+    printed, stored = checked_console(console), scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),
         engine_of(policy, overrides),
@@ -259,7 +259,7 @@ class Healing:
         Raises:
             SignalError: `loss` is not a single real number. Nothing was changed.
         """
-        value = measurement.checked("loss", loss)
+        value = measurement.one_number("loss", loss)
         self.healed_step.judge_dropped()
         self._measurer.losses.add(value, weight)
 
@@ -269,7 +269,7 @@ class Healing:
         Raises:
             SignalError: as for `observe`.
         """
-        self._measurer.eval_loss = measurement.checked("eval_loss", eval_loss)
+        self._measurer.eval_loss = measurement.one_number("eval_loss", eval_loss)
 
     def observe_update_norm(self, update_norm: Tensor | float) -> None:
         """Reports the L2 norm of the last update, for policies that read it.
@@ -279,7 +279,7 @@ class Healing:
         Raises:
             SignalError: as for `observe`.
         """
-        self._measurer.update_norm = measurement.checked("update_norm", update_norm)
+        self._measurer.update_norm = measurement.one_number("update_norm", update_norm)
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).

@@ -361,7 +361,7 @@ class Namespace:
         return self._constant(False, torch.bool, like.device)
 
     def flag(self, condition: Tensor, flags: int) -> Tensor:
-        """See `verdict`. Of two tensors, a bool and an int32, the product is int32."""
+        """See `decision.flag`. Of two tensors, a bool and an int32, the product is int32."""
         bit = condition.to(torch.int32) if torch.compiler.is_compiling() else condition
         return bit * self._constant(flags, torch.int32, condition.device)
 

@@ -64,7 +64,7 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     batches: dict[tuple[object, ...], dict[int, Tensor]] = {}
     for i, grad in enumerate(grads):
         if type(grad) is not Tensor:
-            grad = local(grad)
+            grad = local_part(grad)
         if grad.layout is not torch.strided:
             grad = (grad.coalesce() if grad.is_sparse else grad).values()
         dtype = grad.dtype
@@ -142,14 +142,14 @@ def is_dtensor(tensor: object) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, without a copy; a plain tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _values(grad: Tensor) -> Tensor:
     """The stored values of a gradient, without a copy. Not for norms: sparse values may repeat."""
-    grad = local(grad)
+    grad = local_part(grad)
     if grad.layout is not torch.strided:
         return grad._values() if grad.is_sparse else grad.values()
     return grad.conj() if grad.is_conj() else grad  # without the flag of a conjugated view

@@ -18,7 +18,7 @@ from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
 from healcore.torch.engines import LiveEngine, PendingRecord, StepOrder, is_cut
 from healcore.torch.incident_log import IncidentLog
-from healcore.torch.measurement import Measurer, StepNorms, checked
+from healcore.torch.measurement import Measurer, StepNorms, one_number
 from healcore.torch.ranks import SignalAllReduce
 
 RECORD_LAG = 10
@@ -130,7 +130,7 @@ class HealedStep:
                 with torch.enable_grad():
                     loss = closure()
                 if loss is not None and not self.measurer.losses.weight:
-                    self.measurer.losses.add(checked("the closure's loss", loss))
+                    self.measurer.losses.add(one_number("the closure's loss", loss))
             self._judge()
             if closure is not None:
                 args = torch.compiler.disable(self._reused(closure, loss)), *args[1:]
@@ -150,7 +150,7 @@ class HealedStep:
         if any(float(group.get("lr", 1.0)) for group in groups):
             return False
         grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
-        return not any(bool(gradients.local(grad).any()) for grad in grads)
+        return not any(bool(gradients.local_part(grad).any()) for grad in grads)
 
     def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """A closure whose first call returns `loss`, if weights and gradients are still the same.

@@ -32,7 +32,7 @@ _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_
 _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": scheduler}'
 
 
-def checked(state: Any) -> dict[str, Any]:
+def checked_state(state: Any) -> dict[str, Any]:
     """Copies the mapping. AttachError unless the state can be healed and restored in place."""
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
@@ -73,7 +73,7 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate from which a
     scheduler starts. If groups differ, the value is a list.
     """
-    found: dict[str, Any] = dict(classes(state))
+    found: dict[str, Any] = dict(class_names(state))
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
         for key in dict.fromkeys(key for group in groups for key in group):
@@ -105,7 +105,7 @@ def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     An optimizer's `load_state_dict` assigns moments by the parameter's number, and checks neither
     the parameter nor the class. A scheduler's `load_state_dict` overwrites every attribute.
     """
-    found = {name: {name: kind} for name, kind in classes(state).items()}
+    found = {name: {name: kind} for name, kind in class_names(state).items()}
     for name, optimizer in optimizers(state).items():
         names = iter(parameter_names(state, gradients.parameters(optimizer)))
         found[name] |= {
@@ -116,7 +116,7 @@ def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def classes(state: Mapping[str, Any]) -> dict[str, str]:
+def class_names(state: Mapping[str, Any]) -> dict[str, str]:
     """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
     schedulers = {n: getattr(v, "scheduler", v) for n, v in state.items() if is_scheduler(v)}
     return {n: type(v).__qualname__ for n, v in {**optimizers(state), **schedulers}.items()}

@@ -159,7 +159,7 @@ class StepNorms(NamedTuple):
 # -- losses ---------------------------------------------------------------------------------------
 
 
-def checked(name: str, value: Any) -> Tensor | float:
+def one_number(name: str, value: Any) -> Tensor | float:
     """Checks one number. Returns a float, or a detached 0-d tensor of its own device and dtype.
 
     No host sync. NaN is accepted.
@@ -194,7 +194,7 @@ class LossMean:
         """Sum of the weights, 0 without losses."""
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
-        """Adds one micro-batch's loss, which `checked` has returned."""
+        """Adds one micro-batch's loss, which `one_number` has returned."""
         if isinstance(loss, Tensor) and not loss.is_cpu:
             value = loss.to(self._total.device, torch.float32, non_blocking=True)
             value = value if weight == 1.0 else value * weight

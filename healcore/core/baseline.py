@@ -85,7 +85,7 @@ def watch_level(
     square = numerics.product(deviation, value - level, xp=xp)
     spread = xp.where(first, 0.0, state.spread)
     spread = spread + xp.where(active, _RATE * (square - spread), 0.0)
-    level, spread = numerics.settle(level, xp=xp), numerics.settle(spread, xp=xp)
+    level, spread = numerics.flush(level, xp=xp), numerics.flush(spread, xp=xp)
 
     at_one_level = spread <= _MAX_VARIANCE * (level * level)
     escaped = rejected & (rejections >= config.patience * config.gain) & at_one_level
@@ -149,4 +149,4 @@ def learn_noise(
     jump = xp.abs(value - state.last)
     step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
-    return NoiseState(count, value, numerics.settle(noise, xp=xp)), weight
+    return NoiseState(count, value, numerics.flush(noise, xp=xp)), weight

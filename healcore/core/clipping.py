@@ -70,7 +70,7 @@ def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
     """Factor that reduces `norm` to `limit` where `over` holds, else exactly 1."""
     target = xp.where(over, limit, norm)
     scale = numerics.quotient(target, norm + EPSILON, xp=xp)
-    return numerics.settle(xp.where(over, scale, 1.0), xp=xp)
+    return numerics.flush(xp.where(over, scale, 1.0), xp=xp)
 
 
 class FixedState(NamedTuple):
@@ -213,7 +213,7 @@ def _learn(
     var = xp.where(var > 0, var, 0.0)
     # If the step is not learnt, the baseline stays as it is after an expected change.
     mean, var = xp.where(learn, mean, state.mean), xp.where(learn, var, state.var)
-    mean, var = numerics.settle(mean, xp=xp), numerics.settle(var, xp=xp)
+    mean, var = numerics.flush(mean, xp=xp), numerics.flush(var, xp=xp)
     return state._replace(count=new_count, mean=mean, var=var)
 
 
@@ -356,7 +356,7 @@ class AdaGCConfig(NamedTuple):
 
         learn_n = learn_n & (norms > 0)
         accepted = xp.where(over, limit, norms)
-        clipped = numerics.settle(norms * global_scale_n, xp=xp)
+        clipped = numerics.flush(norms * global_scale_n, xp=xp)
         lowest = xp.where(unknown, clipped, xp.minimum(gamma, clipped))
         rate = numerics.complement(self.ema_decay, norms)
         moved = xp.where(unknown, norms, numerics.ema(gamma, accepted, rate, learn_n, xp=xp))

@@ -40,7 +40,7 @@ def and_not(a: Any, b: Any) -> Any:
     return a > b
 
 
-def settle(x: Any, *, xp: Any) -> Any:
+def flush(x: Any, *, xp: Any) -> Any:
     """Replaces values below `FLUSH` by zero, so that no backend keeps a subnormal."""
     return _without_small(x, FLUSH, xp=xp)
 
@@ -102,7 +102,7 @@ def split(x: Any, low: float, high: float, other: Any = 0.0, *, xp: Any) -> tupl
 def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
     """One step of a moving average; `value` may be NaN where `learn` is false."""
     step = product(rate, value - mean, xp=xp)
-    return settle(mean + xp.where(learn, step, 0.0), xp=xp)
+    return flush(mean + xp.where(learn, step, 0.0), xp=xp)
 
 
 def shared(x: Any, *, xp: Any) -> Any:

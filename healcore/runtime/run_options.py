@@ -18,7 +18,7 @@ from healcore.console import Console
 from healcore.core.decision import Action, Cause, Decision, Evidence, Readings
 from healcore.core.engine import Engine, RuleConfig
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.answers import Budget, Hang, Retry, Rollback, SkipBatch
+from healcore.policy.document import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store import Keep
@@ -198,7 +198,7 @@ class Hooks:
                         "actions"
                     )
             except Exception as error:
-                problems.append(f"on_incident hook {_name(hook)}: {described(error)}")
+                problems.append(f"on_incident hook {_name(hook)}: {error_text(error)}")
                 continue
             action, name = returned, _name(hook)
             incident = incident._replace(decision=incident.decision._replace(action=returned))
@@ -211,7 +211,7 @@ class Hooks:
             try:
                 hook(dict(event))
             except Exception as error:
-                problems.append(f"hook {_name(hook)} for a {event['kind']}: {described(error)}")
+                problems.append(f"hook {_name(hook)} for a {event['kind']}: {error_text(error)}")
         return problems
 
 
@@ -225,7 +225,7 @@ def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
     return hooks
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type and the message of an exception, also of an exception whose `__str__` raises."""
     return "".join(traceback.format_exception_only(error)).strip()
 
@@ -290,7 +290,7 @@ class Logging:
     console: Console = "auto"
 
     def __post_init__(self) -> None:
-        console.checked(self.console)
+        console.checked_console(self.console)
         for name in ("events", "metrics"):
             if "\0" in str(path := vars(self)[name]):
                 raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")

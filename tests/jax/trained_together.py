@@ -118,7 +118,7 @@ def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
         (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         updates, state = tx.update(grads, state, params, value=loss)
         heal = find(state)
-        last = (heal_state.steps(heal.heal_engine) - 1) % len(heal.heal_records)
+        last = (heal_state.steps_judged(heal.heal_engine) - 1) % len(heal.heal_records)
         return optax.apply_updates(params, updates), state, heal.heal_records[last]
 
     return None if kind == "alone" else mesh_of(kind), tx, step, traces

@@ -18,8 +18,7 @@ from typing import Any
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE
-from healcore.policy.answers import Budget, Respond, Rollback, When
-from healcore.policy.document import Detect, Policy
+from healcore.policy.document import Budget, Detect, Policy, Respond, Rollback, When
 from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {Rollback: engine.RollbackConfig, Budget: engine.BudgetConfig}

@@ -10,8 +10,7 @@ from healcore.core.decision import Action
 from healcore.core.detectors import CAUSES, DETECTORS
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.policy import Policy, loads
-from healcore.policy.answers import ACTIONS, FAULTS, When
-from healcore.policy.document import Detect, NoClip, detector_of
+from healcore.policy.document import ACTIONS, FAULTS, Detect, NoClip, When, detector_of
 from healcore.policy.tables import keys_of, rounded
 from tests.packaging.test_pages import blocks
 from tests.policy import key_tables

@@ -53,7 +53,7 @@ class JaxDriver(Driver):
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
-        self._engines = in_state.find(tree, self._live.trained(), self._engine)
+        self._engines = in_state.find_engines(tree, self._live.trained(), self._engine)
         self._weights = JaxWeights(self._live, [each.candidates for each in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
@@ -76,7 +76,7 @@ class JaxDriver(Driver):
             )
         self.window = SummedGradients(self._counters)
         self._remember_step()
-        self._edit = max(in_state.edits(self._states()))
+        self._edit = max(in_state.edit_numbers(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
         """Whether no `update` since the last edit has continued from the edited state."""
@@ -108,7 +108,7 @@ class JaxDriver(Driver):
             if self._live.is_new():
                 self._states()  # raises if a state of another class has replaced a healing state
             if self._edit_is_new:  # one sync, in the first update after an edit
-                edits = in_state.edits(self._states())
+                edits = in_state.edit_numbers(self._states())
                 self._edit_is_new = any(each != self._edit for each in edits)
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
@@ -141,7 +141,7 @@ class JaxDriver(Driver):
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._edit_state(in_state.edited(with_change_expected, self._live.read()))
+        self._edit_state(in_state.map_states(with_change_expected, self._live.read()))
 
     # -- the state --------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class JaxDriver(Driver):
         """Returns engine name -> `Engine.to_dict`. One sync."""
         tree = self._live.read()
         states = [
-            heal_state.engine_state(self._engine, in_state.at(tree, each.path))
+            heal_state.engine_state(self._engine, in_state.state_at(tree, each.path))
             for each in self._engines
         ]
         pairs = zip(self._engines, jax.device_get(states), strict=True)
@@ -170,7 +170,7 @@ class JaxDriver(Driver):
         tree = self._live.read() if state is None else self._live.restored(state)
         if reset_moments:
             tree = reset_moments_of(tree, lambda leaf: as_live(jnp.zeros_like(leaf), leaf))
-        self._edit_state(in_state.loaded(self._engine, self._engines, tree, engines))
+        self._edit_state(in_state.with_engines(self._engine, self._engines, tree, engines))
         self._remember_step()
 
     def moments_obstacle(self) -> str:
@@ -258,7 +258,7 @@ class JaxDriver(Driver):
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
-        return [in_state.at(roots, each.path) for each in self._engines]
+        return [in_state.state_at(roots, each.path) for each in self._engines]
 
     def _counters(self) -> list[Any]:
         """The array with each engine's counters. Each step replaces these arrays."""
@@ -272,7 +272,7 @@ class JaxDriver(Driver):
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit, self._edit_is_new = self._edit + 1, True
-            tree = in_state.edited(lambda state: with_edit(state, self._edit), tree)
+            tree = in_state.map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
         if all_polled:  # otherwise `steps` still has to return the step before the edit
             self._last_counters = self._counters()

@@ -42,7 +42,7 @@ class EngineEntry(NamedTuple):
     """The parts of the state that may be its parameters, or empty if these cannot be identified."""
 
 
-def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
+def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     """Finds the engines of a state. `trained` is a tree that contains the parameters.
 
     Raises HealStateError if the state has no engine, or an engine belongs to another policy or
@@ -86,10 +86,10 @@ def find(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     return found
 
 
-def at(root: Any, path: Path) -> HealState:
+def state_at(root: Any, path: Path) -> HealState:
     """The HealState at a path. Raises HealStateError if it is missing."""
     try:
-        node = heal_state.at(root, path)
+        node = heal_state.node_at(root, path)
     except (AttributeError, LookupError, TypeError):
         node = None
     if not isinstance(node, HealState):
@@ -100,7 +100,7 @@ def at(root: Any, path: Path) -> HealState:
     return node
 
 
-def loaded(
+def with_engines(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
     """The tree with the engine states named in `data`, and the multiplier of `scale_by_heal_lr`.
@@ -112,7 +112,7 @@ def loaded(
     states = {name: engine.from_dict(each) for name, each in data.items()}
     new = {}
     for name, state in states.items():
-        live = at(tree, paths[name])
+        live = state_at(tree, paths[name])
         packed = heal_state.with_engine_state(live, state)
         new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}
@@ -136,14 +136,14 @@ def accumulators(tree: Any) -> list[optax.MultiStepsState]:
     return [each for _, each in nodes(optax.MultiStepsState, tree) if nodes(HealState, each)]
 
 
-def edited(change: Callable[[HealState], HealState], tree: Any) -> Any:
+def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
     """Applies a change of one array's values to every engine."""
     return map_nodes(HealState, lambda live: jax.tree.map(as_live, change(live), live), tree)
 
 
-def edits(states: Sequence[HealState]) -> list[int]:
+def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    found = [heal_state.edit(array_of(each.heal_engine)) for each in states]
+    found = [heal_state.edit_number(array_of(each.heal_engine)) for each in states]
     return [int(each) for each in jax.device_get(found)]
 
 
@@ -252,7 +252,7 @@ def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
     parts = []
     for engine, records, norms in states:
         bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
-        parts += [heal_state.steps(engine)[None], records.ravel(), bits]
+        parts += [heal_state.steps_judged(engine)[None], records.ravel(), bits]
     return jnp.concatenate(parts)
 
 

@@ -118,7 +118,7 @@ class JaxWeights:
         """The trained part of a copy. Empty while it is unknown: the current weights stay."""
         if weights and self._rivals:
             before = self._all(_with(self._live.read(), weights))
-            found = averages(self._rivals, before, self._all())
+            found = untrained(self._rivals, before, self._all())
             if found is None:
                 return {}
             self._averages, self._rivals = found, []
@@ -174,7 +174,7 @@ def rivals(candidates: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> 
     return [each for each in found if len(each.parts) > each.trained]
 
 
-def averages(
+def untrained(
     among: Sequence[Rivals], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> frozenset[str] | None:
     """Paths of the tensors that are not trained, or None if the movement does not show them.

@@ -64,7 +64,7 @@ class TorchDriver(Driver):
         attach: Mapping[str, Any] = {},
     ) -> None:
         self._given = state
-        self._state = live_state.checked(state)
+        self._state = live_state.checked_state(state)
         self.healings: dict[str, Healing] = {}
         """The handle of each optimizer, by its name in the state."""
         self._own: list[Healing] = []
@@ -258,7 +258,7 @@ class TorchDriver(Driver):
         """See `Driver.memory`: CUDA's summary, and its snapshot if its history is recorded."""
 
         def size(values: Iterable[Any]) -> int:
-            return sum(gradients.local(t).nbytes for t in values if isinstance(t, Tensor))
+            return sum(gradients.local_part(t).nbytes for t in values if isinstance(t, Tensor))
 
         optimizers = [healing.optimizer for healing in self.healings.values()]
         params = {p for each in optimizers for p in gradients.parameters(each)}

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
 from healcore.runtime.driver import SAMPLE, WeightsChanged
-from healcore.runtime.run.loss_function import undone
+from healcore.runtime.run.loss_function import isolated
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
@@ -79,7 +79,7 @@ class TorchWeights:
                 raise WeightsChanged
         try:
             mixed = torch.autocast(*self.autocast) if self.autocast else nullcontext()
-            with undone(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
+            with isolated(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
                 current = None if weights is None else self.copy()
                 try:
                     self._write(weights or {})

@@ -70,12 +70,12 @@ def _local_part(path: values.Path, value: Tensor) -> Tensor:
     local = value.to_local() if _spec(value) is not None else value  # type: ignore[attr-defined]
     if is_traceable_wrapper_subclass(local):
         raise UnsavableState(
-            f"{values.place(path)} is a {type(local).__name__}, which holds its values in "
+            f"{values.path_text(path)} is a {type(local).__name__}, which holds its values in "
             "other tensors: use an optimizer with ordinary tensors for its moments"
         )
     if local.layout is not torch.strided or local.is_quantized or local.is_meta:
         raise UnsavableState(
-            f"{values.place(path)} is a tensor of layout {local.layout} on {local.device}: "
+            f"{values.path_text(path)} is a tensor of layout {local.layout} on {local.device}: "
             "only dense tensors with data can be saved; convert it first (to_dense())"
         )
     return local.as_subclass(Tensor).resolve_conj().resolve_neg()

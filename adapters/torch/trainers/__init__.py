@@ -92,7 +92,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
     """Sets an attribute for the block, then restores it, unless other code has replaced it."""
     attributes = vars(owner)
     on_instance, original = name in attributes, attributes.get(name)

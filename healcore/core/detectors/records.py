@@ -113,7 +113,7 @@ class RecordsConfig(NamedTuple):
         new = RecordsState(
             count=xp.where(alarm, 0, count),
             history=history,
-            score=numerics.settle(score, xp=xp),
+            score=numerics.flush(score, xp=xp),
             record=record,
         )
         return new, Reading(alarm, alarm)
@@ -171,7 +171,7 @@ class InstabilityConfig(NamedTuple):
         new = InstabilityState(
             count=xp.where(alarm, 0, count),
             history=history,
-            usual=numerics.settle(usual + xp.where(learn, step, 0.0), xp=xp),
+            usual=numerics.flush(usual + xp.where(learn, step, 0.0), xp=xp),
             records=xp.where(alarm, 0, grown),
             since=xp.where(grows, 0, xp.where(learn & lasts, state.since + 1, state.since)),
         )

@@ -297,9 +297,9 @@ def _judge(
     learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
     new = SpikeState(
         new_values,
-        numerics.settle(xp.where(restarts, value, level), xp=xp),
+        numerics.flush(xp.where(restarts, value, level), xp=xp),
         xp.where(numerics.and_not(judged, sustained), learnt, threshold),
-        numerics.settle(xp.where(restarts, 0.0, votes), xp=xp),
+        numerics.flush(xp.where(restarts, 0.0, votes), xp=xp),
         xp.where(restarts, 0, lasting),
     )
     return new, Reading(vote >= 1, sustained & (vote > 0), z=z)

@@ -84,9 +84,9 @@ class DivergenceConfig(NamedTuple):
         expired = elevated_count >= self.patience + self.patience
         after = DivergenceState(
             learnt,
-            numerics.settle(trend, xp=xp),
-            numerics.settle(xp.where(expired, trend, best), xp=xp),
-            numerics.settle(peak, xp=xp),
+            numerics.flush(trend, xp=xp),
+            numerics.flush(xp.where(expired, trend, best), xp=xp),
+            numerics.flush(peak, xp=xp),
             xp.where(expired, 0, elevated_count),
         )
         before = state._replace(values=learnt)
@@ -155,7 +155,7 @@ class PlateauConfig(NamedTuple):
         alarm = learn & ~restart & ((stale >= self.patience) | guessing)
         new = PlateauState(
             count=xp.where(restart | done, 0, count),
-            mean=numerics.settle(xp.where(restart | done, 0.0, mean), xp=xp),
+            mean=numerics.flush(xp.where(restart | done, 0.0, mean), xp=xp),
             best=xp.where(better, mean, state.best),
             windows=xp.where(restart, 0, xp.where(done, 1, state.windows)),
             stale=xp.where(restart, 0, stale),

@@ -67,7 +67,7 @@ def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
     slots = window.values.shape[-1]
     occupied = xp.arange(slots) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
-    squares = numerics.settle(numerics.product(deviation, deviation, xp=xp), xp=xp)
+    squares = numerics.flush(numerics.product(deviation, deviation, xp=xp), xp=xp)
     several = window.count > (1 if bessel else 0)
     divisor = xp.where(several, window.count - 1 if bessel else window.count, 1)
     total = folded(squares, operator.add)
@@ -203,21 +203,21 @@ class LossWindowConfig(NamedTuple):
         usual = mean(window, xp=xp)
         raw_var = variance(window, usual, self.bessel, xp=xp)
         # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
-        # 1e-20 are subnormal, and XLA flushes them, so `settle` sets them to zero everywhere.
+        # 1e-20 are subnormal, and XLA flushes them, so `flush` sets them to zero everywhere.
         floor = numerics.product(self.min_rel_std, xp.abs(usual), xp=xp)
-        square = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
+        square = numerics.flush(numerics.product(floor, floor, xp=xp), xp=xp)
         var = xp.maximum(raw_var, square)
         sigma = xp.maximum(xp.sqrt(raw_var), floor)
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (var > 0)
         k = self.sigmas
         gap = value - usual
-        square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
+        square = numerics.flush(numerics.product(gap, gap, xp=xp), xp=xp)
         outlier = (gap > 0) & (square > k * numerics.product(k, var, xp=xp))
         alarm = learn & known & outlier
 
         limit = usual + xp.where(alarm, numerics.product(k, sigma, xp=xp), 0.0)
-        limited = numerics.settle(xp.where(alarm, limit, value), xp=xp)
+        limited = numerics.flush(xp.where(alarm, limit, value), xp=xp)
         window = push(window, self.window, limited, learn, xp=xp)
         streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
         return WindowState(window, streak), Reading(alarm, alarm & (streak >= self.sustain))
@@ -299,7 +299,7 @@ class GradEmaConfig(NamedTuple):
         rate = numerics.quotient(complement, xp.where(weight > 0, weight, 1.0), xp=xp)
         start = xp.where(first, 0.0, state.mean)
         mean = numerics.ema(start, value, rate, accepted, xp=xp)
-        square = numerics.settle(numerics.product(value - start, value - mean, xp=xp), xp=xp)
+        square = numerics.flush(numerics.product(value - start, value - mean, xp=xp), xp=xp)
         var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
         var = xp.where(var > 0, var, 0.0)
 
@@ -322,8 +322,8 @@ def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: An
     if config.sigmas is not None:
         k, gap = config.sigmas, norm - state.mean
         floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
-        min_var = numerics.settle(numerics.product(floor, floor, xp=xp), xp=xp)
+        min_var = numerics.flush(numerics.product(floor, floor, xp=xp), xp=xp)
         limit = k * numerics.product(k, xp.maximum(state.var, min_var), xp=xp)
-        square = numerics.settle(numerics.product(gap, gap, xp=xp), xp=xp)
+        square = numerics.flush(numerics.product(gap, gap, xp=xp), xp=xp)
         outlier = outlier | ((gap > 0) & (square >= limit))
     return outlier

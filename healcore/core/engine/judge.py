@@ -77,7 +77,7 @@ def judge(
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
         actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
-    one = state.last.decision.grad_scale  # always, if the policy does not clip
+    one = state.last.decision.grad_scale  # 1 at every step, unless the policy clips
     if clips:
         one = one - one + 1.0
     grad_scale, group_scale, clipped = _scales(clip, skip, one, xp=xp)
@@ -87,7 +87,7 @@ def judge(
         lr_scale=lr_state.scale,
         action=_any(actions, None) if actions else cause & 0,
         cause=cause,
-        # 0 if no rule rolls back
+        # If no rule rolls back, the depth of the last step, which is 0.
         rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
         group_scale=group_scale,
     )
@@ -260,9 +260,9 @@ def _telemetry(
     if seen.grad_norm is not None:
         norm = xp.where(seen.bad_grad, norm, seen.grad_norm) if clips else seen.grad_norm
     if clip is not None and ordered.group_scale is None:
-        threshold, z = clip.threshold, numerics.settle(clip.z, xp=xp)
+        threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
     if "loss_spike" in readings:
-        z_loss = numerics.settle(readings["loss_spike"].z, xp=xp)
+        z_loss = numerics.flush(readings["loss_spike"].z, xp=xp)
     if ordered.group_scale is None and last.decision.group_scale is not None:
         ordered = ordered._replace(group_scale=last.decision.group_scale)
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)

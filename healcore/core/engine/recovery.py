@@ -235,7 +235,7 @@ def update_rate(
     keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
     if cut is None:
         peak = xp.where(keeps_peak, state.peak, rate)
-        scale = numerics.settle(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
+        scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
         return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
 
     advances = healthy & ~cut
@@ -261,7 +261,7 @@ def update_rate(
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
     scale = xp.where(cut, cut_scale, scale)
-    return LrState(numerics.settle(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+    return LrState(numerics.flush(scale, xp=xp), low, broken, peak, rate, hold, ramp)
 
 
 def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
@@ -273,7 +273,7 @@ def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp:
     broken = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
     zero = state.hold - state.hold
     hold, ramp = zero + config.hold_steps, zero + config.ramp_steps
-    return LrState(numerics.settle(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
+    return LrState(numerics.flush(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
 
 
 def may_limit_rate(config: LrConfig) -> bool:

@@ -7,7 +7,7 @@ numbered in the order of their first use, so that a restarted program finds each
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from healcore.runtime.data.cursor import Cursor
@@ -244,7 +244,7 @@ class LoaderRegistry:
     def rewind(
         self,
         position: dict[str, Any] | None,
-        bad: Iterable[BatchId],
+        bad: Collection[BatchId],
         more: int,
         again: Sequence[BatchId] = (),
     ) -> str:

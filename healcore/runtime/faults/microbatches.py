@@ -147,7 +147,7 @@ def part_weights(pieces: list[Any], count: Count) -> list[float]:
     return [each / sum(counts) for each in counts]
 
 
-def released(error: BaseException) -> list[Any]:
+def clear_frames(error: BaseException) -> list[Any]:
     """Clears the variables of functions that an exception has ended.
 
     Returns the values of variables of functions that still run, which cannot be cleared.

@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.policy import PolicyLike
-from healcore.policy.answers import Retry
+from healcore.policy.document import Retry
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.run_options import HostPolicy
 
@@ -65,7 +65,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _Run = "default") -> Cal
     if retries is None:
         host = HostPolicy.of(cast("PolicyLike", policy))
         retries = partial(Retries, policy=host, report=_log, sleep=time.sleep)
-    return repeated(call, retries)
+    return with_retries(call, retries)
 
 
 def _log(attempt: CallAttempt) -> None:
@@ -118,7 +118,7 @@ def _delay(rules: Retry, failed: int) -> float:
         return rules.max_delay_s
 
 
-def repeated(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:
+def with_retries(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:
     """`retrying` with the `Retries` that `retries` makes for a name."""
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):

@@ -27,11 +27,11 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.run_options import described
+from healcore.runtime.run_options import error_text
 from healcore.runtime.store import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line
-from healcore.runtime.story.postmortem import RankNote, of_ranks, traces
+from healcore.runtime.story.postmortem import RankNote, of_ranks, tracebacks_text
 
 _VISIBLE_S = 2.0
 """Seconds within which rank 0 sees the note of a rank whose connection has broken."""
@@ -210,7 +210,7 @@ class _End:
 
     def own_note(self, ending: Ending, error: BaseException | None, why: str = "") -> RankNote:
         """The note about the end of this rank."""
-        what, trace = ("", "") if error is None else (described(error), _trace(error))
+        what, trace = ("", "") if error is None else (error_text(error), _trace(error))
         fault = self.fault
         waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
         return RankNote(
@@ -252,7 +252,7 @@ class _End:
             except Exception as problem:  # a step in JAX that failed may have donated the state
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
-        problem = f"the loop raised {described(self.raised):.600}"
+        problem = f"the loop raised {error_text(self.raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory = f". {loop.memory.profile()}"
             problem += self.memory
@@ -305,9 +305,9 @@ class _End:
         if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
             why = first
         if notes and ending == Ending.EXCEPTION:
-            exception, trace = first, traces(notes) or None
+            exception, trace = first, tracebacks_text(notes) or None
         elif ending == Ending.EXCEPTION and error is not None:
-            exception, trace = described(error) + self.memory, _trace(error)
+            exception, trace = error_text(error) + self.memory, _trace(error)
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events

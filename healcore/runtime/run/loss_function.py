@@ -120,7 +120,7 @@ class LossFunction:
         """The mean loss of each step over its batches."""
         assert self.function is not None
         batches = [each.content for step in steps for each in step.batches]
-        with undone():
+        with isolated():
             losses = iter(self._driver.losses_of(self.function, batches, weights))
         means = []
         for step in steps:
@@ -138,9 +138,9 @@ class LossFunction:
         kind, text, draws, failure = "", "", False, None
         losses: list[Any] = []
         try:
-            with undone(self.function):
+            with isolated(self.function):
                 for redraw in (False, False, True):
-                    with undone():
+                    with isolated():
                         losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
             first, second, third = map(_number, losses)
             draws = first != third
@@ -179,7 +179,7 @@ def _number(loss: Any) -> float:
 
 
 @contextmanager
-def undone(function: Callable[..., Any] | None = None) -> Iterator[None]:
+def isolated(function: Callable[..., Any] | None = None) -> Iterator[None]:
     """Restores the global generators of Python and NumPy, and variables, after the block.
 
     The variables are those that code in the module of the function can reach: globals, closures,

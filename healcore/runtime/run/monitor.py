@@ -18,9 +18,8 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.record import IncidentRecord
-from healcore.runtime.run.run_metrics import RunMetrics
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.steps import StepResult, is_logged, passes_power_of_ten
+from healcore.runtime.run.steps import RunMetrics, StepResult, is_logged, passes_power_of_ten
 from healcore.runtime.run_options import Hooks, IncidentContext
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE

@@ -187,8 +187,8 @@ class Facts(NamedTuple):
     rates: Sequence[Mapping[str, float]]  # in force at the comparisons that found it, if known
     healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
     from_start: bool  # whether the better weights are the first of the run
-    unusual: bool  # whether a step at the onset has an unusual batch or norm
-    numbers: bool  # whether a number of the optimizer had a value of no healthy checkpoint
+    unusual_steps: bool  # whether a step at the onset has an unusual batch or norm
+    unusual_numbers: bool  # whether a number of the optimizer had a value of no healthy checkpoint
     may_limit: int  # number of times that the rate may be limited at one place
     can_rewind: bool  # whether the data can be rewound
 
@@ -211,9 +211,9 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
         return Trial.RATE
     if not tried:
         return Trial.REPEAT
-    if facts.unusual and facts.can_rewind and tried.count(Trial.LEAVE_OUT) < MAX_LEFT_OUT:
+    if facts.unusual_steps and facts.can_rewind and tried.count(Trial.LEAVE_OUT) < MAX_LEFT_OUT:
         return Trial.LEAVE_OUT
-    if facts.numbers and not facts.from_start and Trial.NUMBERS not in tried:
+    if facts.unusual_numbers and not facts.from_start and Trial.NUMBERS not in tried:
         return Trial.NUMBERS
     return Trial.ACCEPT
 

@@ -18,9 +18,9 @@ from healcore.runtime.faults.microbatches import (
     Microbatch,
     MicrobatchError,
     UnsplittableBatch,
+    clear_frames,
     count_samples,
     part_weights,
-    released,
     split,
 )
 from healcore.runtime.run.data import Data
@@ -223,14 +223,14 @@ class OutOfMemory:
             # With several ranks, the other ranks would wait.
             alone = self._ranks.world == 1 and self._redoable
             again = alone and self._retries.wait_after(error)
-            self._held = released(error) if again else []
+            self._held = clear_frames(error) if again else []
             return again
         if error is None and (joint is None or not ends):
             return False
         overruns = [overrun]
         if joint is not None:
             if error is not None:
-                released(error)  # the exchange needs a little memory
+                clear_frames(error)  # the exchange needs a little memory
             if not joint.end_batch(overrun is not None):
                 return False
             overruns = self._ranks.gather(overrun)
@@ -246,7 +246,7 @@ class OutOfMemory:
         prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
         self._shrink(smallest, error, prefix)
-        self._held = released(error)
+        self._held = clear_frames(error)
         return True
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:

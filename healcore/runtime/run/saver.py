@@ -221,7 +221,8 @@ class Saver:
 
     @property
     def _recent_alarm(self) -> bool:
-        return self.ledger.unhealthy[-1:] >= [self.data.step - RECENT_ALARM_STEPS]
+        first = self.data.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self.ledger.unhealthy[-1:])
 
     # -- saving ---------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
-from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, described
+from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
 from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
@@ -264,7 +264,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         _begin(loop, newest, settings, resume=bool(saves))
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
-        problem, step = f"the run did not start: {described(error)}", loop.data.step
+        problem, step = f"the run did not start: {error_text(error)}", loop.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
         ranks.termination.stop()

@@ -70,7 +70,7 @@ def attribute(item: object, name: str) -> Any:
     return getattr(item, name) if found else None
 
 
-def place(path: Path) -> str:
+def path_text(path: Path) -> str:
     """A path as a Python expression: `state["model"]["layer"][0]`."""
     return "state" + "".join(f"[{part!r}]" for part in path)
 
@@ -128,9 +128,9 @@ def encode(value: Any, path: Path, special: Special) -> Node:
     node = special(path, value)
     if node is None:
         raise UnsavableState(
-            f"{place(path)} is a {class_name(kind).removeprefix('builtins.')}, which has no plain "
-            "form: keep arrays, numbers, strings, lists, tuples and dictionaries in the state, or "
-            "give the object a state_dict() that returns such values"
+            f"{path_text(path)} is a {class_name(kind).removeprefix('builtins.')}, which has no "
+            "plain form: keep arrays, numbers, strings, lists, tuples and dictionaries in the "
+            "state, or give the object a state_dict() that returns such values"
         )
     return node
 
@@ -146,7 +146,7 @@ def _encode_dict(value: dict[Any, Any], kind: str, path: Path, special: Special)
     for key, part in value.items():
         if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
             raise UnsavableState(
-                f"{place(path)} has the key {key!r}, a {type(key).__name__}: "
+                f"{path_text(path)} has the key {key!r}, a {type(key).__name__}: "
                 "keys are strings, numbers or tuples of them"
             )
         part = encode(part, (*path, key), special)
@@ -225,10 +225,10 @@ def loads(text: str, path: Path) -> Any:
     try:
         return decode(json.loads(text), decode_other)
     except StoreError as error:
-        raise StoreError(f"{place(path)}: {error}") from error
+        raise StoreError(f"{path_text(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
         raise StoreError(
-            f"{place(path)} is damaged, or healcore did not write it: "
+            f"{path_text(path)} is damaged, or healcore did not write it: "
             f"{type(error).__name__}: {str(error)[:200]}"
         ) from error
 

@@ -154,7 +154,7 @@ def of_killed(events: Path, run: Run) -> bool:
         last_good=run.last_good,
     )
     stacks = stacks_of(notes.found(hangs=True))
-    problem = write(events, end, trace=traces(raised), certain=bool(gone), stacks=stacks)
+    problem = write(events, end, trace=tracebacks_text(raised), certain=bool(gone), stacks=stacks)
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
@@ -218,7 +218,7 @@ class RankNotes(NamedTuple):
         return sorted(self.events.parent.glob(f"{start}*.{run}.json"))
 
 
-def traces(notes: Iterable[RankNote]) -> str | None:
+def tracebacks_text(notes: Iterable[RankNote]) -> str | None:
     """The first few tracebacks, each with its rank, as text, or None without one."""
     shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
     return "\n".join(shown[:_MAX_TRACES]) or None

@@ -18,8 +18,8 @@ from jax.core import Tracer
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.weights import averages, rivals
-from healcore.jax.heal_state import find, steps
+from healcore.jax.driver.weights import rivals, untrained
+from healcore.jax.heal_state import find, steps_judged
 from healcore.policy import engine_of
 from healcore.runtime.run import evidence
 from healcore.runtime.run.orders import limited
@@ -81,7 +81,7 @@ def test_steps_of_an_uneven_dispatch_before_a_rollback_are_counted_once():
             batches = x * factors[:, None, None], np.stack([y] * len(factors))
             healer.update(scan(healer.state, batches))
         assert healer.rollbacks == 1
-        assert healer.step == int(steps(find(healer.state[1]).heal_engine))
+        assert healer.step == int(steps_judged(find(healer.state[1]).heal_engine))
 
 
 # -- all batches of a step ------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_an_average_follows_the_parameters(before, decay):
         params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))
         average = decay * now["average"] + (1 - decay) * params
         now = {"params": params, "average": average}
-    found = averages(rivals(candidates, now), earlier, now)
+    found = untrained(rivals(candidates, now), earlier, now)
     assert found == (None if decay == 0 else {"average"})
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
-from healcore.policy.answers import FAULTS
+from healcore.policy.document import FAULTS
 from healcore.runtime.faults import FAILURES
 from tests.healer.run_directory import events
 

@@ -100,8 +100,8 @@ FACTS = st.builds(
     rates=st.lists(RATES, max_size=3),
     healthy_rates=RATES,
     from_start=st.booleans(),
-    unusual=st.booleans(),
-    numbers=st.booleans(),
+    unusual_steps=st.booleans(),
+    unusual_numbers=st.booleans(),
     may_limit=st.integers(0, 4),
     can_rewind=st.booleans(),
 )
@@ -115,9 +115,9 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.LEAVE_OUT:
-        return facts.unusual and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
+        return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
     if trial is Trial.NUMBERS:
-        return facts.numbers and not facts.from_start and trial not in tried
+        return facts.unusual_numbers and not facts.from_start and trial not in tried
     return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from healcore.console import Console, checked
+from healcore.console import Console, checked_console
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import Signals
@@ -26,7 +26,7 @@ from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
-from healcore.torch.trainers import replaced
+from healcore.torch.trainers import patched
 
 if TYPE_CHECKING:
     from healcore.policy import Overrides, PolicyLike
@@ -77,7 +77,7 @@ def heal_engine(
     from healcore.policy import engine_of
     from healcore.policy.loader import resolve, with_limit
 
-    printed, part = checked(console), EngineOptimizer(engine)
+    printed, part = checked_console(console), EngineOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
     healing.healed_step.incident_log.console = printed
@@ -172,11 +172,11 @@ class EngineOptimizer(Optimizer):
             return backward(loss, *args, **kwargs)
 
         changes = healing.healed_step.changes
-        changes.enter_context(replaced(engine, "backward", observed))
+        changes.enter_context(patched(engine, "backward", observed))
         if limit:
-            changes.enter_context(replaced(engine._config, "gradient_clipping", 0.0))
+            changes.enter_context(patched(engine._config, "gradient_clipping", 0.0))
             if engine.optimizer is not basic:
-                changes.enter_context(replaced(engine.optimizer, "clip_grad", 0.0))
+                changes.enter_context(patched(engine.optimizer, "clip_grad", 0.0))
         return healing
 
     @property

@@ -30,7 +30,7 @@ from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
     load_engines,
-    replaced,
+    patched,
     resolve_options,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
@@ -255,7 +255,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             ("_run_epoch", self._run_epoch),
         ):
             call = functools.partial(replacement, getattr(trainer, name))
-            stack.enter_context(replaced(trainer, name, call))
+            stack.enter_context(patched(trainer, name, call))
         stack.enter_context(steps.unclipped(trainer, limit))
         stack.enter_context(steps.extended_log(trainer, healer.metrics))
         self._running = healer

@@ -24,10 +24,10 @@ from transformers import Trainer
 
 from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.run.run_metrics import ChangedMetrics
+from healcore.runtime.run.steps import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
-from healcore.torch.trainers import replaced
+from healcore.torch.trainers import patched
 from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
@@ -220,11 +220,11 @@ def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
     accelerator = trainer.accelerator
     with ExitStack() as stack:
         measure = without_limit(accelerator.clip_grad_norm_)
-        stack.enter_context(replaced(accelerator, "clip_grad_norm_", measure))
+        stack.enter_context(patched(accelerator, "clip_grad_norm_", measure))
         # The Trainer clips parameters on several device meshes by a separate function.
         mixed = getattr(trainer, "_mixed_mesh_grad_norm", None)
         if mixed is not None:
-            stack.enter_context(replaced(trainer, "_mixed_mesh_grad_norm", without_limit(mixed)))
+            stack.enter_context(patched(trainer, "_mixed_mesh_grad_norm", without_limit(mixed)))
         if limit is not None:
             hook: Any = torch.compiler.disable(clip)
             stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
@@ -247,7 +247,7 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
         of_training = "loss" in logs or "train_loss" in logs
         original({**logs, **changed()} if of_training else logs, *args, **kwargs)
 
-    with replaced(trainer, "log", log):
+    with patched(trainer, "log", log):
         yield
 
 

@@ -19,10 +19,10 @@ from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.run_metrics import ChangedMetrics
+from healcore.runtime.run.steps import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
-from healcore.torch.trainers import TrainerOptions, load_engines, replaced, resolve_options
+from healcore.torch.trainers import TrainerOptions, load_engines, patched, resolve_options
 from healcore.torch.trainers.lightning.feed import Progress, replaced_fetcher
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class LightningHealingCallback(Callback):
         self._fit_policy, limit = self._policy, trainer.gradient_clip_val
         if limit and self._policy.mode != "observe":
             self._fit_policy = _with_limit(trainer, self._policy, float(limit))
-            self._changes.enter_context(replaced(trainer, "gradient_clip_val", None))
+            self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
         self._progress = progress = Progress(trainer)
         opened = functools.partial(self._open, trainer, progress)
         self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
@@ -275,8 +275,8 @@ class LightningHealingCallback(Callback):
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
 
-        self._changes.enter_context(replaced(fit, "on_advance_end", end_if_complete))
-        self._changes.enter_context(replaced(loop, "on_advance_end", read_last_steps))
+        self._changes.enter_context(patched(fit, "on_advance_end", end_if_complete))
+        self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
 
 def _state(trainer: Any, progress: Progress) -> dict[str, Any]:

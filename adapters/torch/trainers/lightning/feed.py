@@ -14,7 +14,7 @@ from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run.loop import Loop
-from healcore.torch.trainers import replaced
+from healcore.torch.trainers import patched
 
 _END = object()
 
@@ -220,7 +220,7 @@ def replaced_fetcher(
             )
         return Feed(trainer, progress, open_run)
 
-    return replaced(module, "_select_data_fetcher", selected)
+    return patched(module, "_select_data_fetcher", selected)
 
 
 class Progress:
