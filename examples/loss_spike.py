@@ -53,8 +53,8 @@ def train(policy: str | None, bad: Collection[int] = BAD, *, compare: bool = Fal
                 loss = loss_of(step)
                 healer.observe(loss)
                 train_step(step, loss)
-            left_out = len(healer.report().skipped_batches)
-            did = f"rollbacks {healer.rollbacks}, batches left out {left_out}"
+            skipped = len(healer.report().skipped_batches)
+            did = f"rollbacks {healer.rollbacks}, batches skipped {skipped}"
     highest = max(loss for step, loss in losses.items() if step >= BAD.stop)
     with torch.no_grad():
         final = sum(loss_of(step).item() for step in range(STEPS, STEPS + 20)) / 20

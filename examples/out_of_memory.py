@@ -1,8 +1,8 @@
-"""A torch loop that goes on where memory runs out: the lines that healcore adds are marked.
+"""A torch loop that continues when memory runs out: the lines that healcore adds are marked.
 
 The device here has memory for eight samples at a time, and the batches have 32. The first step is
-done again with 16 at a time, then with eight; the steps after it begin with eight. The gradients,
-and so the run, are those of whole batches. Without healcore the first step ends the program.
+repeated with 16 at a time, then with eight; later steps begin with eight. The gradients are the
+gradients of whole batches. Without healcore the first step ends the program.
 
 python examples/out_of_memory.py
 """

@@ -1,8 +1,8 @@
-"""An optax loop that goes on where memory runs out: the lines that healcore adds are marked.
+"""An optax loop that continues when memory runs out: the lines that healcore adds are marked.
 
 The device here has memory for eight samples at a time, and the batches have 32. The first step is
-done again with 16 at a time, then with eight; the steps after it begin with eight. The summed
-gradients, and so the run, are those of whole batches. The state is donated only where the gradients
+repeated with 16 at a time, then with eight; later steps begin with eight. The summed gradients are
+the gradients of whole batches. The state is donated only where the gradients
 are applied: a function that runs out of memory has lost what it was given to overwrite.
 
 python examples/out_of_memory_jax.py

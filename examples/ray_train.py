@@ -1,7 +1,7 @@
 """Ray Train restarts its workers, and the Healer resumes them: the added lines are marked.
 
-With a step as the second argument, worker 1 is killed there once. The weights at the end are those
-of the run that was left alone.
+With a step as the second argument, worker 1 is killed there once. The final weights are the
+same as in a run without a kill.
 
 python examples/ray_train.py DIRECTORY [STEP]        (pip install "ray[train]")
 """

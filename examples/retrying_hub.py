@@ -1,4 +1,4 @@
-"""A training run that uploads its weights to a flaky server: the call is repeated, not the run.
+"""A training run that uploads its weights to an unreliable server: only the call is repeated.
 
 The server runs on this machine and refuses two of the requests, as the Hugging Face Hub does when
 it is busy. Run it: `python examples/retrying_hub.py`.

@@ -1,4 +1,4 @@
-"""A torch loop under a policy of its own: four batches are ruined, the run is not.
+"""A torch loop under the policy mine.toml: four batches are ruined, the run is not.
 
 python examples/torch_loop.py
 """

@@ -1,8 +1,8 @@
-"""Metrics and events of a healed run in TensorBoard, and in an object of one's own.
+"""Metrics and events of a healed run in TensorBoard, and in a tracker of your own.
 
 One batch is ruined, and the gradient of another is far too large. The first step is skipped,
-the second is clipped; both can be seen in `tensorboard --logdir DIRECTORY`. Write "wandb",
-"trackio" or "mlflow" in the list for those.
+the second is clipped; both can be seen in `tensorboard --logdir DIRECTORY`. Add "wandb",
+"trackio" or "mlflow" to the list to use these trackers.
 
 python examples/trackers.py [DIRECTORY]
 """
@@ -23,7 +23,7 @@ STEPS, RUINED, LARGE = 120, 60, 90
 
 
 class Counter:
-    """A tracker of one's own: it counts."""
+    """A tracker of your own: counts steps, skips and clips."""
 
     def __init__(self) -> None:
         self.steps = self.skipped = self.clipped = 0

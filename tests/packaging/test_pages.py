@@ -160,25 +160,23 @@ def test_each_message_that_the_faq_quotes_occurs_in_the_source():
 
 
 PAGE = "../README.md"
-FIRST = "heal.observe(loss)"
-JAX = "inject_hyperparams"
-TORCH = "scheduler.step()"
-TRAINERS = "SFTTrainer(..."
+JAX, TORCH = "inject_hyperparams", "scheduler.step()"
 
 
-def test_every_snippet_is_run():
-    """Of the snippet with ellipses the names exist; `test_trainer_pages` runs such programs."""
-    known = [snippet(PAGE, part) for part in (FIRST, JAX, TORCH, TRAINERS)]
-    assert sorted(known) == sorted(blocks(PAGE))
-    named = re.findall(r"healcore\.torch\.(\w+)\(", known[-1])
-    assert len(named) == 4
-    assert set(named) <= set(healcore.torch.__all__)
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", text(PAGE))
+def test_every_snippet_is_run_and_the_quoted_output_is_of_the_tutorial():
+    """Of the lines with trainers the names exist; `test_trainer_pages` runs such programs."""
+    assert sorted(blocks(PAGE)) == sorted(snippet(PAGE, part) for part in (JAX, TORCH))
+    named = re.findall(r"healcore\.torch\.(\w+)\(", text(PAGE))
+    assert {"heal_trainer"} < set(named) <= set(healcore.torch.__all__)
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text(PAGE))
     assert links
     assert [link for link in links if not (DOCS.parent / link).exists()] == []
+    (quoted,) = blocks(PAGE, "console")
+    parts = re.split(r"\s*[…\n]\s*", quoted)
+    assert [part for part in parts if part not in text("tutorial.md")] == []
 
 
-def test_the_lines_of_the_first_screen():
+def test_the_lines_that_skip_only():
     weight = torch.nn.Parameter(torch.ones(3))
     params = {"w": jnp.ones(3)}
     scope = {
@@ -188,11 +186,14 @@ def test_the_lines_of_the_first_screen():
         "params": params,
         "grads": {"w": jnp.full(3, jnp.nan)},
     }
-    once, at_each_step = snippet(PAGE, FIRST).split("updates, opt_state", 1)
-    exec(once, scope)
-    scope["opt_state"] = scope["tx"].init(params)
-    scope["loss"] = jnp.float32(1.0)
-    exec("updates, opt_state" + at_each_step, scope)
+    cells = re.findall(r"`([^`\n]+)`", text(PAGE))
+    attach, observe, protect, update = (
+        next(cell for cell in cells if part in cell)
+        for part in ("torch.attach", "heal.observe", "jax.protect", "tx.update")
+    )
+    exec(f"import healcore; {attach}; {observe}; {protect}", scope)
+    scope |= {"opt_state": scope["tx"].init(params), "loss": jnp.float32(1.0)}
+    exec(update, scope)
     assert not scope["updates"]["w"].any(), "a NaN step changes nothing"
     weight.grad = torch.full((3,), torch.nan)
     scope["optimizer"].step()
@@ -232,14 +233,13 @@ def test_the_torch_snippet(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    bad = torch.full((4, 3), torch.nan)
+    good, bad = ((torch.full((4, 3), x), torch.ones(4, 1)) for x in (1.0, torch.nan))
     before = model.weight.detach().clone()
     scope = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
-        "loss_fn": lambda model, batch: (model(batch) - 1).square().mean(),
-        "loader": [*[torch.ones(4, 3)] * 12, *[bad] * 12, torch.ones(4, 3)],
+        "loader": [*[good] * 12, *[bad] * 12, good],
     }
     exec(snippet(PAGE, TORCH), scope)
     assert torch.isfinite(model.weight).all()
@@ -247,4 +247,4 @@ def test_the_torch_snippet(tmp_path, monkeypatch):
     healer = scope["healer"]
     assert healer.rollbacks == 0  # the weights are finite: skipping them is enough
     assert healer.report().counts["skips"] == 12
-    assert list(tmp_path.glob("checkpoints/step-*"))
+    assert list(tmp_path.glob("run-1/step-*"))
