@@ -128,7 +128,7 @@ class _End:
             except RunStopped as stop:
                 self.error = replacement = stop
                 self.ending = Ending.STOPPED
-        between_steps = data.between_steps
+        between_steps = data.between_steps and not loop.after_update
         other = self.notes[0] if self.notes and self.notes[0].rank != ranks.rank else None
         if other is not None:
             self.report_fault_of(other)
@@ -246,7 +246,8 @@ class _End:
             try:
                 if loop.count_last_step():
                     loop.read_last_steps()
-                    why_not = self.saver.save_emergency()
+                    why_not = "a restart repeats the step, whose evaluation or log is incomplete"
+                    why_not = why_not if loop.after_update else self.saver.save_emergency()
             except StoreError as problem:
                 why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state

@@ -60,6 +60,8 @@ class Loop:
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
         self.has_trainer = has_trainer
+        self.after_update = False
+        """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
 
@@ -137,6 +139,7 @@ class Loop:
         self.guard.pause()
         self.polled = True
         has_stepped = self._count_dispatch()
+        self.after_update = False
         if last:
             return self._roll_back_at_end()
         data = self.data
@@ -156,6 +159,7 @@ class Loop:
         pending = self.driver.steps()
         if pending is None:
             return False
+        self.after_update = self.has_trainer
         loader = self.data.loaders.current
         first = self.data.take(pending)
         if loader != self.data.loaders.current:

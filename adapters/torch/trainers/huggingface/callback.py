@@ -281,6 +281,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             "scheduler": trainer.lr_scheduler,
             "scaler": getattr(trainer.accelerator, "scaler", None),
             "progress": counters,
+            "reference": trainer.ref_model if getattr(trainer.args, "sync_ref_model", 0) else None,
         }
         state = {name: part for name, part in state.items() if part is not None}
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)

@@ -114,6 +114,7 @@ class EpochFeed:
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()
+                    last &= self.epoch < call["epoch"]
                 elif self._has_batch():
                     continue
                 self.epoch, self.count = self.epoch + 1, 0

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from healcore.adapter_registry import require
 from healcore.core.errors import AttachError
-from healcore.policy import Policy, PolicyLike
-from healcore.policy.loader import with_limit
+from healcore.policy import PolicyLike
+from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.steps import ChangedMetrics
@@ -48,9 +48,9 @@ class LightningHealingCallback(Callback):
     other callbacks work as usual. After a kill the same program continues from the store. Works
     with `lightning` and with `pytorch_lightning`.
 
-    Lightning does not clip during the fit, because the policy needs the norm before clipping.
-    Instead, `Trainer(gradient_clip_val=...)` becomes the policy's `clip.max_norm`. Under "default"
-    this limit is then the only clipping, as without healcore.
+    Lightning clips after the policy has measured the norm, with the same bits as without healcore.
+    In a policy that clips, `Trainer(gradient_clip_val=...)` becomes the `clip.max_norm` instead,
+    unless the policy's limit is lower.
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
@@ -82,7 +82,6 @@ class LightningHealingCallback(Callback):
         self._policy, self._options = resolve_options(
             policy, {**options, "store": store, "loss_fn": loss_fn}
         )
-        self._fit_policy = self._policy
         self._eval_loss = eval_loss
         self.healer: Healer[Any] | None = None
         self._progress: Progress | None = None
@@ -92,6 +91,8 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(dict)
         self._pending_losses: list[Tensor] = []
         """Losses since the last step, if the fit has several optimizers."""
+        self._resumes = False
+        """Whether the fit continues from a Lightning checkpoint."""
         self._engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
@@ -104,7 +105,7 @@ class LightningHealingCallback(Callback):
     # -- begin and end --------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Checks the strategy, and makes the policy enforce the Trainer's `gradient_clip_val`."""
+        """Checks the strategy, and makes the fit read its batches through the Healer."""
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._changes.close()  # an earlier fit may have raised before it began
@@ -114,25 +115,28 @@ class LightningHealingCallback(Callback):
                 f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
-        self._fit_policy, limit = self._policy, trainer.gradient_clip_val
-        if limit and self._policy.mode != "observe":
-            self._fit_policy = _with_limit(trainer, self._policy, float(limit))
-            self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
         self._progress = progress = Progress(trainer)
         opened = functools.partial(self._open, trainer, progress)
-        self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
+        self._changes.enter_context(replaced_fetcher(trainer, self, progress, opened))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins a new run, which opens its Healer with the first batch."""
         if self._progress is None:
             return
-        if trainer.ckpt_path is not None and self._options["store"] is not None:
+        # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
+        self._resumes = trainer.ckpt_path is not None and trainer.global_step > 0
+        if self._resumes and self._options["store"] is not None:
             raise AttachError(
                 "ckpt_path conflicts with the store, which continues the run by itself: omit "
                 "ckpt_path; to start a new run from those weights, load the module from that file "
                 "and pass an empty store"
             )
         self.healer = None
+        self._fit_policy, limit = self._policy, trainer.gradient_clip_val
+        by_norm = getattr(trainer.gradient_clip_algorithm, "value", "norm") == "norm"
+        if limit and by_norm and can_apply_limit(self._policy):
+            self._fit_policy = with_limit(self._policy, float(limit))
+            self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
         self._replace_hooks(trainer.fit_loop)
         self._pending_losses.clear()
 
@@ -160,8 +164,8 @@ class LightningHealingCallback(Callback):
             # Lightning raises this after a step, before the Healer has processed the step.
             try:
                 self.healer.after_step()
-            except BaseException as ended:
-                error = ended
+            except BaseException as ended:  # Lightning's exception has status 0
+                error.code, error = getattr(ended, "code", 1), ended  # type: ignore[union-attr]
         self.healer.__exit__(type(error) if error else None, error, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -247,12 +251,34 @@ class LightningHealingCallback(Callback):
         healer = Healer(self._fit_policy, state=_state(trainer, progress), **options)
         self.healer = healer.__enter__()
         self._metrics = ChangedMetrics(healer.metrics)
+        if trainer.lightning_module.automatic_optimization:
+            self._clip_after_measuring(trainer.precision_plugin)
         run = loop_of(healer)
         progress.within_step = lambda: bool(run.data.unused)
         progress.rewinds_data = lambda: run.data.loaders.can_rewind
-        if trainer.ckpt_path is not None:
+        if self._resumes:
             load_engines(healer, self._engines)
         return run
+
+    def _clip_after_measuring(self, plugin: Any) -> None:
+        """Postpones Lightning's clipping of a step until the policy has measured the norm."""
+        clip_now, postponed = plugin.clip_gradients, dict[Optimizer, Callable[[], None]]()
+        steps = {each.optimizer: each.healed_step for each in self.healings.values()}
+
+        def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            call = functools.partial(clip_now, optimizer, *args, **kwargs)
+            if optimizer not in steps or steps[optimizer].in_update:  # L-BFGS evaluates again
+                call()
+            else:
+                postponed[optimizer] = call
+
+        def judged(optimizer: Optimizer, record: Callable[..., None], norms: Any) -> None:
+            record(norms)
+            postponed.pop(optimizer, bool)()
+
+        for optimizer, step in steps.items():
+            step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
+        self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
     def _replace_hooks(self, fit: Any) -> None:
         """Replaces two methods of Lightning's loops, because no callback runs at their moment."""
@@ -274,6 +300,7 @@ class LightningHealingCallback(Callback):
             loop_on_advance_end(data_fetcher)
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
+                loop_of(self.healer).after_update = True  # hooks and schedulers of the epoch follow
 
         self._changes.enter_context(patched(fit, "on_advance_end", end_if_complete))
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
@@ -293,19 +320,3 @@ def _state(trainer: Any, progress: Progress) -> dict[str, Any]:
         **({} if scaler is None else {"scaler": scaler}),
         "progress": progress,
     }
-
-
-def _with_limit(trainer: Trainer, policy: Any, limit: float) -> Any:
-    """The policy, with the lower of the Trainer's limit and its own `clip.max_norm`.
-
-    Raises AttachError for clipping by value, for `adagc`, which has no limit for the whole
-    gradient, and for an Engine.
-    """
-    by_value = getattr(trainer.gradient_clip_algorithm, "value", "norm") != "norm"
-    if by_value or not isinstance(policy, Policy) or policy.clip.kind == "adagc":
-        what = 'gradient_clip_algorithm="value"' if by_value else "gradient_clip_val"
-        raise AttachError(
-            f"Trainer({what}) clips before the policy can measure the norm, and the policy cannot "
-            "apply the limit instead: omit gradient_clip_val, or use a policy with a clip by norm"
-        )
-    return with_limit(policy, limit)

@@ -199,9 +199,11 @@ class CombinedBatches:
 
 
 def replaced_fetcher(
-    trainer: Any, progress: Progress, open_run: Callable[[], Loop]
+    trainer: Any, callback: Any, progress: Progress, open_run: Callable[[], Loop]
 ) -> AbstractContextManager[None]:
     """Makes the fit read through a `Feed`, also after Lightning has reloaded its dataloaders.
+
+    LearningRateFinder and BatchSizeFinder train before the fit, without the callback.
 
     Raises AttachError within the fit if `training_step` reads the data itself.
     """
@@ -210,7 +212,7 @@ def replaced_fetcher(
 
     def selected(owner: Any, *args: Any) -> Any:
         fetcher = select(owner, *args)
-        if owner is not trainer:
+        if owner is not trainer or callback not in trainer.callbacks:
             return fetcher
         if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fetcher).__mro__):
             raise AttachError(
@@ -307,11 +309,16 @@ class Progress:
                 state["batch"][name] = count if is_flag else dict.fromkeys(counts, count)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
-        return {**state, "batches_that_stepped": stepped, "limits": self._limits()}
+        settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self._limits()}
+        return {**state, "batches_that_stepped": stepped, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters of the running loops."""
         self._saved_limits = dict(state["limits"])
+        now, epoch = self._fit.epoch_progress.current.ready, state["epoch"]["current"]["ready"]
+        if epoch < now and self.rewinds_data():
+            # A rollback into an earlier epoch calls no hook, as of GradientAccumulationScheduler.
+            self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():
             if self.rewinds_data() or name not in ("epoch", "batch"):
                 counter.load_state_dict(state[name])

@@ -9,15 +9,9 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 BATCH = 4
-QUIET: dict[str, Any] = {
-    "logging_steps": 1,
-    "log_level": "error",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "dataloader_pin_memory": False,
-    "save_strategy": "no",
-}
+SILENT = {"log_level": "error", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+QUIET: dict[str, Any] = {"logging_steps": 1, "use_cpu": True, "dataloader_pin_memory": False}
+QUIET |= SILENT
 """Arguments of a Trainer that logs every step and writes nothing."""
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 10}
 
@@ -83,13 +77,8 @@ def trainer(
 ) -> Any:
     """A Trainer on `steps` batches, under HF's default arguments but for what is given."""
     set_seed(0)
-    given = {
-        "per_device_train_batch_size": BATCH,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        **QUIET,
-        **arguments,
-    }
+    usual = {"per_device_train_batch_size": BATCH, "num_train_epochs": 1, "learning_rate": 1e-2}
+    given = {**usual, **QUIET, **arguments}
     return cls(
         model=Net(),
         args=TrainingArguments(output_dir=str(folder), **given),

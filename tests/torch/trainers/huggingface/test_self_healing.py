@@ -9,6 +9,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,9 @@ def uneven(*, labelled: bool) -> Any:
 )
 def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
     """And the batch is split before the trainer finds a smaller one by itself."""
-    arguments: dict[str, Any] = {
-        "gradient_accumulation_steps": accumulated,
-        "auto_find_batch_size": kind == "sft" and accumulated == 1,
-        "max_steps": 3,
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-    }
+    arguments: dict[str, Any] = {"max_steps": 3, "optim": "sgd", "max_grad_norm": 0.0}
+    arguments["gradient_accumulation_steps"] = accumulated
+    arguments["auto_find_batch_size"] = kind == "sft" and accumulated == 1
     if kind != "dpo":
         arguments["data"] = uneven(labelled=kind == "plain")
     fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
@@ -174,14 +171,8 @@ def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(
     assert note in raised.value.__notes__[-1]
 
 
-DIVERGES = {
-    "optim": "sgd",
-    "learning_rate": 30.0,
-    "warmup_steps": 80,
-    "max_steps": 50,
-    "lr_scheduler_type": "constant_with_warmup",
-    "max_grad_norm": 0.0,
-}
+WARMUP = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 80, "learning_rate": 30.0}
+DIVERGES = {"optim": "sgd", "max_steps": 50, "max_grad_norm": 0.0, **WARMUP}
 OFTEN = {"save_every": 5, "rollback": {"probation": 10}}
 
 
@@ -290,7 +281,8 @@ def test_epochs_workers_and_evaluation(tmp_path: Path):
 
 def run(folder: Path, kind: str, kill_at: int) -> Any:
     """Weights, trained steps and logged steps of a run that kills its process at a step."""
-    trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2)
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 3} if kind == "dpo" else {}
+    trainer = getattr(tiny, kind)(folder, max_steps=24, gradient_accumulation_steps=2, **synced)
     killed = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), 9), at=kill_at)
     for each in (steps := small_runs.Steps(), killed):
         trainer.add_callback(each)
@@ -300,7 +292,7 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", ["sft", *(pytest.param(k, marks=pytest.mark.stress) for k in ("plain", "dpo", "grpo"))]
+    "kind", ["sft", "dpo", *(pytest.param(k, marks=pytest.mark.stress) for k in ("plain", "grpo"))]
 )
 def test_killed_and_started_again(kind: str, tmp_path: Path):
     """After kill -9 the same command ends with the weights of a run without interruption."""
@@ -320,6 +312,25 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     again, steps, _ = run(tmp_path, kind, -1)
     assert steps == []
     assert torch.equal(again, weights)
+
+
+def test_an_evaluation_that_raised_comes_again_after_a_restart(tmp_path: Path):
+    for at in (16, 0):
+        trainer = tiny.plain(tmp_path, max_steps=-1, num_train_epochs=2, eval_strategy="epoch")
+        error = small_runs.raising(ZeroDivisionError())
+        trainer.add_callback(calling("on_prediction_step", error, at=at))
+        heal_trainer(trainer, checkpoints=Checkpoints(every=5))
+        with pytest.raises(ZeroDivisionError) if at else nullcontext():
+            trainer.train()
+    assert [row["step"] for row in trainer.state.log_history if "eval_loss" in row] == [16, 32]
+
+
+def test_a_callback_that_ends_the_last_epoch_early(tmp_path: Path):
+    stop = lambda *_, control, **__: setattr(control, "should_epoch_stop", True)  # noqa: E731
+    own = [calling("on_step_end", stop, at=18)]
+    trainer = small_runs.trainer(tmp_path, steps=8, max_steps=20, callbacks=own)
+    heal_trainer(trainer).train()
+    assert trainer.state.global_step == 18
 
 
 def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):

@@ -20,18 +20,10 @@ WORDS = 32
 
 def model() -> LlamaForCausalLM:
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=WORDS - 2,
-        eos_token_id=WORDS - 1,
-        bos_token_id=WORDS - 1,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
+    twice = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    tokens = {"pad_token_id": WORDS - 2, "eos_token_id": WORDS - 1, "bos_token_id": WORDS - 1}
+    config = LlamaConfig(vocab_size=WORDS, **sizes, **dict.fromkeys(twice, 2), **tokens)
     return LlamaForCausalLM(config)
 
 
@@ -54,16 +46,8 @@ def rows(count: int = 64, length: int = 12) -> list[list[int]]:
 
 
 def arguments(folder: Path, kind: Any = TrainingArguments, **given: Any) -> Any:
-    usual = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "max_steps": 40,
-        "learning_rate": 1e-2,
-        "seed": 3,
-        "bf16": False,
-        **QUIET,
-    }
-    return kind(**{**usual, **given})
+    usual = {"per_device_train_batch_size": 4, "max_steps": 40, "learning_rate": 1e-2}
+    return kind(str(folder), **{**usual, "seed": 3, "bf16": False, **QUIET, **given})
 
 
 def plain(folder: Path, *, data: Any = None, **given: Any) -> Any:

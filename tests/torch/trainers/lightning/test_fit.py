@@ -5,6 +5,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch import callbacks as given
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -26,10 +28,9 @@ from healcore.torch import AttachError, LightningHealingCallback
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
-from tests.torch.trainers.lightning.fits import Displacement, Regression, data, fit, vector
+from tests.torch.trainers.lightning.fits import NAN, Displacement, Regression, data, fit, vector
 
-# Without clipping: ZClip may clip a healthy step, which is a decision and not an accident.
-OPTIONS = {"clip": {"kind": "fixed", "max_norm": 1e6}, "save_every": 3}
+OPTIONS = {"clip": None, "save_every": 3}
 
 
 class Gan(lightning.LightningModule):
@@ -80,6 +81,17 @@ class Reloaded(Regression):
         return shuffled()
 
 
+class Searching(Regression):
+    batch_size = 4  # searched before the fit, without the callback
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(data(), self.batch_size)  # a search moves the random order
+
+    def configure_callbacks(self) -> Any:
+        rate = given.LearningRateFinder(num_training_steps=12, max_lr=3.0, attr_name="rate")
+        return [rate, given.BatchSizeFinder(max_trials=1)]
+
+
 class Several(Regression):
     """Takes its batches from two loaders of different lengths."""
 
@@ -91,27 +103,27 @@ def iterable(**options: Any) -> Any:
     return DataLoader(Stream(**options), 8)
 
 
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+PAIRS = {"accumulate_grad_batches": 2}
 CASES: dict[str, Any] = {
     "manual": (Gan, lambda: [shuffled(StatefulDataLoader)], {}),
-    "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3}),
+    "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3, **BY_VALUE}),
     "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
+    "searching": (Searching, list, {"gradient_clip_val": 0.3}),
     "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
     "iterable": (Regression, lambda: [iterable(), shuffled()], {}),
     "read once": (Regression, lambda: [iterable(once=True)], {}),
-    "limited": (
-        Regression,
-        lambda: [iterable()],
-        {"limit_train_batches": 5, "accumulate_grad_batches": 2},
-    ),
+    "limited": (Regression, lambda: [iterable()], {"limit_train_batches": 5, **PAIRS}),
     "reloaded": (Reloaded, list, {"reload_dataloaders_every_n_epochs": 1}),
     "several": (Several, lambda: [{"a": shuffled(), "b": shuffled(batches=3)}], {}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits(case: str):
+def test_the_same_bits(case: str, tmp_path: Path):
     module, loaders, options = CASES[case]
     options = {"make": module, "loaders": loaders, "max_epochs": 3, **options}
+    options["default_root_dir"] = tmp_path
     plain, running = fit(**options)
     callback = LightningHealingCallback(**grouped(OPTIONS))
     healed, healing = fit(callback, **options)
@@ -124,6 +136,23 @@ def test_the_same_bits(case: str):
     assert ours == theirs, "all of Lightning's counters"
     taken = [int(each.live_engine.state.step) for each in callback.healings.values()]
     assert sum(taken) == running.global_step, "every step was judged"
+
+
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_train_epoch_end"])
+def test_an_end_of_an_epoch_that_raised_comes_again_after_a_restart(hook: str, tmp_path: Path):
+    steps, own = list[int](), lightning.Callback()
+
+    def call(trainer: Any, module: Any) -> None:
+        steps.append(trainer.global_step)
+        if steps.count(16) == 1 and steps[-1] == 16:
+            raise ZeroDivisionError
+
+    setattr(own, hook, call)
+    for raises in (True, False):
+        callback = LightningHealingCallback(store=tmp_path, **grouped(OPTIONS))
+        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+            fit(own, callback, max_epochs=3, loaders=lambda: [shuffled(), shuffled()])
+    assert steps.count(16) == 2
 
 
 class Judged(LightningHealingCallback):
@@ -324,6 +353,23 @@ class Forward(DataLoader):
 
     def __iter__(self) -> Any:
         return super().__iter__()
+
+
+def test_a_rollback_into_an_epoch_with_another_accumulation():
+    own, faults = lightning.Callback(), iter([NAN])
+    own.on_before_optimizer_step = lambda trainer, module, optimizer: (
+        trainer.global_step == 17 and module.net[0].bias.grad.add_(next(faults, 0))
+    )
+    callback = LightningHealingCallback(
+        checkpoints=Checkpoints(every=3),
+        respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
+        rollback={"probation": 4, "confirm": False, "skip_batches": 0},
+    )
+    scheduler = given.GradientAccumulationScheduler({0: 1, 2: 2})
+    _, running = fit(own, scheduler, callback, max_epochs=3)
+    assert callback.healer is not None
+    assert callback.healer.rollbacks == 1
+    assert running.global_step == 8 + 8 + 4
 
 
 @pytest.mark.parametrize("limit", [IN_EPOCHS, IN_STEPS])
