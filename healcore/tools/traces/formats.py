@@ -21,6 +21,7 @@ import numpy as np
 from healcore import extras, regular_file
 from healcore.tools.traces.columns import (
     KNOWN_FORMATS,
+    SIGNALS,
     STEP,
     Problem,
     RawLog,
@@ -244,7 +245,7 @@ def read_records(
         for line, own, fields in steps:
             cells = [fields.get(key) for key in keys.values()]
             if engine in (None, own) and any(
-                cell is not None for name, cell in zip(keys, cells, strict=True) if name != STEP
+                cell is not None for name, cell in zip(keys, cells, strict=True) if name in SIGNALS
             ):
                 yield line, cells
 
@@ -284,7 +285,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         )
         if table is not None and finite:
             numbers = {signal: table[:, place] for signal, place in used.items()}
-            logged = {signal: np.ones(len(table), bool) for signal in used if signal != STEP}
+            logged = {signal: np.ones(len(table), bool) for signal in used if signal in SIGNALS}
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
             labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
@@ -365,7 +366,7 @@ def _csv_rows(
     ends a cell after 131,072 characters, so that an open quote does not join the rest of the file
     to one row.
     """
-    signals = [place for name, place in places.items() if name != STEP]
+    signals = [place for name, place in places.items() if name in SIGNALS]
     with open_text(path) as file:
         rows = csv.reader(itertools.islice(file, begin, None))
         while True:
