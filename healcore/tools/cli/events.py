@@ -19,8 +19,7 @@ from healcore.tools.output import check_outputs, echo, echo_json, replacing
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
-POLL_INTERVAL = 0.5
-"""Seconds between two reads of `--follow`."""
+POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 

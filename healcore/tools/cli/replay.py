@@ -34,8 +34,7 @@ if TYPE_CHECKING:  # local imports, so that other commands start fast
 
 OK, PARTIAL = 0, 1
 
-MAX_PRINTED = 20
-"""Number of problems of traces that are printed."""
+MAX_PRINTED = 20  # problems of traces
 _PIPE_WIDTH = 160  # width of a table in columns if the width of the output is unknown
 
 

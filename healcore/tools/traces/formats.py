@@ -46,9 +46,7 @@ _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
-_SHARED_NAMES = (
-    *("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp"),
-)
+_SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
 
 
@@ -244,9 +242,7 @@ def read_records(
     def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
         for line, own, fields in steps:
             cells = [fields.get(key) for key in keys.values()]
-            if engine in (None, own) and any(
-                cell is not None for name, cell in zip(keys, cells, strict=True) if name in SIGNALS
-            ):
+            if engine in (None, own) and any(fields.keys() & {keys.get(name) for name in SIGNALS}):
                 yield line, cells
 
     runs = list(engines) if len(engines) > 1 else [None]
@@ -332,7 +328,7 @@ def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
         run, dash, metric = name.rpartition(" - ")
         if not dash:
             plain = normalize(name)
-            if not (is_step(name) or plain in _SHARED_NAMES or plain.endswith("epoch")):
+            if not (is_step(name) or plain in _SHARED or plain.endswith("epoch")):
                 return {None: list(range(len(names)))}
             shared.append(place)
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):

@@ -59,6 +59,7 @@ CASES = {
     "a fine-tuning": ("WARN", LOSS, {"eval_loss": evaluations(0.32, 0.36, 0.42)}),
     "evaluations that rise by 5 %": ("PASS", LOSS, {"eval_loss": evaluations(2.0, 2.05, 2.1)}),
     "evaluations near 0": ("PASS", LOSS, {"eval_loss": evaluations(0.001, 0.002, 0.003)}),
+    "empty cells at the end": ("WARN", LOSS, {"loss": [*LOSS[:60], *[""] * 40]}),
     "NaN evaluations": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3, np.nan)}),
 }
 

@@ -137,8 +137,7 @@ def test_the_lines_of_a_trainer(tmp_path, lines, numbers):
     )
     end = "{'train_runtime': 3.2, 'train_loss': 1.0}\n{'loss': 2.1, 'gra\n"
     trace = open_one(write(tmp_path / "run.log", LINES[lines].format(*dicts) + end))
-    rows = trace.rows
-    assert column(rows.values["loss"]) == [2.5, 0.0, -float("inf")]
-    assert rows.logged["grad_norm"].tolist() == [False, True, False]
+    assert column(trace.rows.values["loss"]) == [2.5, 0.0, -float("inf")]
+    assert trace.rows.logged["grad_norm"].tolist() == [False, True, False]
     assert [text[:10] for _, text in problems_of(trace)] == ["not a dict"]
     assert "rows are counted" in trace.notes[0]
