@@ -49,9 +49,11 @@ def open_file(path: Path) -> Contents:
         ProbeError: the file is damaged, or has objects that are not plain values.
     """
     with open(path, "rb", opener=regular_file.opener) as file:
-        is_safetensors = file.read(9)[8:] == b"{"
+        start = file.read(9)
         mapped = zipfile.is_zipfile(file)
-    if not is_safetensors:
+    if start[:2] == b"PK" and not mapped:
+        raise ProbeError(f"{path} is cut off: the directory at the end of its archive is missing")
+    if start[8:] != b"{":
         return _contents("torch file", _load(path, path, mmap=mapped))
     try:
         tensors = load_file(path)
@@ -90,21 +92,40 @@ def _split(keys: Iterable[Any]) -> tuple[str, ...]:
     return tuple(part for key in keys for part in str(key).split("."))
 
 
-def _load(source: Any, path: Path, *, mmap: bool = False) -> Any:
-    """Loads tensors, plain values and NumPy scalars (a best metric) of `torch.save`.
+class _Inert(list[Any]):
+    """Stands for an object of a class that is not imported: a list of its contents."""
 
-    Raises ProbeError for other objects, and for damage.
+    def __new__(cls, *contents: Any) -> _Inert:
+        self = super().__new__(cls)
+        self.extend(contents)
+        return self
+
+    def __init__(self, *_: Any) -> None:
+        """Keeps the contents."""
+
+    __setstate__ = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]  # it may be a key
+
+
+def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...] = ()) -> Any:
+    """Loads what `torch.save` wrote, with an `_Inert` for each object of the classes in `inert`.
+
+    Raises ProbeError for functions of Python and of the system, and for damage.
     """
-    constructor: Any = np.float64(0).__reduce__()[0]
-    kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
+    numpy: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0], np.ndarray]
+    numpy += [np.dtype, *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}]
     try:
-        with torch.serialization.safe_globals([constructor, np.dtype, *kinds]):
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        with torch.serialization.safe_globals([*numpy, *((_Inert, name) for name in inert)]):
+            file = io.BytesIO(source) if isinstance(source, bytes) else source
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # damaged bytes may raise any exception
         found = re.search(r"GLOBAL ([\w.]+)", str(error))
         if isinstance(error, pickle.UnpicklingError) and found:
+            # torch refuses modules of the system, and names builtins without their module.
+            if "not an allowed global" in str(error) and found[1] not in inert:
+                return _load(source, path, mmap=mmap, inert=(*inert, found[1]))
             raise ProbeError(
                 f"{path} holds more than tensors and plain values (a {found[1]}), and loading it "
                 "could execute code: save only the state dictionaries, and probe that file"
@@ -122,6 +143,8 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
     in_order = format != "safetensors"
     for keys, leaf in _leaves(tree, at):
         path = _split(keys) or ("tensor",)  # the whole file is one tensor
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fc":
+            leaf = torch.from_numpy(leaf)
         if isinstance(leaf, Tensor):
             if hasattr(leaf, "to_local"):  # a DTensor
                 leaf = leaf.to_local()  # type: ignore[attr-defined]
@@ -163,8 +186,7 @@ def _part(folder: Path, place: _StorageInfo) -> Any:
     at = folder / place.relative_path
     with open(at, "rb", opener=regular_file.opener) as file:
         file.seek(place.offset)
-        part = io.BytesIO(file.read(place.length))
-    return _load(part, at)
+        return _load(file.read(place.length), at)
 
 
 # -- the index of a DCP directory, as data ---------------------------------------------------------

@@ -14,15 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.tools.cli.options import CANNOT_RUN, reported
+from healcore.tools.cli.options import CANNOT_RUN, fail, reported
 from healcore.tools.output import check_outputs, echo, echo_json, replacing
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
-POLL_INTERVAL = 0.5
-"""Seconds between two reads of `--follow`."""
-_MAX_PRINTED = 20
-"""Limit of printed problems of a report. The page lists more."""
+POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 
@@ -68,6 +65,8 @@ def show(
                     echo(_line(event))
                 # The last line of a live run may not be complete yet.
                 damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
+                if damaged and not (events or follow):
+                    fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
                 for problem in damaged[reported:]:
                     echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
                 reported = len(damaged)
@@ -135,7 +134,7 @@ def report(
             echo(str(error), err=True)
     if not files:
         raise typer.Exit(CANNOT_RUN)
-    for problem in [note for each in reports for note in each.notes][:_MAX_PRINTED]:
+    for problem in [note for each in reports for note in each.notes][:20]:  # the page has more
         echo(problem, err=True)
     page = out or files[0].with_name(f"{stem(files[0])}.report.html")
     # Metrics and postmortems are next to the events file.

@@ -38,7 +38,6 @@ _MAX_SPEC_BYTES = 1 << 20
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """Click's `UsageError`. From typer, because newer releases of typer include a copy of click."""
 
-
 _Checkpoints = Annotated[
     list[Path],
     typer.Argument(

@@ -28,13 +28,13 @@ from healcore.tools.output import check_outputs, console, echo, echo_json, repla
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
+    from rich.table import Table
 
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
 
-MAX_PRINTED = 20
-"""Number of problems of traces that are printed."""
+MAX_PRINTED = 20  # problems of traces
 _PIPE_WIDTH = 160  # width of a table in columns if the width of the output is unknown
 
 
@@ -105,7 +105,7 @@ def replay(
             with replacing(report) as draft:
                 draft.write_text(page.render(reports), encoding="utf-8")
         printer = _printer(stderr=jsonl == "-")
-        printer.print(table.summary_table(summaries))
+        _print_whole(printer, table.summary_table(summaries))
         _print_first(printer, [each for trace in opened for each in trace.problems], "yellow")
         _print_first(printer, table.notes(summaries), "")
         _print_first(printer, [each for trace in opened for each in trace.notes], "dim")
@@ -126,6 +126,15 @@ def _open(paths: list[str], columns: list[str] | None, join: bool) -> tuple[list
 def _printer(*, stderr: bool = False) -> Console:
     known = sys.stdout.isatty() or os.environ.get("COLUMNS")
     return console(stderr=stderr, width=None if known else _PIPE_WIDTH)
+
+
+def _print_whole(printer: Console, table: Table) -> None:
+    """Prints a table. A narrow terminal wraps its lines, so that no number is cut."""
+    unlimited = printer.options.update_width(1 << 12)
+    if printer.measure(table, options=unlimited).minimum > printer.width:
+        table.columns[0].min_width = 12  # the names, which are folded
+        table.width = printer.measure(table, options=unlimited).minimum
+    printer.print(table, crop=False)
 
 
 def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
@@ -179,5 +188,5 @@ def sweep(
     if as_json and rows:
         echo_json(json.dumps(rows, indent=2, allow_nan=False))
     elif rows:
-        _printer().print(variation.variant_table(rows, base.name))
+        _print_whole(_printer(), variation.variant_table(rows, base.name))
     _finish(problems, any_result=bool(rows))

@@ -69,7 +69,8 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         bad = disallowed(found, inputs.nonfinite_ok)
         message = f"no NaN and no Inf in {number} arrays"
         if bad:
-            message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}"
+            message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}; if they "
+            message += "are meant, as in a mask: --nonfinite-ok NAME"
         checks.append(Check("finite", FAIL if bad else PASS, message, len(bad), 0))
         facts |= {"format": contents.format, "arrays": number, "nonfinite": found}
     if damage is None:

@@ -16,7 +16,6 @@ from healcore.checkpoint_contents import Damaged, ProbeError, first_line
 from healcore.core.errors import HealcoreError
 from healcore.events.log import to_json
 
-_SCHEMA = 1
 EVENT_SIGMAS = 5.0
 MAD_TO_SIGMA = 1.4826
 """Standard deviation of Gaussian noise divided by its median absolute deviation."""
@@ -216,7 +215,7 @@ def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
     """Returns the document that `--json` prints: strict JSON, without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
-        "schema": _SCHEMA,
+        "schema": 1,
         "verdict": verdict,
         "exit_code": verdict.exit_code,
         "inputs": inputs.model_dump(),

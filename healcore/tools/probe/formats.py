@@ -34,18 +34,15 @@ _MAX_JSON_BYTES = 1 << 24
 """A `trainer_state.json` is large, because it has an entry for each logged step."""
 
 
+class _OtherFile(ProbeError):
+    """A file of another kind, beside which a directory may be a checkpoint."""
+
+
 def open_contents(path: Path, step: int | None = None) -> Contents:
-    """Opens a checkpoint.
+    """Opens a file of torch or safetensors, a directory of a trainer, DCP or Orbax, or a store.
 
-    Args:
-        path: a file of torch or safetensors; a directory of DCP, Orbax, the Hugging Face Trainer
-            or Accelerate; a healcore store, or one checkpoint in it (`checkpoints/step-…`).
-        step: the checkpoint of a store. By default the newest known-good checkpoint, or the
-            newest checkpoint if no checkpoint is known-good.
-
-    Raises:
-        ProbeError: the checkpoint cannot be read.
-        MissingExtraError: the framework for its format is not installed.
+    `step` is a checkpoint of a store, by default the newest known-good one, or without one the
+    newest. Raises ProbeError if it cannot be read, MissingExtraError without its framework.
     """
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
@@ -75,11 +72,13 @@ def _open_file(path: Path) -> Contents:
         return _open_folder(path.parent)
     with open(path, "rb", opener=regular_file.opener) as file:
         start = file.read(9)
+    if not start and path.suffix in _SUFFIXES:
+        raise ProbeError(f"{path} is empty")
     # torch writes a zip archive; torch before 1.6 wrote a pickle of protocol 2. A safetensors file
     # has a JSON object after the length of its header.
     if start[:2] == b"PK" or start[:1] == b"\x80" or start[8:] == b"{":
         return adapter_registry.find("torch", "checkpoint_reader").open_file(path)
-    raise ProbeError(
+    raise _OtherFile(
         f"{path} is neither a torch checkpoint nor a safetensors file: pass such a file, or the "
         "directory of a checkpoint"
     )
@@ -212,12 +211,14 @@ def _open_files(folder: Path) -> Contents:
     leaves: dict[tuple[str, ...], Any] = {}
     formats: list[str] = []
     notes: list[str] = []
+    for index in folder.glob("*.index.json"):  # the parts of a large model
+        for part in sorted({*json.loads(regular_file.read(index))["weight_map"].values()}):
+            if not (folder / part).is_file():
+                raise Damaged(f"{folder / part} is missing, which {index.name} lists")
     for path in _checkpoint_files(folder):
         try:
             part = _open_file(path)
-        except Damaged:
-            raise
-        except ProbeError as error:
+        except _OtherFile as error:
             notes.append(str(error))
             continue
         name = path.name.partition(".")[0]
@@ -235,9 +236,7 @@ def _open_files(folder: Path) -> Contents:
 
 
 def _checkpoint_files(folder: Path) -> list[Path]:
-    return [
-        path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and path.is_file()
-    ]
+    return [at for at in sorted(folder.iterdir()) if at.suffix in _SUFFIXES and at.is_file()]
 
 
 def damaged_archives(path: Path) -> list[str] | None:

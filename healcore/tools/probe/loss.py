@@ -19,6 +19,7 @@ from healcore.tools.probe.checks import (
     NothingToProbe,
     ProbeResult,
     score,
+    worst,
 )
 from healcore.tools.probe.loss_curve import (
     Event,
@@ -96,6 +97,13 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
     checks = [_finite(curve, inputs)]
+    logs = np.flatnonzero(np.any([*rows.logged.values()], axis=0))
+    *gaps, last = (np.diff(logs, append=len(rows.step)) - 1).tolist()
+    if last >= inputs.min_steps and last > 2 * max(gaps, default=0):
+        # pandas and some writers of JSON write NaN as an empty cell or null.
+        verdict, message = checks[0].verdict, checks[0].message
+        message += f"; the last {last} rows are empty, which may be NaN"
+        checks[0] = checks[0]._replace(verdict=worst([verdict, WARN]), message=message)
     if len(norms.value):
         checks.append(_gradient_norm(norms))
     if len(finite) < inputs.min_steps:

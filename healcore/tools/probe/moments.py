@@ -276,10 +276,8 @@ def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, 
     """Finds the longest run of at least three consecutive blocks with equal shapes.
 
     The layers of most networks have equal shapes, so such blocks are taken for layers. If the
-    number of layers is given, only runs of exactly that many whole blocks count.
-
-    Returns:
-        The first parameter, the size of a block, and the number of blocks; zeros without a run.
+    number of layers is given, only runs of exactly that many whole blocks count. Returns the first
+    parameter, the size of a block, and the number of blocks; zeros without a run.
     """
     numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
     kinds = np.array([numbers[shape] for shape in shapes])

@@ -115,10 +115,8 @@ def _choose_signals(
 
     `update_norm` and `eval_loss` are passed only if the policy reads them, as in the adapters. In a
     trace with evaluations every row has `eval_loss`, which is NaN without an evaluation, because
-    the signals of an engine are fixed for a run.
-
-    Returns:
-        The rows, int (n,), the distinct sets of signals, and the place of each row's set, int (n,).
+    the signals of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
+    signals, and the place of each row's set, int (n,).
     """
     optional = ("update_norm",) if "update_norm" in engine.needs else ()
     names = [name for name in (*ALWAYS_PASSED, *optional) if name in rows.logged]

@@ -41,18 +41,10 @@ class VaryError(HealcoreError, ValueError):
 
 
 def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
-    """All combinations of the values of `vary`.
+    """Returns the base policy by its name, and all combinations of the values by their settings.
 
-    Args:
-        policy: the base policy.
-        vary: options `KEY=A,B,C` with the dotted keys of a policy file.
-
-    Returns:
-        The settings as text -> the policy with them. The first is the base policy, by its name.
-
-    Raises:
-        VaryError: an option has another form, the policy rejects a value, or there are more than
-            `MAX_VARIANTS` combinations.
+    `vary` has options `KEY=A,B,C` with the dotted keys of a policy file. Raises VaryError if an
+    option has another form, the policy rejects a value, or there are more than `MAX_VARIANTS`.
     """
     axes: list[list[str]] = []
     for text in vary:

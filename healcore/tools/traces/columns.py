@@ -20,12 +20,13 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from healcore import regular_file
+from healcore.console import counted
 from healcore.core.errors import HealcoreError
 
 SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
 """Columns that are read from a log: signals of `healcore.core.signals`."""
 
-STEP = "step"
+STEP, EPOCH = "step", "epoch"
 
 JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
@@ -37,6 +38,8 @@ KNOWN_FORMATS = (
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
+_MAX_NUMERALS = 12
+"""Damaged numbers in a file, and in 20 rows one more. More are no accident of single lines."""
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
 _JUDGED_BITS = ((), (1,), (2,), (1, 2))
@@ -58,7 +61,7 @@ class RawLog(NamedTuple):
     run: str | None
     """Name of the run in a file with several runs, or None."""
     numbers: Mapping[str, np.ndarray]
-    """float64 (n,) by signal and "step", if the file has steps, which are finite."""
+    """float64 (n,) by signal, "epoch" and "step", if the file has steps, which are finite."""
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
     problems: list[Problem]
@@ -119,17 +122,13 @@ def parse_rows(
 ) -> RawLog:
     """Parses the cells of a file, and adds damaged cells to its problems.
 
-    Args:
-        path: the file.
-        run: name of the run in a file with several runs, or None.
-        labels: what problems call each column, by signal and "step", if the file has steps.
-        rows: line and cells or JSON values of each row, in the order of the labels. A row without
-            a finite step is skipped.
-        problems: unusable content found so far.
-        notes: remarks about usable content.
+    `labels` has what problems call each column, by signal and "step", if the file has steps. `rows`
+    has the line and the cells or JSON values of each row, in the order of the labels. A row without
+    a finite step is skipped. Raises TraceError if many numbers cannot be read.
     """
     columns = {name: array("d") for name in labels}
-    logged = {name: bytearray() for name in labels if name != STEP}
+    numerals: list[Problem] = []  # numbers that Python writes in another way: 1,000 or 2,5 or [2]
+    logged = {name: bytearray() for name in labels if name in SIGNALS}
     for line, cells in rows:
         numbers: list[float | None] = []
         for (name, label), cell in zip(labels.items(), cells, strict=True):
@@ -139,18 +138,23 @@ def parse_rows(
                 number = parse_number(cell)
             except ValueError as error:
                 problem = error
+                if name in (STEP, *JUDGED) and any(map(str.isdecimal, str(cell))):
+                    numerals.append((line, f"{label}: {error}"))
             if name == STEP and (number is None or not math.isfinite(number)):
                 problem = problem or ("missing" if number is None else number)
                 problems.append((line, f"{label}: {problem}: the row is skipped"))
                 break
-            if problem:
+            if problem and name != EPOCH:
                 problems.append((line, f"{label}: {problem}: the row is read without {name}"))
             numbers.append(number)
         else:
             for name, number in zip(labels, numbers, strict=True):
                 columns[name].append(math.nan if number is None else number)
-                if name != STEP:
+                if name in SIGNALS:
                     logged[name].append(number is not None)
+    if len(numerals) > _MAX_NUMERALS + len(columns[min(columns)]) // 20:
+        (line, text), count = numerals[0], counted(len(numerals), "number")
+        raise TraceError(f"{count} cannot be read, first in line {line}: {text}. Write 1234.5")
     return RawLog(
         path,
         run,
@@ -255,13 +259,23 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
     """
     begins = np.cumsum([0, *(log.rows for log in logs)]).tolist()
-    numbers = {signal: np.full(begins[-1], np.nan) for signal in SIGNALS}
+    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, *SIGNALS)}
     masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
     numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
+    notes = [note for log in logs for note in log.notes]
     for log, begin in zip(logs, begins, strict=False):
         for columns, own in ((numbers, log.numbers), (masks, log.logged)):
             for signal, column in own.items():
                 columns[signal][begin : begin + log.rows] = column
+        if STEP not in log.numbers:
+            notes.append(f"{log.path}: it names no step (--column step=NAME): rows are counted")
+    step, epoch = numbers[STEP], numbers[EPOCH]
+    rises, falls = np.diff(step) > 0, (np.diff(step) < 0) & (np.diff(epoch) > 0)
+    if falls.any() and rises.any() and (epoch % 1 == 0).all():
+        step += (epoch - epoch.min()) * (np.ptp(step) + np.median(np.diff(step)[rises]))
+        notes.append(
+            f"{name}: the steps begin again in each epoch, and are counted over all epochs"
+        )
     signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
     row, first, starts = _merge(numbers[STEP], masks, begins)
     values = {signal: np.full(len(first), np.nan, np.float32) for signal in signals}
@@ -275,7 +289,6 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     sources = [logs[bisect.bisect(begins, first[start]) - 1].path for start in starts]
     resumed, replaced = _find_resumed_rows(step, starts)
     attempts = list(map(Attempt, sources, starts, step[starts].tolist(), resumed))
-    notes = [note for log in logs for note in log.notes]
     notes += [
         f"{each.source}: the run was resumed: attempt {number} begins at step "
         f"{each.first_step:.15g}"
@@ -287,6 +300,11 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
         for line, text in sorted(log.problems, key=operator.itemgetter(0))
     ]
     number = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
+    same = (np.diff(step) == 0) & (np.diff(number) == 0)
+    same &= np.any([mask[1:] & mask[:-1] for mask in logged.values()], axis=0)
+    if repeats := int(np.count_nonzero(same)):
+        text = f"{counted(repeats, 'row')} with the step of the row before"
+        problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
     rows = Rows(step, number, values, logged)
     files = len({log.path for log in logs})
     return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
@@ -297,11 +315,8 @@ def _merge(
 ) -> tuple[np.ndarray, list[int], list[int]]:
     """Merges records of one attempt and step that log different signals.
 
-    `begins` has the first record of each file.
-
-    Returns:
-        The row of each record, int (n,); the first record of each row; the first row of each
-        attempt.
+    `begins` has the first record of each file. Returns the row of each record, int (n,); the first
+    record of each row; the first row of each attempt.
     """
     if (np.diff(step) > 0).all():
         return np.arange(len(step)), list(range(len(step))), [0]

@@ -21,6 +21,7 @@ import numpy as np
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
     KNOWN_FORMATS,
+    SIGNALS,
     STEP,
     Problem,
     RawLog,
@@ -45,9 +46,7 @@ _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
-_SHARED_NAMES = (
-    *("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp"),
-)
+_SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
 
 
@@ -243,9 +242,7 @@ def read_records(
     def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
         for line, own, fields in steps:
             cells = [fields.get(key) for key in keys.values()]
-            if engine in (None, own) and any(
-                cell is not None for name, cell in zip(keys, cells, strict=True) if name != STEP
-            ):
+            if engine in (None, own) and any(fields.keys() & {keys.get(name) for name in SIGNALS}):
                 yield line, cells
 
     runs = list(engines) if len(engines) > 1 else [None]
@@ -284,7 +281,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         )
         if table is not None and finite:
             numbers = {signal: table[:, place] for signal, place in used.items()}
-            logged = {signal: np.ones(len(table), bool) for signal in used if signal != STEP}
+            logged = {signal: np.ones(len(table), bool) for signal in used if signal in SIGNALS}
             logs.append(RawLog(path, title, numbers, logged, [], notes))
         else:
             labels = {signal: f"column '{names[place]}'" for signal, place in used.items()}
@@ -331,7 +328,7 @@ def _find_runs(names: list[str]) -> dict[str | None, list[int]]:
         run, dash, metric = name.rpartition(" - ")
         if not dash:
             plain = normalize(name)
-            if not (is_step(name) or plain in _SHARED_NAMES or plain.endswith("epoch")):
+            if not (is_step(name) or plain in _SHARED or plain.endswith("epoch")):
                 return {None: list(range(len(names)))}
             shared.append(place)
         elif not metric.endswith(("__MIN", "__MAX")) and metric not in ("_step", "_timestamp"):
@@ -365,7 +362,7 @@ def _csv_rows(
     ends a cell after 131,072 characters, so that an open quote does not join the rest of the file
     to one row.
     """
-    signals = [place for name, place in places.items() if name != STEP]
+    signals = [place for name, place in places.items() if name in SIGNALS]
     with open_text(path) as file:
         rows = csv.reader(itertools.islice(file, begin, None))
         while True:

@@ -10,16 +10,18 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
-from healcore.tools.traces.columns import SIGNALS, STEP, TraceError
+from healcore.tools.traces.columns import EPOCH, JUDGED, SIGNALS, STEP, TraceError
 
-SIGNALS_AND_STEP = (STEP, *SIGNALS)
+SIGNALS_AND_STEP = (STEP, EPOCH, *SIGNALS)
 _NAMES = {
     STEP: (
         "step",
         "global_step train_global_step trainer_global_step",
         "iteration iter iteration_num iterations steps num_updates update optimizer_step "
         "train_step training_step train_iter time_batch heal_step",
+        "wandb_step",  # the number of W&B's log calls
     ),
+    EPOCH: ("epoch",),
     "loss": (
         "loss",
         "train_loss training_loss loss_train loss_training "
@@ -66,12 +68,10 @@ _NAMES = {
 }
 """Tiers of names by signal."""
 
-_REQUIRE_ONE = (STEP, "loss", "grad_norm")
-"""Signals for which two equally good names are an error, not a note."""
-
 
 def normalize(name: str) -> str:
     """Converts a name to the form in the tiers."""
+    name = "wandb_step" if name == "_step" else name
     flat = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return flat.removeprefix("metrics_")
 
@@ -98,15 +98,9 @@ def is_known(name: str) -> bool:
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Finds the step and the signals among the names of columns, tags or keys in a file.
 
-    Args:
-        names: the names in the file.
-        columns: names that the user chose, by signal or "step".
-
-    Returns:
-        The names by signal or "step", and notes about names that are not used.
-
-    Raises:
-        TraceError: a name in `columns` is absent, two names match equally well, or no name matches.
+    `columns` has the names that the user chose, by signal or "step". Returns the names by signal or
+    "step", and notes about names that are not used. Raises TraceError if a name in `columns` is
+    absent, two names match equally well, or no name matches.
     """
     found: dict[str, str] = {}
     notes: list[str] = []
@@ -134,7 +128,7 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
             message = (
                 f"{quote_names(best)} may each be the {signal}: choose one, --column {signal}=NAME"
             )
-            if signal in _REQUIRE_ONE:
+            if signal in (STEP, *JUDGED):
                 raise TraceError(message)
             notes.append(f"{message} ({signal} is not read)")
             continue

@@ -97,13 +97,8 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog]
     """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
-    read, which is complete up to that step.
-
-    Returns:
-        The logs, and whether all logs are one run.
-
-    Raises:
-        TraceError: no file is a usable log.
+    read, which is complete up to that step. Returns the logs, and whether all logs are one run.
+    Raises TraceError if no file is a usable log.
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
@@ -198,7 +193,7 @@ def detect_format(start: bytes) -> Format:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
     if any(formats.printed_record(line) is not None for line in text.splitlines()):
         return _CONSOLE
-    if text.startswith("[") or formats.LOG_HISTORY.search(text):
+    if re.match(r"\[\s*[{\]]", text) or formats.LOG_HISTORY.search(text):
         return _DOCUMENT
     found = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
     if found:

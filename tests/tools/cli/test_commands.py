@@ -42,8 +42,7 @@ def test_every_policy_is_listed_shown_as_its_file_and_checked(mine):
         done = healcore_cli("policy", "show", name)
         assert (done.exit_code, done.output) == (0, preset_text(name))
     done = healcore_cli("policy", "check", *ALL, mine)
-    assert done.exit_code == 0
-    assert len(done.output.splitlines()) == len(ALL) + 1
+    assert (done.exit_code, len(done.output.splitlines())) == (0, len(ALL) + 1)
     assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
     assert healcore_cli("--version").output == f"healcore {healcore.__version__}\n"
 
@@ -60,19 +59,15 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
 
 def test_diff(mine):
     done = healcore_cli("policy", "diff", "pretraining", mine)
-    assert done.exit_code == 1
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
-    assert line.split() == ["clip.z_threshold", "2.5", "3.5"]
+    assert (done.exit_code, line.split()) == (1, ["clip.z_threshold", "2.5", "3.5"])
 
 
 def test_show_with_a_value_replaced_is_a_policy_to_keep():
-    done = healcore_cli(
-        "policy", "show", "default", "--set", "clip.max_norm=1", "--set", "mode=observe",
-        "--set", "detect.plateau={}",
-    )  # fmt: skip
-    assert done.exit_code == 0
+    replaced = "--set clip.max_norm=1 --set mode=observe --set detect.plateau={}"
+    done = healcore_cli("policy", "show", "default", *replaced.split())
     policy = load("default", clip={"max_norm": 1}, mode="observe", detect={"plateau": {}})
-    assert loads(done.output) == policy
+    assert (done.exit_code, loads(done.output)) == (0, policy)
 
 
 def test_show(tmp_path):
@@ -80,12 +75,13 @@ def test_show(tmp_path):
     for step, kind in enumerate(SAMPLES):
         log.write(kind, step=step, **SAMPLES[kind])
     done = healcore_cli("events", "show", str(tmp_path))  # the folder of a run
-    assert done.exit_code == 0
     first, *lines = done.stdout.splitlines()
-    assert first == f"run {log.run}"
+    assert (done.exit_code, first) == (0, f"run {log.run}")
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
     assert "back to the checkpoint of step 300" in done.stdout
+    other = healcore_cli("events", "show", __file__)
+    assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
 
 
 def following(*arguments: object) -> subprocess.Popen[str]:

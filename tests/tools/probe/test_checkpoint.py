@@ -1,9 +1,12 @@
 """The checkpoint probe: every store, every kind of damage, and checkpoints that others wrote."""
 
+import argparse
+import json
 import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from orbax.checkpoint import v1 as ocp
@@ -107,8 +110,7 @@ def test_there_is_nothing(tmp_path):
     assert probe(tmp_path / "nowhere").verdict.value == "ERROR"
     filled(DISKS[0], tmp_path / "store", "good")
     result = probe(tmp_path / "store", step=9)
-    assert result.verdict.value == "SKIP"
-    assert "step 9" in result.checks[0].message
+    assert (result.verdict.value, "step 9" in result.checks[0].message) == ("SKIP", True)
 
 
 SAVES = {
@@ -137,3 +139,31 @@ def test_a_checkpoint_that_no_store_wrote_is_finite_or_not(tmp_path, save):
     for shard in tmp_path.glob("well/*.distcp"):
         os.truncate(shard, 700)
         assert probe(tmp_path / "well").verdict.value == "ERROR"
+
+
+def test_a_trainers_directory_that_a_kill_left_incomplete_fails(tmp_path):
+    save_file({"w": torch.randn(9)}, tmp_path / "model-1.safetensors")
+    torch.save({"w": torch.randn(999)}, tmp_path / "optimizer.pt")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
+    assert probe(tmp_path).verdict.value == "PASS"
+    for size, damage in ((4000, "is cut off"), (0, "is empty"), (0, "is missing")):
+        os.truncate(tmp_path / "optimizer.pt", size)
+        if damage == "is missing":
+            index.write_text(json.dumps({"weight_map": {"w": "model-2.safetensors"}}))
+        check, *_ = probe(tmp_path).checks
+        assert (check.verdict.value in ("ERROR", "FAIL"), damage in check.message) == (True, True)
+
+
+def test_a_program_may_save_its_arguments_its_random_state_and_its_model(tmp_path):
+    """No class is imported, and NaN is found in each tensor and each array of NumPy."""
+    given = argparse.Namespace(lr=1e-3, ema=torch.ones(3), path=tmp_path)
+    saved = {"args": given, "best": np.ones(2), "model": torch.nn.Linear(3, 2), "rng": np.arange(9)}
+    torch.save(saved, tmp_path / "all.pt")
+    assert probe(tmp_path / "all.pt").verdict.value == "PASS"
+    for array in (given.ema, saved["best"], saved["model"].bias.data):
+        array[1] = float("nan")
+        torch.save(saved, tmp_path / "all.pt")
+        result = probe(tmp_path / "all.pt")
+        assert (result.verdict.value, [*result.facts["nonfinite"].values()]) == ("FAIL", [1])
+        array[1] = 0

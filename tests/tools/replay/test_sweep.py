@@ -121,6 +121,8 @@ def test_what_counts(orders, found, false):
     score = scored(orders, np.ones(600), Label("", 600, [(300, 310)], [(470, 490)]))
     assert score.events == 1
     assert (len(score.latencies), score.false) == (found, false)
+    label = Label("", 600, [(100, 110), (200, 210), (300, 310)], [])
+    assert scored([98, 203, 311], np.ones(600), label).latencies == (0, 3, 11)
 
 
 def test_a_label_is_found_by_the_end_of_the_path():
@@ -130,11 +132,6 @@ def test_a_label_is_found_by_the_end_of_the_path():
     found = [label_of(labels, path) for path in paths]
     wanted = ["spiky/a.csv", "calm/a.csv", "b.csv", "b.csv", None, None]
     assert [each and each.file for each in found] == wanted
-
-
-def test_latency():
-    label = Label("", 600, [(100, 110), (200, 210), (300, 310)], [])
-    assert scored([98, 203, 311], np.ones(600), label).latencies == (0, 3, 11)
 
 
 @pytest.mark.skipif(not SCORER.is_file(), reason=f"no official scorer: {SCORER} is not there")

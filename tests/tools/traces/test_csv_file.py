@@ -101,10 +101,7 @@ def test_several_runs_are_several_traces(tmp_path):
     text = "\n".join(",".join(f'"{cell}"' for cell in row) for row in [header, *rows])
     path = write(tmp_path / "wandb_export.csv", text)
     (big, small), unreadable = open_traces([str(path)])
-    assert not unreadable
-    assert (big.name, small.name) == (f"{path}#big - 7b", f"{path}#small")
-    table = big.rows
-    assert table.step.tolist() == [10, 30]
-    assert table.values["loss"].tolist() == [2.5, 2]
+    assert (unreadable, big.name, small.name) == ([], f"{path}#big - 7b", f"{path}#small")
+    assert (big.rows.step.tolist(), big.rows.values["loss"].tolist()) == ([10, 30], [2.5, 2])
     assert small.signals == {"loss", "grad_norm"}
     assert "several runs ('big - 7b', 'small')" in open_traces([str(path)], join=True)[1][0].problem

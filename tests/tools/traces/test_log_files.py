@@ -19,6 +19,8 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("step,loss\n1,\n2,\n", "no usable row"),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         ("a log in prose\nof two lines\n", "It is not a CSV"),
+        ("[2026-01-01] iteration 1/ 9 | lm loss: 2.5\n", "It is not a CSV"),
+        ("step,loss\n" + '"1,000",2\n' * 20, "20 numbers cannot be read, first in line 2: column"),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
         ("x" * (2 << 20), "this is not a table"),
@@ -56,10 +58,12 @@ TRAINERS = {
     "Levanter": "loss=train/loss, grad_norm=grad/norm/total, eval_loss=eval/loss, step=global_step",
     "MaxText": "loss=learning/loss, learning/grad_norm, grad_norm=learning/raw_grad_norm, "
     "eval_loss=evaluation/avg_loss",
+    "Trainer with W&B": "_step, step=train/global_step, loss=train/loss, epoch=epoch",
     "OLMo": "step=_step, loss=train/CE loss, train/PPL, grad_norm=optim/total grad norm, optim/LR",
     "LLM Foundry": "loss=loss/train/total, grad_norm=l2_norm/grad/global, step=time/batch",
     "fairseq": "step=num_updates, loss=loss, grad_norm=gnorm, lr",
-    "Lightning": "epoch, step=step, loss=train_loss_step, train_loss_epoch, eval_loss=val_loss",
+    "Lightning": "epoch=epoch, step=step, loss=train_loss_step, eval_loss=val_loss, "
+    "train_loss_epoch",
 }
 """Trainer or tracker -> its names, each after the signal that is read from it."""
 
@@ -101,16 +105,25 @@ def test_rows_of_one_step_with_different_signals_are_one_row(tmp_path):
     assert table.step.tolist() == [1, 2, 3, 4]
     assert table.values["loss"].tolist() == [5, 4, 3, 2]
     assert table.values["eval_loss"].tolist()[:3] == [4, 9, 8]
-    assert (len(trace.attempts), trace.notes) == (1, ())
+    assert (len(trace.attempts), trace.notes, trace.problems) == (1, (), ())
+    runs = open_one(write(tmp_path / "runs.csv", csv([1, 1, 2, 2, 3])))
+    assert "2 rows with the step of the row before" in runs.problems[0]
+
+
+def test_steps_that_begin_again_in_each_epoch_are_counted_on(tmp_path):
+    rows = [*range(8), *range(5, 12)]  # a resume within the second epoch
+    text = "epoch,step,loss\n" + "".join(f"{at // 4},{at % 4 * 10},{9 - at}\n" for at in rows)
+    trace = open_one(write(tmp_path / "run.csv", text))
+    assert trace.rows.step.tolist() == [10 * at for at in rows]
+    assert (len(trace.attempts), "counted over all epochs" in trace.notes[0]) == (2, True)
 
 
 def test_tables_in_one_folder_are_runs(tmp_path):
-    for name in ("run-2", "run-10", "seedA"):
-        write(tmp_path / f"{name}.csv", csv([1, 2, 3]))
+    names = ["run-2.csv", "run-10.csv", "seedA.csv"]
+    for name in names:
+        write(tmp_path / name, csv([1, 2, 3]))
     traces, failed = open_traces([str(tmp_path)])
-    assert not failed
-    names = [os.path.basename(trace.name) for trace in traces]
-    assert names == ["run-2.csv", "run-10.csv", "seedA.csv"]
+    assert (failed, [os.path.basename(trace.name) for trace in traces]) == ([], names)
     (whole,), _ = open_traces([str(tmp_path)], join=True)
     assert len(whole.rows.step) == 9
 

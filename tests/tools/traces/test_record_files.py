@@ -136,9 +136,8 @@ def test_the_lines_of_a_trainer(tmp_path, lines, numbers):
         f"{{'loss': {third}}}",
     )
     end = "{'train_runtime': 3.2, 'train_loss': 1.0}\n{'loss': 2.1, 'gra\n"
-    path = write(tmp_path / "run.log", LINES[lines].format(*dicts) + end)
-    trace = open_one(path)
-    rows = trace.rows
-    assert column(rows.values["loss"]) == [2.5, 0.0, -float("inf")]
-    assert rows.logged["grad_norm"].tolist() == [False, True, False]
+    trace = open_one(write(tmp_path / "run.log", LINES[lines].format(*dicts) + end))
+    assert column(trace.rows.values["loss"]) == [2.5, 0.0, -float("inf")]
+    assert trace.rows.logged["grad_norm"].tolist() == [False, True, False]
     assert [text[:10] for _, text in problems_of(trace)] == ["not a dict"]
+    assert "rows are counted" in trace.notes[0]

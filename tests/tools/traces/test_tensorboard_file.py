@@ -37,8 +37,7 @@ def test_scalars_and_tensors_of_one_step_are_one_row(tmp_path):
     np.testing.assert_array_equal(table.values["loss"], 3 - np.arange(50, dtype=np.float32) / 64)
     assert table.logged["grad_norm"].all()
     assert np.flatnonzero(table.logged["eval_loss"]).tolist() == [19]  # written a step late
-    assert len(trace.problems) == len(trace.notes) == 0
-    assert len(trace.attempts) == 1
+    assert (trace.problems, trace.notes, len(trace.attempts)) == ((), (), 1)
 
 
 def test_a_resumed_run_in_one_directory(tmp_path):
