@@ -15,6 +15,7 @@ from healcore.console import Console, checked_console
 from healcore.core.decision import Action, Cause, Decision
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
+from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
 from healcore.policy.loader import check_keywords
 from healcore.torch import gradients, measurement
@@ -125,6 +126,8 @@ def heal_optimizer(
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
+    if compile not in (True, False, "auto"):
+        raise AttachError(f"compile must be 'auto', True or False, got {compile!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise AttachError(
             f"scaler must be a torch.amp.GradScaler, got {type(scaler).__name__}: "
@@ -254,14 +257,19 @@ class Healing:
 
         Args:
             loss: a number, or a tensor of one element on any device. NaN and Inf are accepted.
-            weight: weight of this loss in the mean, above 0, for parts of different size.
+            weight: weight of this loss in the mean, for parts of different size. A loss of weight
+                0 (no token to predict) does not count, even if it is NaN.
 
         Raises:
-            SignalError: `loss` is not a single real number. Nothing was changed.
+            SignalError: `loss` is not a single real number, or `weight` is negative or not finite.
+                Nothing was changed.
         """
         value = measurement.one_number("loss", loss)
+        if not 0 <= weight < math.inf:
+            raise SignalError(f"weight must be a finite number from 0 on, got {weight!r}")
         self.healed_step.judge_dropped()
-        self._measurer.losses.add(value, weight)
+        if weight:
+            self._measurer.losses.add(value, weight)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.

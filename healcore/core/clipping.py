@@ -93,9 +93,8 @@ class FixedConfig(NamedTuple):
         del learn
         norm = seen.grad_norm
         over = norm > self.max_norm
-        limit = xp.where(over, self.max_norm, norm)
         zero = norm - norm
-        scale = scale_to(limit, norm, over, xp=xp)
+        scale = scale_to(self.max_norm, norm, over, xp=xp)
         return state, Clip(scale, zero + self.max_norm, zero, over)
 
 
@@ -281,11 +280,10 @@ class AutoClipConfig(NamedTuple):
             target = xp.minimum(target, self.max_norm)
             threshold = xp.where(known, target, self.max_norm)
         over = norm > target
-        limit = xp.where(over, target, norm)
         zero = norm - norm
         new_counts = xp.where(full[..., None], counts // 2, counts)
         return AutoClipState(xp.astype(new_counts, xp.int32)), Clip(
-            scale_to(limit, norm, over, xp=xp), zero + threshold, zero, over
+            scale_to(target, norm, over, xp=xp), zero + threshold, zero, over
         )
 
 

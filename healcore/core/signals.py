@@ -118,10 +118,10 @@ def check_scalar(name: str, value: Any) -> np.float32:
         value: a number or a one-element array.
 
     Raises:
-        SignalError: `value` is None, not numeric, or not one element.
+        SignalError: `value` is None, text, a bool, not numeric, or not one element.
     """
-    if value is None:
-        raise SignalError(f"{name} must be a number, got None: pass the step's {name} as a float")
+    if value is None or isinstance(value, str | bytes | bool | np.bool_):
+        raise SignalError(f"{name} must be a number, got {value!r:.40}: pass it as a float")
     kind = type(value)
     if issubclass(kind, Mapping) or (issubclass(kind, tuple) and len(value) != 1):
         raise SignalError(

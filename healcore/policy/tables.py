@@ -61,7 +61,7 @@ class PolicyError(HealcoreError, ValueError):
         self.problems = problems
         self.unreadable = unreadable
 
-    def __str__(self) -> str:
+    def _message(self) -> str:
         count = len(self.problems)
         head = f"policy {self.source}: {count} problem{'s' if count != 1 else ''}"
         body = "\n".join(str(problem) for problem in self.problems)

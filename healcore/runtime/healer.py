@@ -146,6 +146,13 @@ class Healer(Generic[State]):
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
+        for name, given, kind in (
+            ("checkpoints", checkpoints, Checkpoints),
+            ("logging", logging, Logging),
+            ("hooks", hooks, Hooks),
+        ):
+            if not isinstance(given, kind):
+                raise ValueError(f"{name} is a healcore.{kind.__name__}(...), not {given!r}")
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,

@@ -113,6 +113,8 @@ def test_used_where_it_cannot_be():
         next(healer.batches([1]))
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
+    with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):
+        Healer(rules(), state=loop.state, hooks=3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
 

@@ -12,6 +12,7 @@ import torch
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
+from healcore.policy import PolicyError, load
 from healcore.tools.output import clean, clean_json
 from tests.hostile import reader
 
@@ -71,6 +72,9 @@ EXECUTED = "\x1b\x07\x9b\u202e\u2066\x7f\u200b\x90\x9d"
 
 
 def test_cleaned():
+    with pytest.raises(PolicyError) as wrong:
+        load(NASTY)
+    assert not {*str(wrong.value)} & {*EXECUTED}
     assert clean("naïve 日本 🙂\u00a0x\n\ty") == "naïve 日本 🙂\u00a0x\n\ty"
     assert clean("a\x1b[31m\x9b\u202e\U000e0041\r") == r"a\x1b[31m\u009b\u202e\U000e0041\r"
     assert clean("a\nb", keep="") == r"a\nb"

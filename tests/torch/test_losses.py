@@ -75,6 +75,7 @@ def test_a_step_is_judged_by_the_mean_of_its_micro_batches(where: Any):
     for loss in (1.0, torch.tensor(2.0), torch.tensor(4.5)):
         loop.heal.observe(loss)
         loss /= 4  # the loop may change it in place
+    loop.heal.observe(NAN, weight=0)  # without a token to predict
     assert loop.step() == 2.5
     assert loop.step(7.0) == 7.0
 
@@ -85,6 +86,8 @@ def test_a_step_is_judged_by_the_mean_of_its_micro_batches(where: Any):
     [
         ("observe", torch.ones(8), "mean"),
         ("observe", torch.tensor(1j), "complex"),
+        ("observe", "3", "'3'"),
+        ("observe", True, "True"),
         ("observe_eval", None, "None"),
         ("observe_update_norm", torch.tensor(True), "bool"),
     ],
@@ -97,6 +100,8 @@ def test_a_value_that_is_no_loss_is_rejected(where: Any, method: str, loss: Any,
     state = loop.heal.state_dict()
     with pytest.raises(SignalError, match=word):
         getattr(loop.heal, method)(loss)
+    with pytest.raises(SignalError, match="weight"):
+        loop.heal.observe(1.0, weight=-1)
     assert loop.heal.state_dict() == state
     assert loop.step() == 1.0
 

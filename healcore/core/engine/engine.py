@@ -233,9 +233,7 @@ class Engine:
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
         allowed = budget.lr_cuts > 0
-        return map_leaves(
-            lambda new, old: old if new is old else pick(allowed, new, old, xp=xp), limited, state
-        )
+        return map_leaves(lambda new, old: pick(allowed, new, old, xp=xp), limited, state)
 
     def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.

@@ -254,7 +254,8 @@ class Recovery:
         # Unread steps belong to the trouble up to their last alarm.
         unread = list(self.reader.due(all=True))
         self.data.step += self.reader.count_correction()
-        self.ledger.skips += sum(any(each.skip for each in late.records) for late in unread)
+        skips = sum(any(each.skip for each in late.records) for late in unread)
+        self.ledger.skips += skips
         if order.better is None:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
@@ -266,6 +267,9 @@ class Recovery:
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
+            self.ledger.skips -= skips
+            for late in unread:
+                self.process(late)
             return None
         self.report(done, why_not)
         self.data.on_rollback(done.target)

@@ -143,7 +143,8 @@ def loss(
 @_add_command(OptimizerInputs)
 def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
     """Judge the state of Adam or a similar optimizer: are its second moments healthy?"""
-    from healcore.tools.probe.optimizer import judge, probe_paths
+    from healcore.tools.probe.formats import probe_paths
+    from healcore.tools.probe.optimizer import judge
 
     return probe_paths("optimizer", judge, checkpoints, inputs)
 
@@ -151,7 +152,8 @@ def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
 @_add_command(CheckpointInputs)
 def checkpoint(checkpoints: _Checkpoints, inputs: CheckpointInputs) -> list[Any]:
     """Judge checkpoints: intact, finite, known-good? Changes no file, takes no lock."""
-    from healcore.tools.probe.checkpoint import judge, probe_paths
+    from healcore.tools.probe.checkpoint import judge
+    from healcore.tools.probe.formats import probe_paths
 
     return probe_paths("checkpoint", judge, checkpoints, inputs)
 

@@ -28,15 +28,7 @@ from healcore.tools.probe.checks import (
     ProbeResult,
     first_three,
 )
-from healcore.tools.probe.formats import damaged_archives, open_contents, probe_paths
-
-
-def probe_checkpoint(path: str | Path, inputs: CheckpointInputs | None = None) -> ProbeResult:
-    """Probes a store, one checkpoint of it, or a checkpoint of torch, safetensors, DCP or Orbax.
-
-    The verdict is ERROR if the path cannot be read, SKIP without a checkpoint or an array.
-    """
-    return probe_paths("checkpoint", judge, [path], inputs or CheckpointInputs())[0]
+from healcore.tools.probe.formats import damaged_archives, open_contents
 
 
 def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:

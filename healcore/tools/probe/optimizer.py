@@ -37,7 +37,7 @@ from healcore.tools.probe.checks import (
     first_three,
     score,
 )
-from healcore.tools.probe.formats import open_contents, probe_paths
+from healcore.tools.probe.formats import open_contents
 from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")
@@ -53,14 +53,6 @@ _MIN_GAP = math.log(10)
 """Smallest distance of two groups of layers, because healthy layers differ gradually."""
 _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
-
-
-def probe_optimizer(path: str | Path, inputs: OptimizerInputs | None = None) -> ProbeResult:
-    """Probes the optimizer state in a checkpoint (any path that `open_contents` opens).
-
-    The verdict is ERROR if the path cannot be read, SKIP without an Adam-like optimizer.
-    """
-    return probe_paths("optimizer", judge, [path], inputs or OptimizerInputs())[0]
 
 
 def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:

@@ -57,11 +57,8 @@ def judge(engine: Engine, trace: Trace) -> np.recarray:
     """
     index, combinations, kind = _choose_signals(engine, trace.rows)
     rows = np.zeros(len(index), _JUDGED).view(np.recarray)
-    rows.index, rows.step, rows.attempt = (
-        index,
-        trace.rows.step[index],
-        trace.rows.attempt[index],
-    )
+    rows.index, rows.step = index, trace.rows.step[index]
+    rows.attempt = trace.rows.attempt[index]
     loops = [_recorded_loop(engine.config, names) for names in combinations]
     inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
 

@@ -55,7 +55,7 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
         table.add_row(Text(name), *policy, *_cells(summaries), style=style)
 
     for summary in summaries:
-        add(summary.trace[len(folder) :], [summary])
+        add(summary.trace.removeprefix(folder), [summary])
     if len(traces) > 1:
         table.add_section()
         for policy in policies:
@@ -99,7 +99,8 @@ def _common_folder(traces: Sequence[str]) -> str:
 def notes(summaries: Sequence[Summary]) -> list[str]:
     """Describes first alarms, inactive parts of the policies, and rows that were not judged."""
     unjudged = {each.trace: each.unjudged for each in summaries}
-    several = len({each.policy for each in summaries}) > 1
+    policies = len({each.policy for each in summaries})
+    several, traces = policies > 1, len(summaries) // max(policies, 1)
     counts = Counter(
         (f"{each.policy}: " if several else "") + inactive_line(signal, parts)
         for each in summaries
@@ -110,7 +111,7 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         for each in [each for each in summaries if each.alarms][:10]  # a screen has no more
     ]
     lines += [
-        line if count == len(unjudged) else f"{line} in {count} of {len(unjudged)} traces"
+        line if count == traces else f"{line} in {count} of {traces} traces"
         for line, count in counts.items()
     ]
     if number := sum(unjudged.values()):

@@ -258,7 +258,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     Raises TraceError if the file is not a table, or no run has a column with a known name.
     """
     names, begin = _read_header(path)
-    if len(names) == 1 and not columns and names[0].lower() != "loss":
+    if len(names) == 1 and not columns and not is_known(names[0]):
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
     runs = _find_runs(names)

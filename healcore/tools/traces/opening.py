@@ -21,7 +21,7 @@ from healcore.tools.traces.columns import (
     read_head,
 )
 from healcore.tools.traces.formats import read_tables
-from healcore.tools.traces.names import SIGNALS_AND_STEP, quote_names
+from healcore.tools.traces.names import SIGNALS_AND_STEP, is_known, quote_names
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -191,7 +191,9 @@ def detect_format(start: bytes) -> Format:
     text = start.decode("utf-8-sig", errors="replace").lstrip()
     if "\0" in text[:512]:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
-    if any(formats.printed_record(line) is not None for line in text.splitlines()):
+    header = re.split(r"[,;\t]", text.partition("\n")[0])
+    is_table = len(header) > 1 and any(is_known(name.strip(' "\r')) for name in header)
+    if not is_table and any(map(formats.printed_record, text.splitlines())):
         return _CONSOLE
     if re.match(r"\[\s*[{\]]", text) or formats.LOG_HISTORY.search(text):
         return _DOCUMENT

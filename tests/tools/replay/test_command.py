@@ -58,6 +58,9 @@ def test_the_table_and_the_page(run, spiked, tmp_path):
     losses = logs.write(tmp_path / "losses.csv", {"loss": logs.noisy(60)["loss"]})
     inactive = healcore_replay(spiked, losses, "-p", "zclip").output
     assert "no grad_norm logged: clip is inactive in 1 of 2 traces" in inactive
+    twice = healcore_replay(losses, f"{tmp_path}/./losses.csv", "-p", "zclip").output
+    assert "in 2 of" not in twice
+    assert cells(twice, "./losses.csv")
 
 
 def test_lines_of_json(run, tmp_path):

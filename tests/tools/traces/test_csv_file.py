@@ -28,6 +28,12 @@ def test_dialects(tmp_path, text):
     assert table.values["loss"].tolist() == [2.5, 2.25]
 
 
+def test_a_single_column_and_a_note_like_a_record(tmp_path):
+    for text in ("train_loss\n2.5\n2.25\n", "step,loss,note\n0,2.5,\n1,2.25,saw {'x': 3}\n"):
+        table = open_one(write(tmp_path / "run.csv", text)).rows
+        assert table.values["loss"].tolist() == [2.5, 2.25]
+
+
 def test_bad_lines_are_reported_by_number(tmp_path):
     text = "step,loss\n1,2\n2,abc\n\n3,\nx,3\n5\n6,1,2\n7,1\n,4\nnan,4\n8,1_0\n"
     trace = open_one(write(tmp_path / "run.csv", text))

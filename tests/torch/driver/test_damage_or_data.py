@@ -3,7 +3,9 @@
 Without one only weights that are not finite are rolled back.
 """
 
+import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from healcore import Checkpoints, Healer, Logging
 from healcore.events.models import validate
 from healcore.events.schema import sentence
 from healcore.policy import load
+from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.store import NoGoodCheckpoint
 from tests.healer.run_directory import flip_a_bit, new_process
 from tests.torch.driver.compared_run import CHANGE, STEPS, Run, at_change, events, left_alone
 
@@ -62,6 +66,18 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undistur
     assert not back["batches"], "the same data come again"
     assert healer.metrics()["heal/lr_scale"] == 1.0, "no rate has broken it"
     assert run.unseen_loss() < 1.3 * undisturbed
+
+
+def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatch):
+    """Without a usable checkpoint the run continues: each step has its metrics."""
+    run = Run()
+    monkeypatch.setattr(Restorer, "roll_back", Mock(side_effect=NoGoodCheckpoint("none")))
+    harm = at_change(lambda: times(run, -4.0))
+    healer = run.train(tmp_path, at=harm, metrics=tmp_path / "m.jsonl")
+    assert "none" in str(events(tmp_path, "problem"))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "m.jsonl").open()]
+    assert steps == [*range(STEPS)]
+    assert healer.rollbacks == 0
 
 
 class OneBatchDamages(Run):
