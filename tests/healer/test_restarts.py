@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import torch
 
 from healcore import Checkpoints, Healer
 from healcore import policy as policies
@@ -232,18 +233,24 @@ def test_epochs_continue_after_a_kill(framework, kill_at, new_loaders, tmp_path)
     assert taken == [i % LENGTH for i in range(kill_at // 4 * 4, 3 * LENGTH)]
 
 
-def test_an_evaluation_is_whole_after_a_kill(tmp_path):
-    validation, sizes = list(range(100, 103)), []
+@pytest.mark.parametrize("kind", ["batches", "steps"])
+def test_an_evaluation_is_whole_after_a_kill_and_no_checkpoint_has_its_weights(kind, tmp_path):
+    validation, ended = list(range(100, 103)), []
 
     def program(healer, step):
-        for batch in healer.batches(range(40)):
-            step(healer, batch)
-            if healer.step % 10 == 0:
-                sizes.append(len(list(healer.batches(validation))))
+        bias = healer.state["model"][0].bias.data
+        for number in healer.batches(range(40)) if kind == "batches" else healer.steps(40):
+            step(healer, number)
+            if healer.step % 4 == 0:
+                trained = bias.clone()
+                bias.zero_()
+                assert len(list(healer.batches(validation))) == 3
+                bias.copy_(trained)
+        ended.append(bias)
 
-    start("torch", tmp_path, program, 22)
-    start("torch", tmp_path, program)
-    assert sizes == [3] * 4
+    for store, kill_at in ("whole", None), ("killed", 22), ("killed", None):
+        start("torch", tmp_path / store, program, kill_at)
+    assert torch.equal(*ended)
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])

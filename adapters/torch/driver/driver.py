@@ -149,6 +149,12 @@ class TorchDriver(Driver):
             if all_stepped:
                 each.drop_by_products()
         if not entries:
+            # A loop that leaves out a batch with NaN itself has no backward pass for its loss.
+            left_out = not any(each.reached_since_any_step for each in self._accumulations)
+            for healing in self.healings.values() if left_out else ():
+                loss = healing.healed_step.measurer.losses.mean()
+                if loss is not None and not bool(loss.isfinite()):
+                    healing.drop_losses()
             return None
         # Engines that decide alone exchange no signals, so the Healer compares their decisions.
         several = self._ranks is not None and self._ranks.world > 1

@@ -376,6 +376,8 @@ def _why_no_state(loader: Any) -> str | None:
             "list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a "
             "Grain dataset, or a loader whose iterator has these methods"
         )
+    if _has_shuffle_buffer(loader):
+        return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"
     if is_type(loader, "torchdata.nodes", "Loader"):
         return f"{name} reads ahead into the next epoch: use StatefulDataLoader"
     if getattr(loader, "num_workers", 0) and getattr(loader, "in_order", True) is False:
@@ -388,6 +390,15 @@ def _why_no_state(loader: Any) -> str | None:
                 "a sampler that records the order in its state_dict"
             )
     return None
+
+
+def _has_shuffle_buffer(loader: Any) -> bool:
+    """Whether a stream of Hugging Face shuffles in a buffer, which its state does not have."""
+    parts = [getattr(loader, "dataset", loader)]
+    for part in parts:
+        inner = (getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable"))
+        parts += filter(None, (*inner, *getattr(part, "ex_iterables", ())))
+    return any(is_type(part, "datasets", "BufferShuffledExamplesIterable") for part in parts)
 
 
 def class_name(thing: Any) -> str:

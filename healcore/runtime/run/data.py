@@ -221,8 +221,10 @@ class Data:
             self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
         )
 
-    def end(self, loader: RunLoader) -> None:
+    def end(self, loader: RunLoader, *, evaluates: bool) -> None:
         """Ends the loop over a loader that has no further batch."""
+        if evaluates and loader is self.loaders.current:
+            self.loaders.current = self.current = None  # the loop of `steps` has none
         if loader is self.loaders.current:
             self.loader_exhausted = True
             if self.loaders.names_epochs:  # code after the epoch draws from here on
@@ -289,7 +291,7 @@ class Data:
             self.loaders.current = current
         for loader in self.loaders:  # a `break` has ended an evaluation
             loader.trains |= bool(loader.unused) and (loader is current or not loader.left)
-        ids = self._last_ids
+        ids, self._generators = self._last_ids, None  # the random numbers go on from this step
         self.loaders.last = ids[-1] if ids else None
         self._most = max(self._most, len(ids))
         first = StepResult(self.step, [], tuple(ids), tuple(self._contents))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,14 +48,7 @@ class Loop:
         self.record = recovery.saver.record
         self.ranks, self.notes, self.claim = ranks, notes, claim
         self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
-        self.memory = OutOfMemory(
-            policy=self.policy,
-            driver=self.driver,
-            data=self.data,
-            recovery=recovery,
-            ranks=ranks.processes,
-            log=self.log,
-        )
+        self.memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
@@ -64,6 +58,8 @@ class Loop:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
+        self._has_stepped = False  # whether the work between two steps is due
+        self._number = math.inf  # of the step whose body `steps` runs, or infinity
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -85,7 +81,9 @@ class Loop:
                     "iterations of healer.steps: each iteration takes one step of an optimizer"
                 )
             if self.data.step < total:
+                self._number = self.data.step
                 yield self.data.step
+                self._number = math.inf
             elif not self.after_step(last=True):
                 self.reached_end = True
                 return
@@ -94,7 +92,8 @@ class Loop:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
-        self.after_step()  # for the last step of a loop that was left by `break`
+        if not self._evaluates(data.loaders.find(loader)):
+            self.after_step()  # for the last step of a loop that was left by `break`
         begun = data.begin(loader, *args)
         while True:
             try:
@@ -116,8 +115,19 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
-            self.after_step()
-        data.end(begun)
+            if not self._evaluates(begun):
+                self.after_step()
+        data.end(begun, evaluates=self._evaluates(begun))
+
+    def _evaluates(self, loader: RunLoader | None) -> bool:
+        """Whether an evaluation in the body of a training loop reads this loader.
+
+        A restart does not repeat the rest of the body, so the work between two steps waits for it.
+        """
+        self._has_stepped |= self._count_dispatch()
+        in_use = any(each.in_use and each.trains for each in self.data.loaders)
+        in_body = in_use or self.data.step > self._number
+        return in_body and not (loader is not None and loader.trains)
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -138,7 +148,7 @@ class Loop:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
         self.polled = True
-        has_stepped = self._count_dispatch()
+        has_stepped, self._has_stepped = self._count_dispatch() or self._has_stepped, False
         self.after_update = False
         if last:
             return self._roll_back_at_end()
@@ -151,6 +161,10 @@ class Loop:
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
+        trains = data.current is not None and (data.current.trains or not data.step)
+        if trains and len(data.unused) == _MAX_WITHOUT_STEP:
+            why = "the state needs the optimizer whose step() the loop calls"
+            self.warn(f"{_MAX_WITHOUT_STEP} batches without a step that the Healer sees: {why}")
         self.ranks.raise_if_asked(may_end=may_end)
         return False
 
@@ -172,7 +186,7 @@ class Loop:
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.ranks.world == 1, loader in (None, self.data.loaders.current)
-        if not alone and not of_training:
+        if not (alone or of_training) or (loader is not None and self._evaluates(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
             return True

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.runtime.driver import Driver
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -23,12 +22,9 @@ from healcore.runtime.faults.microbatches import (
     part_weights,
     split,
 )
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import RankFailed, Ranks
+from healcore.runtime.store.ranks import RankFailed
 from healcore.runtime.story.postmortem import path_for
-from healcore.runtime.story.run_log import RunLog
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
@@ -54,25 +50,16 @@ class OutOfMemory:
         part: the current part, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        data: Data,
-        recovery: Recovery,
-        ranks: Ranks,
-        log: RunLog,
-    ) -> None:
-        self._policy, self._data, self._recovery = policy, data, recovery
-        self._ranks, self._log = ranks, log
-        self._answers = policy.answers(Cause.OOM)
+    def __init__(self, recovery: Recovery) -> None:
+        self._recovery, self._data, self._driver = recovery, recovery.data, recovery.driver
+        self._policy, self._ranks, self._log = recovery.policy, recovery.ranks, recovery.log
+        self._answers = self._policy.answers(Cause.OOM)
         self._record = recovery.restorer.record
-        self._retries = data.retries("a part of healer.microbatches")
-        self._gradients = driver.window
+        self._retries = self._data.retries("a part of healer.microbatches")
+        self._gradients = self._driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
-        self._driver, self._absence_reported = driver, False
+        self._absence_reported = False
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
         self._whole = ""  # reason why the run's batches cannot be split, or an empty string
         self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""

@@ -306,7 +306,7 @@ def _check_resume(
         completed = AlreadyCompleted(
             f"nothing to do: {where} holds a run that completed at step {last}; resume=True "
             "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
-            "steps than that run had, an empty directory begins a new run"
+            "steps than that run had, else the program goes on; an empty directory begins a new run"
         )
         loop.log.info(str(completed))
         raise completed

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import datasets
 import grain
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from healcore.runtime.data import BatchId, Cursor
 
 EXAMPLES = list(range(11))
+BUFFERED = datasets.Dataset.from_dict({"n": EXAMPLES}).to_iterable_dataset()
 SIZE = 3  # four batches, the last of two examples
 BATCHES = 4
 
@@ -161,6 +163,7 @@ FORWARD = [
     Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),
     Kind("accelerate of a stream", lambda: accelerated(Stream(), dispatch_batches=False)),
     Kind("torchdata nodes", nodes),
+    Kind("Hugging Face buffer", lambda: BUFFERED.shuffle(3, buffer_size=4).batch(SIZE)),
     Kind("generator", lambda: ([at] for at in range(BATCHES)), 1),
     Kind("map", lambda: map(list, ["ab", "cd"]), 1),
     Kind("tensor", lambda: torch.arange(8).reshape(4, 2)),

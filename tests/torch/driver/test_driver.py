@@ -245,6 +245,18 @@ def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     driver.close()
 
 
+def test_a_batch_that_the_loop_leaves_out_itself_costs_no_other():
+    state = model_and()
+    with healcore.Healer(state=state) as healer:
+        for factor in healer.batches([1.0, NAN, 1.0]):
+            loss = state["model"](torch.ones(1, 2)).sum() * factor
+            healer.observe(loss)
+            if loss.isfinite():
+                loss.backward()
+                state["optimizer"].step()
+    assert healer.metrics()["heal/skips"] == 0
+
+
 def test_gradients_left_after_a_step_are_not_an_accumulation():
     run, driver = driven()
     assert driver.may_save()
