@@ -218,8 +218,8 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
-        Code after an epoch runs again if the checkpoint is of the epoch's last step. A checkpoint
-        does not hold what that code has changed.
+        Code after an epoch runs again, unless a checkpoint was saved after its end. Call `save`
+        before that code changes the state, as a scheduler's step does.
         """
         return self._live.epochs(total)
 

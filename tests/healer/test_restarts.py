@@ -206,31 +206,52 @@ def start(framework, store, program, kill_at=None):
 
 
 @BOTH
-@pytest.mark.parametrize(("kill_at", "new_loaders"), [(17, False), (22, True)])
-def test_epochs_continue_after_a_kill(framework, kill_at, new_loaders, tmp_path):
+@pytest.mark.parametrize("new_loaders", [False, True])
+@pytest.mark.parametrize(
+    ("end", "first", "resumed"),
+    [(17, 16, [1, 2]), (22, 20, [1, 2]), ("after 1", 20, [1, 2]), ("before 2", 20, [2])],
+)
+def test_epochs_continue_after_a_kill(framework, end, first, resumed, new_loaders, tmp_path):
     """A checkpoint at the end of an epoch resumes there, because code after the epoch follows."""
     loader, epochs, ended = list(range(LENGTH)), [], []
 
-    def program(healer, step):
+    def program(healer, step, end=None):
+        def saves(here):
+            if here == end:
+                healer.save()
+                raise Crash
+
         for epoch in healer.epochs(3):
             epochs.append(epoch)
+            saves(f"before {epoch}")
             batches = healer.batches(list(loader) if new_loaders else loader, epoch=epoch)
             assert len(batches) == LENGTH
             for batch in batches:
                 step(healer, batch)
+            saves(f"after {epoch}")
             ended.append((healer.step, random.random()))  # a scheduler's step, an evaluation
 
     random.seed(0)
     start(framework, tmp_path / "undisturbed", program)
-    undisturbed = ended[1:]
+    undisturbed = ended[resumed[0] :]
     random.seed(0)
-    start(framework, tmp_path / "killed", program, kill_at)
+    start(framework, tmp_path / "killed", lambda *args: program(*args, end), end)
     epochs.clear()
     ended.clear()
     taken = start(framework, tmp_path / "killed", program)
-    assert epochs == [1, 2]
+    assert epochs == resumed
     assert ended == undisturbed
-    assert taken == [i % LENGTH for i in range(kill_at // 4 * 4, 3 * LENGTH)]
+    assert taken == [i % LENGTH for i in range(first, 3 * LENGTH)]
+
+
+def test_no_update_on_a_batch_is_lost(tmp_path):
+    def program(healer, step):
+        for batch in healer.batches(range(8)):
+            for _ in range(3):
+                step(healer, batch)
+
+    start("jax", tmp_path, program, 17)
+    assert start("jax", tmp_path, program) == [batch for batch in range(4, 8) for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["batches", "steps"])

@@ -52,7 +52,8 @@ def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     if not states:
         raise HealStateError(
             f"no healing state in this {type(tree).__name__}: pass a state that contains the state "
-            "of an optimizer with protect(), heal() or heal_zclip()"
+            "of an optimizer with protect(), heal() or heal_zclip(). nnx.state and nnx.split turn "
+            'it into dictionaries: pass the objects, state={"model": model, "optimizer": optimizer}'
         )
     if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
         check_second_iterates(tree, "scale_by_heal_lr")

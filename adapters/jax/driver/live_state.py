@@ -43,6 +43,12 @@ class LiveState:
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
         tree = self.read()
+        for path, leaf in tree_leaves_with_path(tree):
+            if not (_is_number(leaf) or hasattr(leaf, "dtype")):
+                raise HealStateError(
+                    f"state{keystr(path)} is a {type(leaf).__name__}, not an array or a number: "
+                    "remove it. Of an Equinox module pass eqx.partition(model, eqx.is_array)[0]"
+                )
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._avals = _avals(tree)
         """Path -> abstract value of the leaf, with the widest dtype so far."""

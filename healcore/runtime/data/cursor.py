@@ -108,8 +108,11 @@ class Cursor:
             self._requested = self._until
             self._until += epochs
 
-    def read_only(self, epoch: int) -> None:
+    def read_only(self, epoch: int, *, resumes: bool = False) -> None:
         """Makes `next` end after this epoch, which is the epoch of the program's own loop.
+
+        If an earlier process was saved in this epoch (`resumes`), the epoch may have been read
+        already, or a rollback may have led into the epoch before.
 
         Raises:
             DataError: the loader is in a later epoch, or has not begun the epoch before.
@@ -118,7 +121,7 @@ class Cursor:
         ended = at.index > 0 and (self.length is None or self.is_last())
         if at == BatchId(0, 0):
             self.next_id = BatchId(epoch, 0)  # the loader is used for the first time
-        elif at.epoch != epoch and not (at.epoch == epoch - 1 and ended):
+        elif not resumes and at.epoch != epoch and not (at.epoch == epoch - 1 and ended):
             raise DataError(
                 f"epoch {epoch} cannot be the next epoch of {self._name}, which is at batch "
                 f"{at.index} of epoch {at.epoch}: write `for epoch in healer.epochs(n)`, and "

@@ -73,7 +73,9 @@ class LoaderRegistry:
         current: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
         last: id of the last batch of the last step, or None.
-        next_epoch: epoch at which the program's own loop continues after a restart.
+        next_epoch: epoch at which the program's own loop continues after a restart. While the code
+            after an epoch runs, this epoch, of which no batch is left.
+        names_epochs: whether the program's loop passes the number of its epoch.
     """
 
     def __init__(self) -> None:
@@ -81,12 +83,12 @@ class LoaderRegistry:
         self.current: RunLoader | None = None
         self.last: BatchId | None = None
         self.next_epoch = 0
+        self.names_epochs = False
         self._loaders: list[RunLoader] = []  # in the order of their last use
         self._left_out: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
-        self._epoch: int | None = None  # the `epoch` of the last call of `begin`
         self._noticed: set[str] = set()
 
     def __iter__(self) -> Iterator[RunLoader]:
@@ -143,8 +145,8 @@ class LoaderRegistry:
             if not found.rewind(saved) and found.trains:
                 self.notices.append(found.fast_forward(saved))
         if epoch is not None:
-            found.read_only(epoch)
-            self._epoch = epoch
+            found.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
+            self.next_epoch, self.names_epochs = epoch, True
         elif saved is not None and found.before_end:
             self.notices.append(
                 f"epoch 0 of this loop was trained before the restart, which resumes in epoch "
@@ -160,19 +162,19 @@ class LoaderRegistry:
 
         A loop that makes a loader for every epoch does not make those of earlier epochs again.
         """
-        begun = {
-            int(number): each["epoch"]
-            for number, each in self._saved.items()
-            if each["index"] > 0 and epoch - 1 <= each["epoch"] <= epoch
+        saved = {
+            int(key): BatchId(each["epoch"], each["index"]) for key, each in self._saved.items()
         }
-        if self._count in begun:
+        begun = {
+            number: place
+            for number, place in saved.items()
+            if BatchId(epoch - 1, 0) < place <= BatchId(epoch + 1, 0)
+        }
+        furthest = max(begun.values(), default=None)
+        own = begun.get(self._count)
+        if own == furthest or (own is not None and own.index > 0):
             return self._count
-        return max(begun, key=lambda number: (begun[number], number), default=self._count)
-
-    @property
-    def names_epochs(self) -> bool:
-        """Whether the program's loop passes the number of its epoch."""
-        return self._epoch is not None
+        return max(number for number, place in begun.items() if place == furthest)
 
     @property
     def at_epochs(self) -> bool:
@@ -190,12 +192,7 @@ class LoaderRegistry:
         """The positions of all loaders, for a checkpoint."""
         read = [each for each in self if not each.finished]
         unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
-        epoch, current = self.next_epoch, self.current
-        if self._epoch is not None:
-            # While the loop reads the loader, the program's code after the epoch has not run.
-            ended = current is not None and current.at_end and not current.in_loop
-            epoch = self._epoch + ended
-        return {**unfinished, _COUNT: self._count, _EPOCH: epoch}
+        return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
 
     @property
     def has_unused(self) -> bool:

@@ -79,6 +79,8 @@ class Data:
         # Largest number of batches of a step so far. No more contents are kept, because an
         # evaluation takes no step.
         self._most = 1
+        # Updates on the last batch and on the one before, in a loop that calls `update` in JAX.
+        self._updates = self._usual_updates = 0
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
         self._started_at = 0
@@ -286,8 +288,10 @@ class Data:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
         current = self.current
         if current is not None:
-            if current.unused or not current.in_use:  # else a second update on the same batch
+            if current.unused or not current.in_use:
                 self._last_ids = current.unused
+                self._usual_updates, self._updates = self._updates, 0
+            self._updates += 1  # more than 1: another update on the same batch
             self.loaders.current = current
         for loader in self.loaders:  # a `break` has ended an evaluation
             loader.trains |= bool(loader.unused) and (loader is current or not loader.left)
@@ -324,7 +328,16 @@ class Data:
     @property
     def between_steps(self) -> bool:
         """Whether no batch was read since the last step: state and loader positions match."""
-        return not self.unused
+        return not (self.unused or self.within_batch)
+
+    @property
+    def within_batch(self) -> bool:
+        """Whether the loop updates on its batch again, if as often as on the batch before.
+
+        A restart from here would begin with the next batch, and lose these updates.
+        """
+        in_use = self.current is not None and self.current.in_use
+        return in_use and self._updates < self._usual_updates
 
     @property
     def unused(self) -> tuple[BatchId, ...]:

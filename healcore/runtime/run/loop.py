@@ -65,7 +65,10 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`."""
-        yield from range(self.data.loaders.next_epoch, total)
+        loaders = self.data.loaders
+        for epoch in range(loaders.next_epoch, total):
+            yield epoch
+            loaders.next_epoch = epoch + 1
         self.reached_end = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -226,7 +229,7 @@ class Loop:
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
-        if not self.saver.due():
+        if not self.saver.due() or self.data.within_batch:
             return False
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.

@@ -440,6 +440,8 @@ class Saver:
             return "the last steps had an alarm"
         if not self.driver.finite():
             return "the weights are not finite"
+        if self.data.within_batch:
+            return "the updates on this batch have not ended"
         if self.data.step != self._saved:
             with self._before_batches():
                 self.save("emergency")

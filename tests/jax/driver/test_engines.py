@@ -35,6 +35,11 @@ def test_the_states_of_many_runs_at_once_are_refused_at_the_start():
         Healer(policies.SKIP, state=states).__enter__()
 
 
+def test_a_state_with_other_objects_is_refused_at_the_start():
+    with pytest.raises(HealStateError, match=r"\['name'\] is a str"):
+        JaxDriver({"opt_state": HEALED.init(PARAMS), "name": "mlp"}, POLICY)
+
+
 def test_a_healing_state_of_another_kind_touches_nothing():
     tx = protect(optax.sgd(0.1), policies.ADAGC)
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, policies.ADAGC)
