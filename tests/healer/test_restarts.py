@@ -235,7 +235,7 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, new_loader
     start(framework, tmp_path / "undisturbed", program)
     undisturbed = ended[resumed[0] :]
     random.seed(0)
-    start(framework, tmp_path / "killed", lambda *args: program(*args, end), end)
+    start(framework, tmp_path / "killed", lambda healer, step: program(healer, step, end), end)
     epochs.clear()
     ended.clear()
     taken = start(framework, tmp_path / "killed", program)

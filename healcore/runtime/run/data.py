@@ -336,7 +336,7 @@ class Data:
 
         A restart from here would begin with the next batch, and lose these updates.
         """
-        in_use = self.current is not None and self.current.in_use
+        in_use = (loader := self.current) is not None and (loader.in_use or loader.left)
         return in_use and self._updates < self._usual_updates
 
     @property
