@@ -262,6 +262,7 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
         store, options = self._store, dict(self._options)
+        store = store() if isinstance(store, type) else store
         loss_fn: Any = self._loss_fn
         folder = os.path.join(trainer.args.output_dir or "trainer_output", _FOLDER)
         if store == "auto":
@@ -341,7 +342,7 @@ def heal_trainer(
     Args:
         trainer: a `transformers.Trainer`, or a trainer of TRL.
         policy: as for `HealingCallback`.
-        store: as for `HealingCallback`, but None is host memory, which is lost with the process.
+        store: as for `HealingCallback`, but None is host memory, which lasts for one `train()`.
         loss_fn: as for `HealingCallback`.
         **options: as for `HealingCallback`.
 
@@ -358,7 +359,7 @@ def heal_trainer(
             "heal_trainer takes a transformers.Trainer or a trainer of TRL, not "
             f"{type(trainer).__name__}: for a loop of your own use healcore.Healer"
         )
-    store = MemoryStore() if store is None else store
+    store: Any = MemoryStore if store is None else store  # a new one for each `train()`
     callback = HealingCallback(policy, store=store, loss_fn=loss_fn, **options)
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)

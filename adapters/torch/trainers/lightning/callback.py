@@ -133,8 +133,7 @@ class LightningHealingCallback(Callback):
             )
         self.healer = None
         self._fit_policy, limit = self._policy, trainer.gradient_clip_val
-        by_norm = getattr(trainer.gradient_clip_algorithm, "value", "norm") == "norm"
-        if limit and by_norm and can_apply_limit(self._policy):
+        if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._fit_policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
         self._replace_hooks(trainer.fit_loop)

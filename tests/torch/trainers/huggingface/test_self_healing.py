@@ -329,8 +329,8 @@ def test_a_callback_that_ends_the_last_epoch_early(tmp_path: Path):
     stop = lambda *_, control, **__: setattr(control, "should_epoch_stop", True)  # noqa: E731
     own = [calling("on_step_end", stop, at=18)]
     trainer = small_runs.trainer(tmp_path, steps=8, max_steps=20, callbacks=own)
-    heal_trainer(trainer).train()
-    assert trainer.state.global_step == 18
+    healed = heal_trainer(trainer, store=None)
+    assert [healed.train().global_step for _ in range(2)] == [18, 18], "a new run each"
 
 
 def test_a_finished_cell_with_other_hyperparameters_does_not_return_the_old_model(tmp_path, caplog):
