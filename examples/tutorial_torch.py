@@ -71,7 +71,10 @@ def train_attached(batches, model, optimizer, scheduler, show):
 def train_healed(batches, model, optimizer, scheduler, show):
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore
     with healcore.Healer(  # <- healcore
-        "default", state=state, store="tutorial-torch", loss_fn=lambda batch: loss_fn(model, batch)
+        "default",
+        state=state,
+        store="tutorial-torch",
+        loss_fn=lambda batch: loss_fn(model, batch),
     ) as healer:
         for batch in healer.batches(batches):  # <- healcore
             loss = healer.loss(batch)  # <- healcore
