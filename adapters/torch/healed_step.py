@@ -58,12 +58,11 @@ class HealedStep:
         self.enforcer = enforcer
         self.all_reduce = all_reduce
         self._engine = live_engine.engine
-        self.in_update = self._running = False
+        self.in_update = self._running = self._clears = False
         self._order: StepOrder | None = None
         """The order of this step, if its numbers are on the host."""
         self._skipped: bool | Tensor | None = None
         self._resets_moments = self._engine.resets_moments and not moments_obstacle(optimizer)
-        self._clears = False  # whether the last step that was taken has cleared the gradients
         self._resets_next = False
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
@@ -188,7 +187,7 @@ class HealedStep:
         if self._skipped is not None:
             params = gradients.parameters(self.optimizer)
             for p in params if skipped and self._clears else ():
-                p.grad = None  # the next backward pass would add to NaN
+                p.grad = None  # as the last step did; the next backward pass would add to NaN
             self._clears = self._clears if skipped else all(p.grad is None for p in params)
             self._read_records()
             if self.on_ended is not None:

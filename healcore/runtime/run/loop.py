@@ -58,8 +58,7 @@ class Loop:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
-        self._has_stepped = False  # whether the work between two steps is due
-        self._number = math.inf  # of the step whose body `steps` runs, or infinity
+        self._number, self._has_stepped = math.inf, False  # the step of `steps`; its work waits
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -115,6 +114,8 @@ class Loop:
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
                 begun.left = True
+                if self.data.step > self._number and not begun.trains:
+                    begun.unused = []  # an evaluation: no step uses its batches
                 raise
             finally:
                 begun.in_use = False
