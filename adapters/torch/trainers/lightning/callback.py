@@ -136,7 +136,7 @@ class LightningHealingCallback(Callback):
         self._replace_hooks(fit := trainer.fit_loop)
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             opened = functools.partial(self._open, trainer, progress)
-            fit._data_fetcher = feed = Feed(trainer, progress, opened)
+            fit._data_fetcher = feed = Feed(trainer, progress, opened)  # type: ignore[assignment]
             feed.setup(fit._combined_loader)
         self._pending_losses.clear()
 
