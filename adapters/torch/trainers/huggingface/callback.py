@@ -359,8 +359,8 @@ def heal_trainer(
             "heal_trainer takes a transformers.Trainer or a trainer of TRL, not "
             f"{type(trainer).__name__}: for a loop of your own use healcore.Healer"
         )
-    store: Any = MemoryStore if store is None else store  # a new one for each `train()`
-    callback = HealingCallback(policy, store=store, loss_fn=loss_fn, **options)
+    given: Any = MemoryStore if store is None else store  # a new one for each `train()`
+    callback = HealingCallback(policy, store=given, loss_fn=loss_fn, **options)
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)
     trainer.add_callback(callback)

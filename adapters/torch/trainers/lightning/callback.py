@@ -23,7 +23,7 @@ from healcore.runtime.run.steps import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import TrainerOptions, load_engines, patched, resolve_options
-from healcore.torch.trainers.lightning.feed import Progress, replaced_fetcher
+from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -48,9 +48,8 @@ class LightningHealingCallback(Callback):
     other callbacks work as usual. After a kill the same program continues from the store. Works
     with `lightning` and with `pytorch_lightning`.
 
-    Lightning clips after the policy has measured the norm, with the same bits as without healcore.
-    In a policy that clips, `Trainer(gradient_clip_val=...)` becomes the `clip.max_norm` instead,
-    unless the policy's limit is lower.
+    Lightning clips after the policy has measured the norm. A policy that clips adopts
+    `Trainer(gradient_clip_val=...)` as its `clip.max_norm` instead, unless its limit is lower.
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
@@ -91,8 +90,6 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(dict)
         self._pending_losses: list[Tensor] = []
         """Losses since the last step, if the fit has several optimizers."""
-        self._resumes = False
-        """Whether the fit continues from a Lightning checkpoint."""
         self._engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
@@ -117,11 +114,11 @@ class LightningHealingCallback(Callback):
             )
         self._progress = progress = Progress(trainer)
         opened = functools.partial(self._open, trainer, progress)
-        self._changes.enter_context(replaced_fetcher(trainer, self, progress, opened))
+        self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins a new run, which opens its Healer with the first batch."""
-        if self._progress is None:
+        if (progress := self._progress) is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
         self._resumes = trainer.ckpt_path is not None and trainer.global_step > 0
@@ -136,7 +133,11 @@ class LightningHealingCallback(Callback):
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._fit_policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        self._replace_hooks(trainer.fit_loop)
+        self._replace_hooks(fit := trainer.fit_loop)
+        if not isinstance(fit._data_fetcher, Feed):  # a search has made it
+            opened = functools.partial(self._open, trainer, progress)
+            fit._data_fetcher = feed = Feed(trainer, progress, opened)  # type: ignore[assignment]
+            feed.setup(fit._combined_loader)
         self._pending_losses.clear()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -199,11 +199,11 @@ class CombinedBatches:
 
 
 def replaced_fetcher(
-    trainer: Any, callback: Any, progress: Progress, open_run: Callable[[], Loop]
+    trainer: Any, progress: Progress, open_run: Callable[[], Loop]
 ) -> AbstractContextManager[None]:
     """Makes the fit read through a `Feed`, also after Lightning has reloaded its dataloaders.
 
-    LearningRateFinder and BatchSizeFinder train before the fit, without the callback.
+    LearningRateFinder and BatchSizeFinder train in `on_fit_start`, without the Healer.
 
     Raises AttachError within the fit if `training_step` reads the data itself.
     """
@@ -212,7 +212,7 @@ def replaced_fetcher(
 
     def selected(owner: Any, *args: Any) -> Any:
         fetcher = select(owner, *args)
-        if owner is not trainer or callback not in trainer.callbacks:
+        if owner is not trainer or trainer.lightning_module._current_fx_name == "on_fit_start":
             return fetcher
         if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fetcher).__mro__):
             raise AttachError(
@@ -317,7 +317,6 @@ class Progress:
         self._saved_limits = dict(state["limits"])
         now, epoch = self._fit.epoch_progress.current.ready, state["epoch"]["current"]["ready"]
         if epoch < now and self.rewinds_data():
-            # A rollback into an earlier epoch calls no hook, as of GradientAccumulationScheduler.
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():
             if self.rewinds_data() or name not in ("epoch", "batch"):

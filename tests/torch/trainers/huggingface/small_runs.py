@@ -78,7 +78,7 @@ def trainer(
     """A Trainer on `steps` batches, under HF's default arguments but for what is given."""
     set_seed(0)
     usual = {"per_device_train_batch_size": BATCH, "num_train_epochs": 1, "learning_rate": 1e-2}
-    given = {**usual, **QUIET, **arguments}
+    given: Any = {**usual, **QUIET, **arguments}
     return cls(
         model=Net(),
         args=TrainingArguments(output_dir=str(folder), **given),

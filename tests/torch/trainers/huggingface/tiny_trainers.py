@@ -20,11 +20,11 @@ WORDS = 32
 
 def model() -> LlamaForCausalLM:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 64}
     twice = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    tokens = {"pad_token_id": WORDS - 2, "eos_token_id": WORDS - 1, "bos_token_id": WORDS - 1}
-    config = LlamaConfig(vocab_size=WORDS, **sizes, **dict.fromkeys(twice, 2), **tokens)
-    return LlamaForCausalLM(config)
+    sizes |= dict.fromkeys(twice, 2)
+    tokens: Any = {"pad_token_id": WORDS - 2, "eos_token_id": WORDS - 1, "bos_token_id": WORDS - 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes, **tokens))
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
