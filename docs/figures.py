@@ -25,10 +25,10 @@ from healcore.tools.report.run_report import read_reports  # noqa: E402
 def draw(store: Path, name: str) -> None:
     """Writes the figure of the run in a store, for screens and for phones."""
     (report,) = read_reports(store)
-    for kind, end in (("screen", ""), ("phone", "-phone")):
-        with mpl.rc_context({**STYLE, "svg.hashsalt": f"{name} {kind}"}):
+    for end, width in {"": 7.2, "-phone": WIDTHS["phone"]}.items():  # inches
+        with mpl.rc_context({**STYLE, "svg.hashsalt": f"{name}{end}"}):
             figure = Figure()
-            plot(figure, report, WIDTHS[kind], {})
+            plot(figure, report, width, {})
             for axis in figure.axes[1:]:
                 lines = [line for line in axis.lines if line.get_transform() == axis.transData]
                 values = np.concatenate([np.asarray(line.get_ydata(), float) for line in lines])
