@@ -72,7 +72,7 @@ def step() -> Iterator[str]:
     """What happens in a step, and between two steps."""
     left = right = 32  # one panel above the other, so that a phone shows readable text
     yield rect(16, 16, 400, 364, "panel") + text(left, 42, "in each step, on the device", "title")
-    yield rect(16, 412, 400, 372, "panel")
+    yield rect(16, 412, 400, 456, "panel")
     yield text(134, 438, "between two steps, on the host", "title")
     rows = [60, 144, 228, 312]
 
@@ -91,19 +91,27 @@ def step() -> Iterator[str]:
     yield arrow((left + 276, rows[2] + 48), (left + 276, rows[3] + 24), (left + 170, rows[3] + 24))
 
     yield arrow((left + 85, rows[3] + 48), (left + 85, 464))
-    rows = [464, 548, 632, 716]
+    rows = [464, 548, 632, 716, 800]
     asks = [["read losses, alarms", "and orders"], ["alarm, high loss, or", "every 100 steps?"]]
-    asks += [["evidence that the", "model is worse?"], ["checkpoint due?"]]
+    asks += [["evidence that the", "model is worse?"], ["checkpoint due?"], ["next step"]]
     for y, lines in zip(rows, asks, strict=True):
         yield box(right, y, lines)
-    for y in rows[:3]:
+    for y in rows[:4]:
         yield arrow((right + 85, y + 48), (right + 85, y + 84))
-    acts = [["compare with", "earlier weights"], ["roll back, or stop"], ["save"]]
-    for y, lines in zip(rows[1:], acts, strict=True):
+    acts = [["compare with", "earlier weights"], ["roll back", "(or stop the run)"], ["save"]]
+    for y, lines in zip(rows[1:4], acts, strict=True):
         yield arrow((right + 170, y + 24), (right + 200, y + 24))
         yield text(right + 185, y + 17, "yes", "small", "middle")
         yield box(right + 200, y, lines, "act", 152)
-    yield text(right + 93, rows[2] + 70, "no", "small")
+    for y in rows[1:4]:
+        yield text(right + 93, y + 70, "no", "small")
+    yield arrow(
+        (right + 276, rows[3] + 48), (right + 276, rows[4] + 16), (right + 170, rows[4] + 16),
+    )  # fmt: skip
+    yield arrow(
+        (right + 352, rows[2] + 24), (400, rows[2] + 24), (400, rows[4] + 34),
+        (right + 170, rows[4] + 34),
+    )  # fmt: skip
     yield arrow(
         (right + 276, rows[1] + 48), (right + 276, rows[1] + 66), (right + 140, rows[1] + 66),
         (right + 140, rows[2]),
@@ -138,9 +146,9 @@ def rollback() -> Iterator[str]:
     yield text(at(420) + 8, 66, "no recovery", "small") + text(at(420) + 8, 83, "in time", "small")
     yield text(at(378), 224, "time to recover", "small", "middle")
     yield arrow((at(312), 230), (at(419), 230))
-    yield text(at(480), 232, "repeated steps", "small", "middle")
+    yield text(at(424), 206, "repeated steps", "small")
     yield text(at(200), 288, "a", "title", "middle")
-    yield text(at(350), 288, "abandoned", "small", "middle")
+    yield text(at(350), 288, "abandoned: never restored", "small", "middle")
 
     yield text(at(345) + 8, 158, "worse", "small")
     yield text(16, 326, "then the first that applies:", "title")
@@ -158,7 +166,7 @@ def rollback() -> Iterator[str]:
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
-        "step.svg": svg("A step and the work between two steps", 432, 800, step()),
+        "step.svg": svg("A step and the work between two steps", 432, 884, step()),
         "rollback.svg": svg("A rollback to better weights", 560, 524, rollback()),
     }
 

@@ -6,7 +6,6 @@ python examples/loss_spike.py
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Collection
 
 import torch
@@ -18,7 +17,13 @@ BAD = range(300, 304)
 """Steps whose targets are 50 times as large."""
 
 
-def train(policy: str | None, bad: Collection[int] = BAD, *, compare: bool = False) -> str:
+def train(
+    policy: str | None,
+    bad: Collection[int] = BAD,
+    *,
+    compare: bool = False,
+    store: str | None = None,  # None: checkpoints in host memory
+) -> str:
     """Trains the whole run, and says how it has ended."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
@@ -45,10 +50,7 @@ def train(policy: str | None, bad: Collection[int] = BAD, *, compare: bool = Fal
     else:
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         loss_fn = loss_of if compare else None
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            healcore.Healer(policy, state=state, store=folder, loss_fn=loss_fn) as healer,
-        ):
+        with healcore.Healer(policy, state=state, store=store, loss_fn=loss_fn) as healer:
             for step in healer.batches(range(STEPS)):
                 loss = loss_of(step)
                 healer.observe(loss)

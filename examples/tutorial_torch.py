@@ -77,12 +77,13 @@ def train_healed(batches, model, optimizer, scheduler, show):
         loss_fn=lambda batch: loss_fn(model, batch),
     ) as healer:
         for batch in healer.batches(batches):  # <- healcore
+            step = healer.step
             loss = healer.loss(batch)  # <- healcore
             loss.backward()
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            show(healer.step, loss)
+            show(step, loss)
 
 
 TRAIN = {"none": train, "attach": train_attached, "healer": train_healed}

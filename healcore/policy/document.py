@@ -146,9 +146,9 @@ class Rollback(NamedTuple):
     skip_batches: StepsOrZero = 0
     """Batches that a rollback skips after the batches of the incident."""
     confirm: OnOff = False
-    """A rollback needs evidence: weights that are not finite, or earlier weights that are
-    better. An order without evidence is declined and does not use the budget. The `Healer` itself
-    applies the rules that roll back for NaN and Inf: only it can look at the weights."""
+    """If true, the `Healer` rolls back only if the weights are not finite or earlier weights are
+    better. Other rollbacks are refused, and do not use the budget. The `Healer` itself applies the
+    rules that roll back for NaN and Inf: only it can look at the weights."""
     evidence: Annotated[float, number(least=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"

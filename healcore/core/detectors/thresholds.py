@@ -210,8 +210,8 @@ class LossSpikeConfig(NamedTuple):
     """One bad batch, or a sustained rise of the loss above the run's own noise."""
 
     z_threshold: Positive = 5.5
-    """Height above the level, in units of the noise, from which a value is an outlier; at twice
-    the height its vote is full. The run's own outliers move the threshold."""
+    """Height above the level, in units of the noise, from which a value is an outlier. A
+    value at twice this height has a full vote. Frequent outliers raise the threshold."""
     evidence: Annotated[Any, number(above=0, most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
     window: Steps = baseline.NOISE_WINDOW
