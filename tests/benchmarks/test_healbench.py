@@ -1,7 +1,4 @@
-"""healbench: its statistics, its runs that fail, and what it writes.
-
-The tasks and arms are fakes without a framework, in this file: workers import them by name.
-"""
+"""healbench: its statistics, failing runs and output. Workers import the fakes of this file."""
 
 import contextlib
 import functools

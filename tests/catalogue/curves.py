@@ -111,10 +111,7 @@ SOME_AND_ALL = pytest.mark.parametrize(
 
 
 def recorded(rows: int, most: int, *, norms: bool = False) -> list[Run]:
-    """Finite stretches of recorded runs about their first spike: at most `most` of each folder.
-
-    With `norms` only of runs that have them, else the norms are not looked at.
-    """
+    """At most `most` finite stretches per folder, each around the first spike of a recorded run."""
     kept: list[Run] = []
     folders: dict[str, int] = {}
     for name, losses, its_norms, onset in recorded_runs.all_runs():

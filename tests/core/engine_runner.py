@@ -1,7 +1,4 @@
-"""One engine, fed step by step: the shortest way from a list of numbers to its decisions.
-
-Without lanes it runs as in training, recorded once (`healcore.core.recorded`): a fifth of the time.
-"""
+"""One engine, fed step by step. Without lanes its step is recorded once: a fifth of the time."""
 
 import functools
 from typing import Any

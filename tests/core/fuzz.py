@@ -52,11 +52,7 @@ def signals(
 
 
 def growths(rng: np.random.Generator, steps: int, lanes: int) -> Signals:
-    """Runs in which loss and norm grow twice: by a power of the steps, or from step to step.
-
-    Norms may be larger some steps before, and the learning rate may be raised there; the loss may
-    come back.
-    """
+    """Runs whose loss and norm grow twice; norms or the rate may rise first, the loss may fall."""
     shape, t = (steps, lanes), np.arange(steps)[:, None]
     loss = rng.choice([3.0, 0.1, -1.0], lanes) + rng.choice([0.0, 0.01, 0.1], lanes) * rng.normal(
         size=shape

@@ -99,19 +99,13 @@ def clip_only(clip: str) -> EngineConfig:
 
 
 def covering(clip: str) -> EngineConfig:
-    """Over all keys of `CLIPS`: every detector and every rule once, every clipping rule.
-
-    Clipping rules and detectors see the same signals and do not see each other, so the tests marked
-    `stress` alone have each pair of them.
-    """
+    """Over all keys of `CLIPS`: every detector and every rule once, every clipping rule."""
+    # They do not see each other, so only the tests marked `stress` have each pair of them.
     return full(clip) if clip == "zclip" else clip_only(clip)
 
 
 def only(*names: str) -> EngineConfig:
-    """A policy of these detectors, or of these keys of `PUBLISHED`, without clipping.
-
-    Other detectors with the same causes would hide them from the oracle.
-    """
+    """A policy of these detectors or keys of `PUBLISHED` alone: others would hide their causes."""
     lasting = RuleConfig(int(Cause.DIVERGENCE), action=int(Action.CUT_LR), sustained=True)
     chosen = (each for name in names for each in PUBLISHED.get(name, (name,)))
     detectors = _watching(("nonfinite", *chosen))

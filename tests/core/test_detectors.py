@@ -114,10 +114,7 @@ def test_a_falling_loss_is_no_spike():
 
 
 def test_a_rise_diverges_whatever_its_noise():
-    """A published rule waits for fifty rises in a row and never finds the ramps.
-
-    The noise of the others rises with the loss, so in the noise of now no such rise is high.
-    """
+    """The published rule never finds the ramps. The noise of the other losses rises with them."""
     ramp = 2 + np.r_[np.zeros(400), np.linspace(0, 20, 1000)]
     losses = [ramp[:, None] + spread * noise(1400) for spread in (0.05, 0.5, 1.0)]
     for times, share in [(3.0, 0.05), (3.0, 0.15), (10.0, 0.3), (30.0, 0.3)]:

@@ -1,7 +1,4 @@
-"""Rules, incidents, escalation, budgets, and the multiplier of the learning rate.
-
-That the rate never ramps into the one that broke the run, and limits of it, are in `oracle`.
-"""
+"""Rules, incidents, budgets and the multiplier of the rate. Limits of the rate are in `oracle`."""
 
 import numpy as np
 import pytest
@@ -139,21 +136,6 @@ def test_a_change_that_the_host_announces_is_that_of_the_signal():
         runner.step(loss=9.0, grad_norm=30.0, change_expected=flag)
         assert runner.state.grace == FULL.grace_steps
     assert same(by_signal.state, by_method.state)
-
-
-def test_an_externally_skipped_step_changes_nothing_at_all():
-    trace = fuzz.signals(np.random.default_rng(3), 120, 20)
-    trace = trace._replace(externally_skipped=np.zeros_like(trace.externally_skipped))
-    engine = Engine(FULL)
-    state = engine.init(batch=(20,))
-    for i in range(120):
-        garbage = fuzz.at(trace, (i * 7) % 120)._replace(externally_skipped=np.ones(20, bool))
-        after, decision = engine.step(state, garbage, xp=np)
-        assert same(after, state)
-        assert not any(each.any() for each in (decision.skip, decision.action, decision.cause))
-        assert (decision.grad_scale == 1).all()
-        assert np.array_equal(decision.lr_scale, state.lr.scale)
-        state, _ = engine.step(state, fuzz.at(trace, i), xp=np)
 
 
 def test_observe_judges_as_heal_does_and_enforces_nothing():

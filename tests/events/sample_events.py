@@ -70,11 +70,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
 
 
 def problems(event: Mapping[str, Any]) -> list[str]:
-    """What is wrong with an event; nothing if it is as this version writes it.
-
-    Stricter than `json_schema`: unknown kinds and fields, which a reader of a newer file ignores,
-    are problems.
-    """
+    """What is wrong with an event, unknown kinds and fields included, unlike `json_schema`."""
     kind = event.get("kind")
     found = [] if kind in schema.KINDS else [f"kind {kind!r} is none of {', '.join(schema.KINDS)}"]
     known = EXPORTED["properties"]

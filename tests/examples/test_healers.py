@@ -19,10 +19,7 @@ EXAMPLES: dict[str, tuple[float, str]] = {
     "linen_healer": (0.45, "flax"),
     "nnx_healer": (0.45, "flax"),
 }
-"""Example -> a loss above that of the healed run, and what it needs.
-
-Guessing the mean of sin() gives 0.5, on a single batch up to 0.7; guessing among 30 words 3.4.
-"""
+"""Example -> an upper bound of the healed loss (a guess has 0.5, or 3.4 for words), its needs."""
 ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 5}
 """Most lines that healcore adds to a program."""
 

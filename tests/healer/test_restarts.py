@@ -103,10 +103,7 @@ def test_every_point_of_a_rollback(framework, data, distance, tmp_path, monkeypa
 def poisoned_run(
     policy: Any, *, shows: int, at: int = -1, until: int = -1, **options: Any
 ) -> dict[str, Any]:
-    """The facts of a run whose weights become large but finite at a batch.
-
-    From the batch `shows` on the loss of large weights is NaN. The run breaks off at `until`.
-    """
+    """Facts of a run to `until`: large weights from `at` on, and a loss of NaN from `shows` on."""
     loop = loop_of("torch")
     bias = loop.model[0].bias.data
 
@@ -335,26 +332,16 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
         assert start("torch", tmp_path, program) == []
 
 
-def test_an_evaluation_of_a_stream_that_a_break_ends_does_not_prevent_a_rewind():
-    loop, validation = loop_of("torch", Faults(once=[23])), (number for number in range(100))
+@pytest.mark.parametrize("breaks", [True, False])
+def test_an_evaluation_in_the_loop_does_not_prevent_a_rewind(breaks):
+    """An evaluation of a stream that a `break` ends, or of a whole list."""
+    loop = loop_of("torch", Faults(once=[23]))
+    validation = (number for number in range(100)) if breaks else list(range(100, 103))
     with Healer(rules(), state=loop.state, checkpoints=EVERY_5) as healer:
         for number in healer.batches(range(40)):
             loop.step(healer, number)
             for _ in healer.batches(validation):
-                break
+                if breaks:
+                    break
     assert healer.rollbacks == 1
-    assert loop.faults.order.count(22) == 2, "rewound"
-
-
-def test_an_evaluation_inside_the_loop(tmp_path):
-    loop = loop_of("torch", Faults(always=[23]))
-    validation, seen = list(range(100, 103)), []
-    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
-        for number in healer.batches(range(40)):
-            loop.step(healer, number)
-            if number % 10 == 0:
-                seen += list(healer.batches(validation))
-        assert healer.step == 39
-        assert healer.rollbacks == 1
-    assert events(tmp_path, "skipped_batches")[0]["batches"] == [[0, 23]]
-    assert seen[:6] == validation * 2
+    assert [loop.faults.order.count(n) for n in (22, 23)] == [2, 1], "rewound, and 23 skipped"

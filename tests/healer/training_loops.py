@@ -176,10 +176,7 @@ def train(
     epochs: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """A whole healed run; returns `step`, `rollbacks` and `good` at the end.
-
-    `before` is called with the Healer and the batch before each step.
-    """
+    """A whole healed run; returns its facts. `before(healer, batch)` is called before each step."""
     options.setdefault("save_every", 5)
     with Healer(policy, state=loop.state, store=store, **grouped(options)) as healer:
         for number in healer.batches(data, epochs=epochs):

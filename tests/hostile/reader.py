@@ -1,7 +1,4 @@
-"""Runs commands on crafted files, each in a forked process, within seconds and MiB.
-
-`python -m tests.hostile.reader ARGS` is `healcore ARGS`, and prints what it has used.
-"""
+"""`python -m tests.hostile.reader ARGS` is `healcore ARGS` in a fork, within seconds and MiB."""
 
 import json
 import os

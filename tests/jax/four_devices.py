@@ -1,7 +1,4 @@
-"""Steps on four devices, inside shard_map and in every control flow of JAX.
-
-`check` and `flows_of` are scenarios of `processes`: XLA can abort the process.
-"""
+"""Scenarios of `processes` on four devices: inside shard_map and in every control flow of JAX."""
 
 # optax types arrays and trees as a union of many kinds.
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false

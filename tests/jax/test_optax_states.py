@@ -44,10 +44,7 @@ def sam(base):
     ("wrapper", "period", "second"), [(schedule_free, 1, "z"), (sam, 2, "cache")]
 )
 def test_a_cut_reaches_the_second_iterate(wrapper, period, second):
-    """It is what the same rates give as a schedule of the base optimizer.
-
-    The update of SAM takes no `value`, so `protect` must not pass it on.
-    """
+    """The result equals a schedule of the same rates. SAM's update takes no `value`."""
     tx = protect(wrapper(optax.chain(optax.sgd(0.1), scale_by_heal_lr())), policies.CUT_LR)
     update, params, gradient = jax.jit(tx.update), jnp.ones(2), jnp.array([1.0, -3.0])
     state, scales = tx.init(params), []

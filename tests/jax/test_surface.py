@@ -1,10 +1,8 @@
 """The public names, what an import loads, the loop of the page, and typical first mistakes."""
 
 import doctest
-import re
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +15,7 @@ from flax import nnx
 from healcore.jax import heal, heal_zclip, last_decision, metrics, protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.policy import PolicyError
+from tests.packaging.test_pages import blocks
 
 
 @pytest.mark.parametrize("module", ["commit", "transform"])
@@ -31,8 +30,7 @@ def test_the_loop_of_the_page_runs_with_equinox(tmp_path, monkeypatch):
     """A module of Equinox keeps functions among its leaves."""
     pytest.importorskip("equinox")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/jax.md").read_text()
-    optimizer, loop, *others = re.findall(r"```python\n(.*?)```", page, re.S)
+    optimizer, loop, *others = blocks("jax.md")
     (module,) = (each for each in others if "eqx." in each)
     scope: dict = {}
     for code in (optimizer, module, loop):

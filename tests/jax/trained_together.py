@@ -1,7 +1,4 @@
-"""Trains one model over all devices, in every way that JAX spreads one, with faults in one part.
-
-`trained`, and `compared` for a run with a `loss_fn`, are scenarios of `processes`.
-"""
+"""Scenarios of `processes`: a model over all devices, spread in every way, with local faults."""
 
 # optax types arrays as a union of many kinds.
 # pyright: reportArgumentType=false

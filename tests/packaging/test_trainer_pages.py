@@ -1,8 +1,4 @@
-"""The programs of docs/trainers run as they are; the versions of docs/evidence.md are the pinned.
-
-The program of DeepSpeed and the class of ArcticTraining run in `tests/examples`, where DeepSpeed is
-on the path.
-"""
+"""The programs of docs/trainers run, and docs/evidence.md has the pinned versions."""
 
 import re
 import tomllib

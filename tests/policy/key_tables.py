@@ -66,10 +66,7 @@ def sections() -> Iterator[tuple[str, tuple[type, ...]]]:
 
 
 def table_of(tables: tuple[type, ...]) -> str:
-    """The table of a section, or nothing for a table without keys.
-
-    Where tables of one section differ in a default, all defaults stand in the order of the heading.
-    """
+    """The table of a section, or nothing without keys. Defaults are in the heading's order."""
     keys = [{name: key for name, key in keys_of(each).items() if key.value} for each in tables]
     lines = []
     for name, key in keys[0].items():

@@ -1,7 +1,4 @@
-"""Every form of a policy, keywords that replace its values, and what fails at load.
-
-The message of an error has file, key, value, rule and remedy.
-"""
+"""Every form of a policy, its overrides, and errors with file, key, value, rule and remedy."""
 
 import contextlib
 import pickle

@@ -32,7 +32,7 @@ class Loop:
     """A loop with a GradScaler around one optimizer."""
 
     def __init__(self, kind: type[Optimizer] = AdamW, **options: Any) -> None:
-        self.p = Parameter(torch.tensor([1.0, -2.0, 3.0]))
+        self.p: Any = Parameter(torch.tensor([1.0, -2.0, 3.0]))
         self.optimizer = kind([self.p], **{"lr": 0.1, **options})  # type: ignore[call-arg]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
 
@@ -44,7 +44,6 @@ class Loop:
         if heal is not None:
             heal.observe(loss)
         self.scaler.scale(loss).backward()
-        assert self.p.grad is not None
         self.p.grad += overflow
         if unscale:
             self.scaler.unscale_(self.optimizer)

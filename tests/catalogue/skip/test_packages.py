@@ -37,10 +37,7 @@ def test_zclip_has_the_same_factors(recipe):
 
 
 def adagc_factors(norms: np.ndarray) -> np.ndarray:
-    """Factors that the package puts on gradients of these norms, (steps, tensors).
-
-    With b1 = b2 = 0 the first moment *is* the clipped gradient.
-    """
+    """The package's factors, (steps, tensors). With b1 = b2 = 0 a moment is a clipped gradient."""
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(norms.shape[1])]
     rule = AdaGC(weights, betas=(0.0, 0.0), weight_decay=0.0, foreach=False)
     factors = []

@@ -33,10 +33,7 @@ def kill_loss_spike(losses: np.ndarray) -> np.ndarray:
 
 
 def loss_watchdog(losses: Sequence[float], threshold: float) -> np.ndarray:
-    """Axolotl 067b021: at which steps the last three logged losses were above the threshold.
-
-    The Trainer logs after `on_step_end`, so a step sees the loss of the step before it.
-    """
+    """Axolotl 067b021: where three logged losses in a row, each of the step before, are high."""
     violations, asked = 0, [False]  # at the first step nothing is logged
     for logged in losses[:-1]:
         violations = violations + 1 if logged > threshold else 0
@@ -47,11 +44,7 @@ def loss_watchdog(losses: Sequence[float], threshold: float) -> np.ndarray:
 def self_healing(
     losses: np.ndarray, norms: np.ndarray, *, nan_patience: int = 3, loss_spike_factor: float = 5.0
 ) -> list[set[str]]:
-    """The failures that the self-healing callback for TRL reports at each logged step.
-
-    From its `HealingConfig` and rules. Which of several rules goes first is left out: every rule
-    that applies is reported.
-    """
+    """All failures that the self-healing callback for TRL could report at each logged step."""
     window: deque[float] = deque(maxlen=100)
     nan, rises, steps = 0, 0, []
     for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from healcore.core.decision import Action, Cause
-from healcore.core.signals import Signals
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals
@@ -147,20 +146,11 @@ def test_palm_goes_back_once_for_a_spike_and_touches_nothing_else():
     assert not decisions.skip.any()
 
 
-def test_opt_the_cut_survives_the_restored_optimizer():
-    """In OPT's logbook, reloading the optimizer overwrote the settings made for the restart."""
-    engine = load("opt-restart").engine()
-    losses, norms = spiked(at=400)
-    state = saved = engine.init()
-    for i, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
-        state, decision = engine.step(state, Signals(loss=loss, grad_norm=norm), xp=np)
-        saved = state if i == 300 else saved
-        if decision.action & int(Action.ROLLBACK):
-            break
-    assert saved.lr.scale == 1
-    back = engine.on_rollback(state, saved, xp=np)
-    _, decision = engine.step(back, Signals(loss=losses[301], grad_norm=norms[301]), xp=np)
-    assert decision.lr_scale == np.float32(0.67)
+def test_opt_cuts_the_rate_with_the_rollback():
+    """`tests/core/test_engine.py` shows that the cut survives the restored state."""
+    decisions = curves.decisions_of("opt-restart", *spiked())
+    order = curves.first(decisions.orders(Action.ROLLBACK))
+    assert decisions.lr_scale[order] == np.float32(0.67)
 
 
 def test_kempner_retries_are_bounded_and_the_last_one_stops():

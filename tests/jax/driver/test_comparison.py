@@ -1,10 +1,6 @@
-"""A `loss_fn` compares the weights with earlier ones: damage is undone, and nothing else.
-
-Averages and teachers in the state are not replaced, and both sides have the same random keys.
-"""
+"""A `loss_fn` undoes damage and nothing else: averages stay, and both sides have the same keys."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,20 +17,14 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import rivals, untrained
 from healcore.jax.heal_state import find, steps_judged
 from healcore.policy import engine_of
-from healcore.runtime.run import evidence
 from healcore.runtime.run.orders import limited
 from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
+from tests.torch.driver.conftest import free_comparisons  # noqa: F401 (a fixture)
 
 TX = protect(optax.adam(1e-2), "default")
-
-
-@pytest.fixture
-def free_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons take no time, so their distance does not depend on the load of the machine."""
-    monkeypatch.setattr(evidence, "time", SimpleNamespace(monotonic=lambda: 5.0))
 
 
 def data(number: int) -> Any:
@@ -196,7 +186,6 @@ def averaged_run(folder: Path, *, compares: bool, damaged: bool = False) -> tupl
     return healer, healer.state
 
 
-@pytest.mark.usefixtures("free_comparisons")
 def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     _, plain = averaged_run(tmp_path / "plain", compares=False)
     healer, compared = averaged_run(tmp_path / "compared", compares=True)
@@ -207,7 +196,6 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 
-@pytest.mark.usefixtures("free_comparisons")
 def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
     healer, _ = averaged_run(tmp_path, compares=True, damaged=True)
     assert healer.rollbacks == 1
@@ -264,7 +252,6 @@ def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
     ("make_key", "uses_key"),
     [(jax.random.key, False), (jax.random.key, True), (jax.random.PRNGKey, True)],
 )
-@pytest.mark.usefixtures("free_comparisons")
 def test_both_sides_have_the_same_key(make_key, uses_key):
     """The loss of the step had another key, so it stands for neither side."""
     seen: list[Any] = []

@@ -42,11 +42,7 @@ def back_to(driver: JaxDriver, store: Any, step: int) -> None:
     [("plain", "memory", 2), ("linen", "memory", 0), ("linen", "disk", 2), ("nnx", "disk", 2)],
 )
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
-    """The first state is one case: the step of a TrainState is the number 0 there, not an array.
-
-    A new process continues from the checkpoint. The norm of the last update, and the statistics of
-    each tensor, are restored.
-    """
+    """It also replays in a new process. A TrainState's first step is the number 0, not an array."""
     detectors = (*POLICY.detectors, *policies.UPDATES.detectors)
     policy = POLICY._replace(detectors=detectors, clip=policies.ADAGC.clip)
     run, driver = driven(RUNS[kind](policy=policy), policy)

@@ -38,10 +38,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(*statuses: int, headers: Mapping[str, str] = {}) -> Iterator[Any]:
-    """A server that gives the statuses one after another, the last one for ever.
-
-    0 closes the connection without an answer, and -1 answers after half a second.
-    """
+    """Gives the statuses in turn, the last for ever. 0 closes the connection, -1 answers late."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.statuses, server.headers, server.requests = statuses, headers, 0
     server.url = f"http://127.0.0.1:{server.server_port}"

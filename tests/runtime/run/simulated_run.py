@@ -115,7 +115,7 @@ class Listed(CheckpointStore):
 class Nothing:
     framework = "none"
     state = engines = staticmethod(dict)
-    learning_rate = staticmethod(lambda: None)
+    learning_rates = staticmethod(dict)
     load = hold_numbers = staticmethod(lambda *given, **options: None)
 
 

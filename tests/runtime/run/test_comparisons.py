@@ -228,8 +228,7 @@ def test_parts_of_a_batch_count_by_their_weights():
     """The mean over an accumulation equals the training loss."""
     run = after(250, lambda weight, batch: weight + float(batch))
     step = TrainedStep(run.step, (ObservedBatch(1.0, 0.75), ObservedBatch(5.0, 0.25)))
-    found = run.comparisons._losses_of([step], run.comparisons.anchors[0])
-    assert found is not None
+    found: Any = run.comparisons._losses_of([step], run.comparisons.anchors[0])
     [now], [then] = found
     assert now == pytest.approx(run.driver.weight + 2.0)
     assert then == pytest.approx(10.0 + 2.0), "the first weight"

@@ -1,8 +1,4 @@
-"""Ctrl-C, as a shell and a scheduler see it: real processes, real signals.
-
-The interrupted run is this file as a program: `python -m tests.runtime.run.test_termination FOLDER
-HOW`.
-"""
+"""Real signals. The run is `python -m tests.runtime.run.test_termination FOLDER HOW`."""
 
 import os
 import select
@@ -28,9 +24,8 @@ from tests.healer.training_loops import SKIPS, Faults, at, loop_of, rules, train
 def started(folder: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
     """The program, waiting in its step 7."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = ForkedProgram("-m", "tests.runtime.run.test_termination", folder, how, **pipes)
-    assert process.stdout is not None
-    assert any(line == "7\n" for line in process.stdout), process.stderr and process.stderr.read()
+    process: Any = ForkedProgram("-m", "tests.runtime.run.test_termination", folder, how, **pipes)
+    assert any(line == "7\n" for line in process.stdout), process.stderr.read()
     try:
         yield process
     finally:
@@ -38,8 +33,7 @@ def started(folder: Path, how: str = "") -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
-    assert process.stderr is not None
+def interrupt(process: Any) -> None:
     process.send_signal(signal.SIGINT)
     assert any("Ctrl-C again stops at once" in line for line in process.stderr)
 

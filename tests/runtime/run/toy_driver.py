@@ -1,7 +1,4 @@
-"""A model of one number and a driver for it; `loss(weight, batch)` is the loss.
-
-Comparisons take no time that counts, and every loss is known in advance.
-"""
+"""A model of one number and its driver; `loss(weight, batch)` is known, comparisons are free."""
 
 import math
 import random

@@ -1,7 +1,4 @@
-"""Copies in host memory: their cost, counted in bytes and waits, and their place beside the disk.
-
-The check for NaN and Inf reads bits; here it gets values of every float format.
-"""
+"""Copies in host memory: their cost, their place beside the disk, and NaN in every float format."""
 
 import threading
 import tracemalloc

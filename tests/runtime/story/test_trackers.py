@@ -1,7 +1,4 @@
-"""Each real client stores the numbers of the metrics file, goes back, and is continued.
-
-Whatever a tracker does, the run ends with the same weights, and its failure is reported once.
-"""
+"""Each real client stores the metrics. A tracker that fails is reported and changes no run."""
 
 import itertools
 import re

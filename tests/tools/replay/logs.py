@@ -20,10 +20,7 @@ def noisy(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
 
 
 def eventful(rows: int, seed: int = 0) -> dict[str, list[float | str]]:
-    """A run with everything: spikes of either kind, NaN, Inf, and cells that were not logged.
-
-    Some rows have no loss, some no norm, some neither.
-    """
+    """A run with spikes of either kind, NaN, Inf, and rows without a loss, a norm or both."""
     loss, norm = (np.array(column, object) for column in noisy(rows, seed).values())
     for onset in range(120, rows - 40, 300):
         loss[onset : onset + 30] = 6.5 - 0.1 * np.arange(30)

@@ -1,7 +1,4 @@
-"""`healcore sweep`: variants have the counts of `healcore replay`, and scores against labels.
-
-The scores are counted by hand, and by the official scorer where it is there.
-"""
+"""`healcore sweep` counts as `healcore replay`, and scores as by hand and the official scorer."""
 
 import json
 import subprocess

@@ -39,10 +39,7 @@ RUNS = pytest.mark.parametrize("run", ["healed", "stopped", "resumed"])
 def train(
     folder: Path, bad: Iterable[int], policy: Any = "pretraining", batches: int = 600, **more: Any
 ) -> Path:
-    """A torch run with NaN in some batches. Returns its events file, also if it is stopped.
-
-    A store in `more` continues the run before.
-    """
+    """Events file of a torch run with NaN batches; a store in `more` continues the run before."""
     events, data = folder / "run.events.jsonl", range(batches)
     options = {"events": events, "metrics": folder / "run.metrics.jsonl", "save_every": None}
     with contextlib.suppress(SystemExit):
@@ -143,10 +140,8 @@ def test_a_stopped_run_is_reported_as_stopped(stopped):
     assert "STOP" in report.incidents[-1].action
     for text in (report.diagnosis, outcome(report.incidents[-1])):
         assert "budget of recoveries is exhausted" in text
-    (written,), rows = (
-        postmortems(stopped.parent),
-        events_of(stopped.with_name("run.metrics.jsonl")),
-    )
+    (written,) = postmortems(stopped.parent)
+    rows = events_of(stopped.with_name("run.metrics.jsonl"))
     assert written["skips"] == written["metrics"]["heal/skips"] == report.counts.skips > 10
     assert report.facts["Step at the end"] == str(written["step"]) == str(rows[-1]["step"] + 1)
 

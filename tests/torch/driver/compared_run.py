@@ -16,11 +16,7 @@ STEPS, CHANGE = 360, 205
 
 
 class Run:
-    """Classification of points by a fixed rule; a small net, Adam.
-
-    `parts` are the batches of an accumulation, `weight` is that of a second term of the loss, and
-    `scale` that of the whole loss.
-    """
+    """Classification by a small net; `parts` batches per step, `weight` of a second loss term."""
 
     def __init__(self, *, dropout: float = 0.0, parts: int = 1, full_batch: bool = False) -> None:
         torch.manual_seed(0)

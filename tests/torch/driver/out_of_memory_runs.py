@@ -17,10 +17,7 @@ STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
 
 class FailAt(TorchDispatchMode):
-    """Raises torch.OutOfMemoryError at given operations, counted from 1 while it is active.
-
-    It counts what may allocate: neither views, exchanges, nor what DDP does with its buckets.
-    """
+    """Raises OutOfMemoryError at some of the operations that may allocate, counted from 1."""
 
     NO_MEMORY = ("c10d", "copy_", "mul.out", "zero_", "view", "detach", "div_", "as_strided")
 

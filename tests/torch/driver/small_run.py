@@ -34,10 +34,7 @@ CLIPS = Engine(_ROLLS_BACK._replace(clip=("fixed", FixedConfig(1e-3))))
 
 
 class Run:
-    """A linear model whose gradient depends on the batch only, wherever the weights are.
-
-    float64 makes movements exact to 1e-12.
-    """
+    """A linear model whose gradient depends on the batch only. float64 makes it exact to 1e-12."""
 
     def __init__(
         self,
@@ -102,7 +99,6 @@ def roll_back(driver: TorchDriver, saved: Any) -> None:
 
 def single_record(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
-    handle = driver.steps()
-    assert handle is not None
+    handle: Any = driver.steps()
     ((record,),) = handle.steps()
     return record

@@ -1,7 +1,4 @@
-"""With a `loss_fn` the weights are compared with earlier ones: damage is undone, data are not.
-
-Without one only weights that are not finite are rolled back.
-"""
+"""A `loss_fn` undoes damage and no data. Without one only non-finite weights are rolled back."""
 
 import json
 from typing import Any
@@ -159,10 +156,8 @@ def test_a_rate_that_is_too_high_from_the_start_is_limited(tmp_path):
         target = 0.1 * torch.randn(8, generator=torch.Generator().manual_seed(number))
         return (curvature * (weight - target).square()).sum() / 2 + 1.0
 
-    state, logging = (
-        {"weight": weight, "optimizer": optimizer},
-        Logging(events=tmp_path / "e.jsonl"),
-    )
+    state = {"weight": weight, "optimizer": optimizer}
+    logging = Logging(events=tmp_path / "e.jsonl")
     with Healer("default", state=state, logging=logging, loss_fn=loss_fn) as healer:
         for number in healer.batches(range(300)):
             loss = healer.loss(number)
@@ -386,11 +381,7 @@ DECAY = "optimizer.param_groups[0].weight_decay"
 
 
 class Decayed(Run):
-    """AdamW, with a weight decay by step number: it comes again when the steps are repeated.
-
-    `seen` are the values that the program has read between its steps, and `in_force` has the weight
-    decay of the last update of each step.
-    """
+    """AdamW whose weight decay depends on the step; `seen` and `in_force` record its values."""
 
     def __init__(self, until: int) -> None:
         super().__init__()

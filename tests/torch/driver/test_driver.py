@@ -87,8 +87,7 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
         for module, name in ((a, "one"), (b, "two"), (a, "one")):
             module(torch.ones(1)).backward()
             state[name].step()
-        handle = driver.steps()
-        assert handle is not None
+        handle: Any = driver.steps()
         return [(record.engine, record.step, record.loss) for record in handle.steps()[0]]
 
     driver.observe(2.0)
@@ -127,8 +126,7 @@ def test_each_of_many_steps_per_batch_has_its_record():
     run, driver = driven()
     for i in range(3 * MOST_PENDING):
         run.step(i, NAN if i == 5 else 1.0)
-    step = driver.steps()
-    assert step is not None
+    step: Any = driver.steps()
     ((*records,),) = step.steps()
     assert [each.step for each in records] == [*range(1, 3 * MOST_PENDING + 1)]
     assert [i for i, each in enumerate(records) if each.skip] == [5]
@@ -136,10 +134,7 @@ def test_each_of_many_steps_per_batch_has_its_record():
 
 
 def run(kind, folder, interrupt=-1):
-    """Steps of the checkpoints, and the weights.
-
-    The first optimizer stops after step 20 unless `kind` is `accumulates`.
-    """
+    """Steps of the checkpoints, and weights. Unless it accumulates, `first` stops after step 20."""
     torch.manual_seed(0)
     data = list(torch.randn(80, 6, 4))
     body, head = nn.Linear(4, 8), nn.Linear(8, 1)

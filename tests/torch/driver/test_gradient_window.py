@@ -114,10 +114,7 @@ def outcome(found: dict[str, Any]) -> Any:
     "every", [19, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
 def test_a_failure_at_any_operation_of_forward_and_backward(tmp_path, every):
-    """Also in the second batch of an accumulation: the first one is done again with it.
-
-    The outcome is bit for bit that of a run that was split from the beginning of that step.
-    """
+    """The result equals, to the bit, a run that was split from the start of that step."""
     fails_never = FailAt()
     whole = train(tmp_path, fails_never)
     assert whole["sizes"] == [[BATCH] * ACCUMULATED] * STEPS

@@ -45,10 +45,7 @@ def alike(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
 
 
 def test_one_rank_fails_anywhere(of: Of):
-    """The result equals a run that was split on all ranks from the start of that step.
-
-    With dropout, batch statistics and accumulation.
-    """
+    """The result equals a run that was split on all ranks from the start of that step."""
     names = [name for name in of("cases")[0] if name.startswith("rank 1 at ")]
     steps = set()
     for name in names:

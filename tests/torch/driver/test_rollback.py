@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
@@ -180,29 +179,3 @@ def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, 
         if scale == 1.0:
             assert torch.equal(moved, expected)
     assert [*driver.learning_rates().values()] == [only_rate(twin)]
-
-
-def test_each_optimizer_has_its_own_cut():
-    """A GAN's two: only the one that met the NaN is slowed down."""
-    generator, critic = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
-    optimizers = {"slow": SGD(generator.parameters(), lr=1.0), "fast": SGD(critic.parameters(), 4)}
-    driver = TorchDriver({"generator": generator, "critic": critic, **optimizers}, ROLLS_BACK)
-    store = driver.store(None)
-    store.save(0, driver.state(), healing=driver.engines())
-
-    def step(factor: float) -> list[float]:
-        moved = []
-        for module, optimizer, by in ((generator, "slow", factor), (critic, "fast", 1.0)):
-            before = module.weight.detach().clone()
-            module.weight.grad = torch.full_like(module.weight, by)
-            optimizers[optimizer].step()
-            moved.append((before - module.weight.detach()).mean().item())
-        return moved
-
-    assert step(NAN) == [0.0, pytest.approx(4.0)]
-    handle = driver.steps()
-    assert handle is not None
-    found = [(record.engine, record.lr_scale) for record in handle.steps()[0]]
-    assert found == [("slow", 0.5), ("fast", 1.0)]
-    roll_back(driver, store.restore(0, driver.state()))
-    assert step(1.0) == [pytest.approx(0.5), pytest.approx(4.0)]

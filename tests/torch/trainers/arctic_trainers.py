@@ -1,8 +1,4 @@
-"""A small trainer of ArcticTraining on a CPU.
-
-Its loop, callbacks, checkpoints and stop conditions are ArcticTraining's own. Only `__init__` is
-replaced, which loads a model and a tokenizer from a hub and compiles an optimizer for a GPU.
-"""
+"""ArcticTraining's own trainer on a CPU. Only `__init__` is replaced, which needs hub and GPU."""
 # pyright: reportMissingImports=false
 
 from collections.abc import Callable, Iterator

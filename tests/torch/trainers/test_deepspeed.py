@@ -74,10 +74,7 @@ def test_the_policy_sees_the_norm_of_the_whole_step_before_clipping(kind: str):
 
 
 def rollbacks(kind: str, root: Path, *, here: bool = True) -> Any:
-    """Rollbacks of a run with a bad batch, if it is bad `here`, and of one without.
-
-    Then step, batch and weights after the rollback, and the weights that the other run had there.
-    """
+    """Rollbacks, step, batch and weights of a run with a bad batch, and weights of one without."""
     counts, back, traces = list[int](), list[Any](), list[dict[tuple[int, int], str]]()
     for bad in (True, False):
         loop, trace = Loop(KINDS[kind]), {}

@@ -299,13 +299,12 @@ IN_EPOCHS = {"max_epochs": STEPS // BATCHES}
 IN_STEPS = {"max_steps": STEPS, "max_epochs": -1}
 
 
-def diverges(loader: Any, *callbacks: Any, **options: Any):
+def diverges(loader: Any, *callbacks: Any, **options: Any) -> Any:
     """Fits with a rate that warms up to one that is far too high; what came of it."""
     often: Any = {"save_every": 5, "rollback": {"probation": 5}}
     callback = LightningHealingCallback("pretraining", clip=None, **grouped(often))
     make, rows = lambda: Regression(rate=4.0, warmup=150), lambda: [shuffled(loader)]
     module, running = fit(callback, *callbacks, make=make, loaders=rows, **options)
-    assert callback.healer is not None
     return module, running, callback.healer
 
 
@@ -362,7 +361,7 @@ def test_a_rollback_into_an_epoch_with_another_accumulation():
     own.on_before_optimizer_step = lambda trainer, module, optimizer: (
         trainer.global_step == 17 and module.net[0].bias.grad.add_(next(faults, 0))
     )
-    callback = LightningHealingCallback(
+    callback: Any = LightningHealingCallback(
         checkpoints=Checkpoints(every=3),
         respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
         rollback={"probation": 4, "confirm": False, "skip_batches": 0},
@@ -388,13 +387,12 @@ def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]
 def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
     """The last step of the run is judged like the others."""
     # Not asked whether the model is worse, which NaN batches alone do not answer with yes.
-    callback = LightningHealingCallback(
+    callback: Any = LightningHealingCallback(
         checkpoints=Checkpoints(every=2),
         respond=[{"to": ["nonfinite"], "do": ["skip", "rollback"]}],
         rollback={"probation": 2, "confirm": False},
     )
     module, running = fit(callback, loaders=lambda: [StatefulDataLoader(data(10, bad=9), 8)])
-    assert callback.healer is not None
     assert callback.healer.rollbacks == 1
     assert all(each.inputs == each.inputs for each in module.seen[-3:]), "without the bad batch"
     assert module.seen[-1].index == 9, "Lightning counts it, for validation after an epoch"
