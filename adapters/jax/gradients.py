@@ -232,7 +232,7 @@ def make_signals(
     inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
     if "value" not in given and inactive:
         warnings.warn(
-            f"no loss reaches healcore, so {', '.join(inactive)} of the policy are inactive and "
+            f"no loss reaches healcore, so the policy's {', '.join(inactive)} cannot act and "
             "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
             stacklevel=3,  # the caller of tx.update, outside of jit
         )

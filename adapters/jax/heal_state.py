@@ -88,7 +88,7 @@ def step(
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
-    numbers = [each for each in leaves if isinstance(each, jax.Array | np.ndarray)]  # maybe traced
+    numbers = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]  # maybe traced
     rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
     return _step((structure, rest), numbers, state, signals, leaf_norms)
 
@@ -206,23 +206,23 @@ def _pack(numbers: Sequence[Any], last: tuple[Any, Sequence[Any]] | None = None)
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    if all(isinstance(each, np.ndarray | np.generic) for each in numbers):
-        return np.concatenate([_bits(each) for each in numbers])
-    found, start, places = [], 0, enumerate(numbers)
-    for is_scalar, group in itertools.groupby(places, lambda each: each[1].size == 1):
+    if all(isinstance(number, np.ndarray | np.generic) for number in numbers):
+        return np.concatenate([_bits(number) for number in numbers])
+    vectors, start, places = [], 0, enumerate(numbers)
+    for is_scalar, group in itertools.groupby(places, lambda place: place[1].size == 1):
         part = list(group)
         if not is_scalar:
-            found += [_bits(each) for _, each in part]
+            vectors += [_bits(number) for _, number in part]
         else:
             index = lax.iota(np.int32, len(part))
             vector = last[0][start : start + len(part)] if last else lax.full_like(index, 0)
-            for place, (i, each) in enumerate(part):
-                if last is None or each is not last[1][i]:
-                    scalar = jnp.broadcast_to(_bits(each), index.shape)
+            for place, (i, number) in enumerate(part):
+                if last is None or number is not last[1][i]:
+                    scalar = jnp.broadcast_to(_bits(number), index.shape)
                     vector = lax.select(index == place, scalar, vector)
-            found.append(vector)
-        start += sum(each.size for _, each in part)
-    return jnp.concatenate(found)
+            vectors.append(vector)
+        start += sum(number.size for _, number in part)
+    return jnp.concatenate(vectors)
 
 
 def _bits(number: Any) -> Any:
@@ -233,13 +233,13 @@ def _bits(number: Any) -> Any:
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:
-    found, start, vector = [], _STEP, state.heal_engine
+    values, start, vector = [], _STEP, state.heal_engine
     leaves, structure = jax.tree.flatten(engine.init(groups=_groups(state) or 0))
     for like in leaves:
         part = vector[start : start + like.size].reshape(like.shape)
-        found.append(_value(part, like.dtype))
+        values.append(_value(part, like.dtype))
         start += like.size
-    return structure.unflatten(found)
+    return structure.unflatten(values)
 
 
 def _value(bits: Any, dtype: Any) -> Any:
@@ -261,9 +261,9 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
     row = lax.dynamic_index_in_dim(records, newest, keepdims=False)
     names = (*RECORD_FIELDS, *Tally._fields)
     kinds = dict.fromkeys(names[RECORD_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
-    found = {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
-    found["loss"] = jnp.where(vector[_LOSS_SEEN] != 0, found["loss"], jnp.nan)
-    return record_metrics(found)
+    values = {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
+    values["loss"] = jnp.where(vector[_LOSS_SEEN] != 0, values["loss"], jnp.nan)
+    return record_metrics(values)
 
 
 def _row(new: EngineState) -> Any:
@@ -282,18 +282,18 @@ def _check(engine: Engine, state: Any) -> None:
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
     leaves = jax.tree.leaves(engine.init(groups=_groups(state) or 0))
-    needed, found = _STEP + sum(leaf.size for leaf in leaves), jnp.shape(state.heal_engine)[-1]
-    same = found == needed
+    needed, given = _STEP + sum(leaf.size for leaf in leaves), jnp.shape(state.heal_engine)[-1]
+    same = given == needed
     made_with = engine.fingerprint
     if same and made_with is not None and not isinstance(state.heal_engine, Tracer):
         made_with = np.asarray(state.heal_engine)[..., :_EDIT].astype(">i4").tobytes().hex()[:16]
         same = made_with in (engine.fingerprint, "0" * 16)
     if not same:
-        names = [name_of(each) for each in (made_with, engine.fingerprint)]
+        names = [name_of(fingerprint) for fingerprint in (made_with, engine.fingerprint)]
         optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
         raise HealStateError(
             f"this healing state belongs to another policy or release: the optimizer's policy is "
-            f"{optimizer}, and the policy passed here is {here} ({found} and {needed} numbers). "
+            f"{optimizer}, and the policy passed here is {here} ({given} and {needed} numbers). "
             "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
             'heal_zclip() write Healer("zclip"). To continue with another policy and reset its '
             "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
@@ -353,8 +353,8 @@ Kind = type | tuple[type, ...] | Callable[[Any], bool]
 def nodes(kind: Kind, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     """The path and node of every node of a kind in a tree."""
     matches = _matching(kind)
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
-    return [(path, node) for path, node in found if matches(node)]
+    nodes_and_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
+    return [(path, node) for path, node in nodes_and_paths if matches(node)]
 
 
 def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:

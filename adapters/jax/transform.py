@@ -77,9 +77,9 @@ def heal(
         True
     """
     check_keywords(heal, overrides)
+    _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
-    engine = engine_of(policy, overrides)
-    return _transformation(engine, axes, records)
+    return _transformation(engine_of(policy, overrides), axes, records)
 
 
 def heal_zclip(
@@ -109,11 +109,12 @@ def heal_zclip(
 
     Returns:
         A transformation; see `heal` for the keywords of its `update`. The numbers may be arrays, so
-        that ``optax.inject_hyperparams(heal_zclip)`` can schedule them.
+        that ``optax.inject_hyperparams(heal_zclip)`` can schedule them; their values are not
+        checked.
 
     Raises:
-        healcore.policy.PolicyError: an argument is out of range or not a number, or `target` is
-            unknown.
+        healcore.policy.PolicyError: a Python number is out of range, an argument is not a number,
+            or `target` is unknown.
 
     References:
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
@@ -199,6 +200,7 @@ def protect(
 
     Raises:
         TypeError: `inner` is not an optax transformation.
+        ValueError: `records` is not a whole number >= 1.
         HealStateError: from `init`, the policy cuts the learning rate and `inner` keeps a second
             iterate that the cut does not reach; see `scale_by_heal_lr`.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
@@ -217,6 +219,7 @@ def protect(
     """
     _check_optimizer(inner)
     check_keywords(protect, overrides)
+    _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
@@ -327,6 +330,11 @@ def _transformation(
         return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_records(records: int) -> None:
+    if not isinstance(records, int | np.integer) or records < 1:
+        raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:

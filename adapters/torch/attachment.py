@@ -167,8 +167,7 @@ def heal_optimizer(
     else:
         live_engine = HostEngine(core, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)
-    all_reduce = SignalAllReduce(ranks, home)
-    step = healed_step(optimizer, live_engine, measured, enforcer, all_reduce)
+    step = healed_step(optimizer, live_engine, measured, enforcer, SignalAllReduce(ranks, home))
     return Healing(step, engine_reason=reason)
 
 

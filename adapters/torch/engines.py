@@ -30,7 +30,7 @@ from healcore.core.decision import (
 )
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.errors import AttachError
-from healcore.core.numerics import LARGEST, leaves, map_leaves
+from healcore.core.numerics import PRODUCT_LIMIT, leaves, map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 
@@ -60,7 +60,7 @@ class StepOrder(NamedTuple):
 
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
-        skip, scale, lr_scale, action, groups = read(self[:5])
+        skip, scale, lr_scale, action, groups = to_host(self[:5])
         lr_scale = 1.0 if lr_scale is None else float(lr_scale)
         return StepOrder(bool(skip > 0), float(scale), lr_scale, int(action), groups)
 
@@ -167,7 +167,7 @@ class HostEngine(_StatefulEngine):
         `found_inf` is a GradScaler's flag, above 0 to skip the step, and `divisor` its scale if the
         gradients still contain the scale.
         """
-        *values, overflow = read((*signals, found_inf))
+        *values, overflow = to_host((*signals, found_inf))
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
         signals = signals._replace(externally_skipped=np.True_ if ignored else None)
@@ -352,7 +352,7 @@ class Namespace:
     @staticmethod
     def rounded_product(x: Any, y: Any) -> Tensor:
         """See `numerics`. Only a compiler fuses a product with an addition."""
-        return torch.clamp_max(x * y, LARGEST) if torch.compiler.is_compiling() else x * y
+        return torch.clamp_max(x * y, PRODUCT_LIMIT) if torch.compiler.is_compiling() else x * y
 
     def never(self, like: Tensor) -> Tensor:
         """False in the shape of `like`."""
@@ -388,7 +388,7 @@ class Namespace:
 # -- copies to the host ---------------------------------------------------------------------------
 
 
-def read(tensors: Sequence[Tensor | None]) -> list[Any]:
+def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
     """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
     present = [t for t in tensors if t is not None]
     devices = [t.device for t in present if not t.is_cpu]

@@ -34,7 +34,7 @@ class HealedStep:
 
     Attributes:
         attached: whether the replacement is active.
-        changes: undoes further changes at `detach`.
+        changes: undoes at `detach` what a trainer or wrapper has changed besides `step`.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
         on_judged: called at every judged step, before the optimizer's update.

@@ -12,21 +12,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from healcore.core.numerics import FLOAT32_MAX
 from healcore.core.signals import SignalError, Signals, check_scalar
 from healcore.torch import gradients
-from healcore.torch.engines import read
+from healcore.torch.engines import LiveEngine, to_host
 from healcore.torch.ranks import StepRanks
 
 SEARCH = 40
 """Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
 below 2^-23. At that scale only non-finite gradients overflow."""
-_LARGEST = torch.finfo(torch.float32).max
 
 
 class Measurer:
     """Collects the signals that the loop reports, and measures the gradients of one optimizer.
 
-    All signals are float32 on `home`, the device of the first parameter. `live`: its `LiveEngine`.
+    All signals are float32 on `home`, the device of the first parameter.
 
     Attributes:
         eval_loss: loss of an evaluation since the last step, or None.
@@ -38,7 +38,7 @@ class Measurer:
     """
 
     def __init__(
-        self, live: Any, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
+        self, live: LiveEngine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
     ) -> None:
         self._live, self.engine = live, live.engine
         self.home = home
@@ -142,7 +142,7 @@ class StepNorms(NamedTuple):
         """
         whole = gradients.whole_norms(self.norms, self.params)
         stacked = gradients.norm_vector(whole, whole[0].device)
-        values, divisor = read([stacked, self.grad_divisor])
+        values, divisor = to_host([stacked, self.grad_divisor])
         with np.errstate(all="ignore"):
             return values if divisor is None else values / divisor
 
@@ -202,7 +202,7 @@ class LossMean:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,
             # because NumPy lacks some dtypes of torch.
             value = float(loss.double().numpy() if isinstance(loss, Tensor) else loss) * weight
-            if abs(value) > _LARGEST:
+            if abs(value) > FLOAT32_MAX:
                 value *= math.inf  # `fill_` would raise, but any other cast gives infinity
         if self.weight:
             self._total.add_(value)

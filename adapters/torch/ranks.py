@@ -67,6 +67,10 @@ class StepRanks:
                 f"got {type(group).__name__}: leave it out for the ranks of the parameters, or "
                 "pass None if every rank has the same loss and the same gradients"
             )
+        if pp_mesh is not None and not (_is_mesh(pp_mesh) and pp_mesh.ndim == 1):
+            raise AttachError(
+                f"pp_mesh is a DeviceMesh of one dimension, got {pp_mesh!r:.80}: pass mesh['pp']"
+            )
         self._params = params
         self._pp_mesh = pp_mesh
         self.group: Any = None
@@ -139,11 +143,6 @@ class StepRanks:
     def _pipeline(self) -> Any:
         """The mesh of the pipeline stages, given or found, or None."""
         if self._pp_mesh is not None:
-            if not _is_mesh(self._pp_mesh) or self._pp_mesh.ndim != 1:
-                raise AttachError(
-                    f"pp_mesh is a DeviceMesh of one dimension, got {self._pp_mesh!r:.80}: pass "
-                    'mesh["pp"]'
-                )
             return self._pp_mesh
         if self.group is not None:
             for root in _root_meshes(self._params):
@@ -172,8 +171,7 @@ class StepRanks:
 
 def _group_of(params: Sequence[Tensor]) -> Any:
     """The group of the ranks of the largest root mesh of the parameters, or the default group."""
-    roots = _root_meshes(params)
-    largest = max(roots, key=lambda root: len(_ranks_of(root)), default=None)
+    largest = max(_root_meshes(params), key=lambda root: len(_ranks_of(root)), default=None)
     return dist.group.WORLD if largest is None else _group_of_mesh(largest)
 
 
@@ -329,8 +327,7 @@ class SignalAllReduce:
         kinds = [device.type for device in self.ranks.group._device_types]
         device = self._home
         if kinds and device.type not in kinds:
-            current = torch.get_device_module(kinds[0]).current_device()
-            device = torch.device(kinds[0], current)
+            device = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
         return packed.to(self._home, non_blocking=True)

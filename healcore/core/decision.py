@@ -267,7 +267,7 @@ def evidence(
     usual = np.zeros_like(norms) if usual is None else usual
     with np.errstate(all="ignore"):
         ratios = np.where(usual > 0, norms / usual, 0.0)
-    ratios[~(norms <= numerics.HUGE)] = np.inf  # NaN and overflow need no usual norm
+    ratios[~(norms <= numerics.SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm
     worst = np.argsort(-ratios, kind="stable")[:_MAX_EVIDENCE]
     return tuple(
         Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO

@@ -11,8 +11,8 @@ The arithmetic gives the same bits in NumPy, XLA and torch: docs/parity.md.
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
 * ``x - x`` is a zero with the shape and dtype of a finite array ``x``, in every backend.
-* torch's CPU ``sqrt`` is one ulp off in a fifth of all cases. Comparisons square instead, and the
-  torch namespace rounds a root correctly.
+* torch's CPU ``sqrt`` may be one ulp off. Comparisons square instead, and the torch namespace
+  rounds a root correctly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ TINY = 1e-12  # smaller signals become 0, so that no square is subnormal
 
 FLUSH = 1e-30  # smaller state becomes 0; far above the subnormals that XLA flushes
 
-HUGE = 1e15  # detectors see larger norms and losses as this, so that squares stay finite
+SIGNAL_LIMIT = 1e15  # limit of norms and losses for detectors, so that squares stay finite
 
-MAX = float(np.finfo(np.float32).max)
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
-LARGEST = 1e38
+PRODUCT_LIMIT = 1e38
 
 
 def and_not(a: Any, b: Any) -> Any:
@@ -59,7 +59,7 @@ def product(a: Any, b: Any, *, xp: Any) -> Any:
     """
     if hasattr(xp, "rounded_product"):
         return xp.rounded_product(a, b)
-    return xp.minimum(a * b, LARGEST)
+    return xp.minimum(a * b, PRODUCT_LIMIT)
 
 
 def quotient(a: Any, b: Any, *, xp: Any) -> Any:
@@ -89,13 +89,13 @@ def complement(decay: Any, like: Any) -> Any:
     return (like - like + 1.0) - decay
 
 
-def split(x: Any, low: float, high: float, other: Any = 0.0, *, xp: Any) -> tuple[Any, Any]:
-    """`x` limited to HUGE, and whether `x` is bad: NaN or not from `low` to `high`.
+def sanitized(x: Any, low: float, high: float, other: Any = 0.0, *, xp: Any) -> tuple[Any, Any]:
+    """`x` limited to SIGNAL_LIMIT, and whether `x` is bad: NaN or not from `low` to `high`.
 
     Values below TINY become 0; `other` replaces bad values.
     """
     bad = xp.clip(x, low, high) != x
-    x = xp.clip(xp.where(bad, other, x), -HUGE, HUGE)
+    x = xp.clip(xp.where(bad, other, x), -SIGNAL_LIMIT, SIGNAL_LIMIT)
     return _without_small(x, TINY, xp=xp), bad
 
 
@@ -193,9 +193,9 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def pick(condition: Any, old: Any, new: Any, *, xp: Any) -> Any:
-    """Returns `where(condition, old, new)`; `new` may have more trailing axes than `condition`."""
-    if old is new:
-        return new
-    trailing = (None,) * (new.ndim - condition.ndim)
-    return xp.where(condition[(..., *trailing)] if trailing else condition, old, new)
+def select(condition: Any, if_true: Any, if_false: Any, *, xp: Any) -> Any:
+    """Returns `where(...)`; `if_false` may have more trailing axes than `condition`."""
+    if if_true is if_false:
+        return if_false
+    trailing = (None,) * (if_false.ndim - condition.ndim)
+    return xp.where(condition[(..., *trailing)] if trailing else condition, if_true, if_false)

@@ -17,11 +17,12 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.numerics import FLOAT32_MAX
+
 NONE = "none"
 """Value of an absent limit in TOML, which has no null."""
 
 _SMALLEST = float(np.finfo(np.float32).tiny)
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 class RuleBroken(ValueError):
@@ -81,7 +82,7 @@ def number(
             result = float(value)
         except OverflowError:
             result = math.inf
-        fits = result == 0 or _SMALLEST <= abs(result) <= _LARGEST
+        fits = result == 0 or _SMALLEST <= abs(result) <= FLOAT32_MAX
         if not (fits and inside(result) and inside(to_float32(result))):
             raise RuleBroken(f"{rule}, also as a float32")
         return result
@@ -149,8 +150,7 @@ def listed(kind: Value, *, empty: bool = False) -> Value:
             except RuleBroken as error:
                 raise RuleBroken(error.rule, error.choices, i) from error
             if entry in value[:i]:
-                repeated = "in the list once; this is a repetition"
-                raise RuleBroken(repeated, tuple(value[:i]), i)
+                raise RuleBroken("in the list once; this is a repetition", tuple(value[:i]), i)
         return tuple(value)
 
     return Value(rule, check)

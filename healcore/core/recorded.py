@@ -143,13 +143,13 @@ class Tape:
 
     def minimum(self, a: Any, b: Any) -> Any:
         """`numpy.minimum`; a Python number takes the dtype of the other operand."""
-        return self._smallest("<", np.minimum, a, b)
+        return self._extreme("<", np.minimum, a, b)
 
     def maximum(self, a: Any, b: Any) -> Any:
         """`numpy.maximum`; a Python number takes the dtype of the other operand."""
-        return self._smallest(">", np.maximum, a, b)
+        return self._extreme(">", np.maximum, a, b)
 
-    def _smallest(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
+    def _extreme(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if any(isinstance(_sample(each), np.ndarray) for each in (a, b)):
             return self.call(function, a, b)

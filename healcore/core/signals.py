@@ -48,7 +48,7 @@ class Signals(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Signals limited to HUGE, with NaN and Inf replaced, and flags for the replaced values."""
+    """Signals limited to SIGNAL_LIMIT, with NaN and Inf replaced, and flags for those replaced."""
 
     loss: Any
     grad_norm: Any
@@ -69,25 +69,27 @@ def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp:
     """Separates finite values from others, once for all detectors.
 
     `last` has the loss and norm that replace bad ones; 0 replaces a norm that the policy clips. No
-    float32 factor clips a gradient above HUGE, so such a norm is bad if the policy clips.
+    float32 factor clips a gradient above SIGNAL_LIMIT, so such a norm is bad if the policy clips.
     """
-    most = numerics.HUGE if clips else numerics.MAX
+    most = numerics.SIGNAL_LIMIT if clips else numerics.FLOAT32_MAX
     loss = grad_norm = group_norms = update_norm = eval_loss = None
     bad_loss = bad_grad = bad_update = has_eval = None
-    split = functools.partial(numerics.split, xp=xp)
+    sanitized = functools.partial(numerics.sanitized, xp=xp)
     if signals.loss is not None:
-        loss, bad_loss = split(signals.loss, -numerics.MAX, numerics.MAX, last.loss)
+        loss, bad_loss = sanitized(
+            signals.loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX, last.loss
+        )
     if signals.grad_norm is not None:
         other = 0.0 if clips else last.grad_norm
-        grad_norm, bad_grad = split(signals.grad_norm, _LEAST_NORM, most, other)
+        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other)
     if signals.group_norms is not None:
-        group_norms, bad = split(signals.group_norms, _LEAST_NORM, most)
+        group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, most)
         any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
     if signals.update_norm is not None:
-        update_norm, bad_update = split(signals.update_norm, _LEAST_NORM, numerics.MAX)
+        update_norm, bad_update = sanitized(signals.update_norm, _LEAST_NORM, numerics.FLOAT32_MAX)
     if signals.eval_loss is not None:
-        eval_loss, bad = split(signals.eval_loss, -numerics.MAX, numerics.MAX)
+        eval_loss, bad = sanitized(signals.eval_loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX)
         has_eval = ~bad
     found = [each for each in (bad_loss, bad_grad, bad_update) if each is not None]
     bad = numerics.shared(functools.reduce(operator.or_, found), xp=xp)

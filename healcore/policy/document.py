@@ -79,8 +79,7 @@ class When(NamedTuple):
         if bool(self.count) != bool(self.within):
             present, absent = ("count", "within") if self.count else ("within", "count")
             rule = f"together with {absent}: a number of hits, and a window in steps"
-            example = "when = { count = 5, within = 100 }"
-            yield (present,), getattr(self, present), rule, example
+            yield (present,), getattr(self, present), rule, "when = { count = 5, within = 100 }"
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,7 @@ def keys_of(table: type) -> dict[str, Key]:
 def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
     """Reads a document. Returns the table, or None and the problems."""
     reader = _Reader()
-    table = reader.table(root, data, ())
-    return table, tuple(reader.problems)
+    return reader.table(root, data, ()), tuple(reader.problems)
 
 
 class _Reader:

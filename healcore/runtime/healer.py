@@ -76,6 +76,7 @@ class Healer(Generic[State]):
 
     In JAX, with `protect` or `heal` in the optimizer:
 
+        with Healer("default", state=state, store="checkpoints", loss_fn=loss_fn) as healer:
             for batch in healer.batches(loader):
                 state = healer.update(train_step(healer.state, batch))
 
@@ -263,11 +264,15 @@ class Healer(Generic[State]):
             An iterator. Its `len` counts the batches of all passes, also after a restart.
 
         Raises:
-            DataError: `epoch` cannot be the next epoch of the loader.
+            ValueError: `epochs` is not a whole number >= 1.
+            DataError: from the first `next`; the loader cannot be iterated over, `epoch` cannot be
+                its next epoch, or an iterator is asked for several epochs.
             RunStopped: the policy ends the run.
             Terminated: SIGTERM was received; the current step is finished and the run saved.
             EndRequested: the stop file exists; the current step is finished and the run saved.
         """
+        if epochs is not None and (type(epochs) is not int or epochs < 1):
+            raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
         return Batches(self._live.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
@@ -297,7 +302,7 @@ class Healer(Generic[State]):
             RunStopped: a single sample does not fit, or `budget.shrinks` is exhausted.
             MicrobatchError: the loop does not enter each part with `with part:`.
         """
-        return self._live.memory.parts(batch, count=count)
+        return self._live.out_of_memory.parts(batch, count=count)
 
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
@@ -357,7 +362,7 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        weight = 1.0 if run.memory.part is None else run.memory.part.weight
+        weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts

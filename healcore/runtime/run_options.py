@@ -98,7 +98,7 @@ class HostPolicy(NamedTuple):
 
 # -- options ---------------------------------------------------------------------------------------
 
-Batch = tuple[int, int]
+BatchKey = tuple[int, int]
 """Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""
 
 
@@ -119,7 +119,7 @@ class IncidentContext(NamedTuple):
     """Name of the optimizer if the state has several, or an empty string."""
     evidence: tuple[Evidence, ...] = ()
     """Tensors whose gradients were not finite or stood out, the worst first."""
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[BatchKey, ...] = ()
     """Ids of the step's batches."""
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
-from healcore.core.numerics import map_leaves, pick
+from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
 from tests.core import fuzz
 from tests.core.reference import engine as reference
@@ -115,7 +115,7 @@ def growing_run(
 
 def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
     """The state with these lanes of `new`, and the others of `old`."""
-    return map_leaves(lambda a, b: pick(lanes, a, b, xp=np), new, old)
+    return map_leaves(lambda a, b: select(lanes, a, b, xp=np), new, old)
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:

@@ -49,7 +49,7 @@ def test_a_loss_that_is_no_number_is_skipped_where_a_rule_orders_it():
         assert decision.cause == Cause.NONFINITE_LOSS
 
 
-def test_in_a_row():
+def test_a_rule_fires_after_hits_in_a_row_or_within_a_window():
     rule = RuleConfig(NOT_FINITE, action=ROLLBACK, consecutive=3)
     assert fired(rule, bad(9, 1, 2, 4, 5, 6, 7)) == [6]
     # KempnerForge's detector, which counts consecutive steps, misses this for 199 steps.
@@ -105,7 +105,7 @@ def scales(steps: int, config) -> np.ndarray:
     return np.array([d.lr_scale for d in Runner(config).feed(loss=bad(steps, 2))])
 
 
-def test_the_whole_way():
+def test_a_cut_rate_is_held_and_then_ramps_up_to_one():
     # Cut at 2; open until 4 (three quiet steps); held for four; then five steps up.
     expected = [1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1]
     np.testing.assert_allclose(scales(15, CUTS), expected, rtol=1e-6)

@@ -122,7 +122,7 @@ def check(quoted: str, printed: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "quoted"), FRESH, ids=[command for command, _ in FRESH])
-def test_output(command, quoted, tmp_path):
+def test_an_example_prints_what_its_page_quotes(command, quoted, tmp_path):
     printed = "".join(output(command, cwd=tmp_path))
     check(quoted, printed)
     if command.endswith("healer"):

@@ -111,6 +111,8 @@ def test_used_where_it_cannot_be():
         healer.update(None)
     with pytest.raises(RuntimeError, match="has ended"):
         next(healer.batches([1]))
+    with pytest.raises(ValueError, match="epochs is a whole number >= 1, or None"):
+        healer.batches([1], epochs=0)
     with pytest.raises(RuntimeError, match="opened once"), healer:
         pass
     with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):

@@ -34,7 +34,7 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_completed(framework, tmp_path):
+def test_a_completed_run_saves_its_last_state(framework, tmp_path):
     train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["step"], found["incidents"]) == ("completed", 12, 0)

@@ -71,7 +71,7 @@ NASTY = "a\x1b]52;c;aGk=\x07b\x1b[2Jc\x9b31md\u202ee\u2066f\x7fg\u200bh"
 EXECUTED = "\x1b\x07\x9b\u202e\u2066\x7f\u200b\x90\x9d"
 
 
-def test_cleaned():
+def test_control_characters_are_escaped():
     with pytest.raises(PolicyError) as wrong:
         load(NASTY)
     assert not {*str(wrong.value)} & {*EXECUTED}

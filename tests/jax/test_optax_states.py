@@ -191,7 +191,7 @@ def test_a_skipped_step_after_the_cut_changes_nothing_and_the_reset_waits():
 
 
 @pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
-def test_otherwise_they_stay(policy: EngineConfig):
+def test_moments_stay_without_an_order_to_reset_them(policy: EngineConfig):
     state = states(policy)[-1].inner_state
     assert int(optax.tree.get(state, "count")) == MANY - (policy is SKIPS_TOO)
 

@@ -3,6 +3,7 @@
 import doctest
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,6 +58,9 @@ PARAMS = {"w": jnp.ones(4)}
 def test_protect_takes_a_transformation(inner, got):
     with pytest.raises(TypeError, match=f"got {got}"):
         protect(inner)
+    for wrap in (heal, partial(protect, optax.sgd(0.1))):
+        with pytest.raises(ValueError, match="records is a number of steps >= 1"):
+            wrap(records=0)
 
 
 @pytest.mark.parametrize("name", ["z_threshold", "ema_decay", "warmup_steps", "max_norm"])

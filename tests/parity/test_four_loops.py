@@ -219,7 +219,7 @@ def test_the_signals_bring_every_kind_of_decision(expected: list[Decision]):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_same_decisions(loop: str, policy: Path, expected: list[Decision]):
+def test_each_loop_decides_as_the_engine(loop: str, policy: Path, expected: list[Decision]):
     found = LOOPS[loop](policy)
     assert len(found) == STEPS
     assert flags(found) == flags(expected)

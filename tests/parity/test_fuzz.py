@@ -50,7 +50,7 @@ def test_the_same_bits_in_numpy_jax_and_torch(name):
 @pytest.mark.stress
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", [*policies.CLIPS, *policies.PUBLISHED])
-def test_more_of_it(name, seed):
+def test_backends_agree_on_long_random_traces(name, seed):
     groups, lanes = groups_of(name), 100 if name == "autoclip" else 1000
     config = policies.full(name) if name in policies.CLIPS else policies.only(name)
     trace = fuzz.signals(np.random.default_rng(1000 + seed), 1000, lanes, groups=groups)

@@ -29,6 +29,7 @@ def steps(heal: Any) -> int:
         (Linear(2, 2), {}, AttachError, "whose step"),
         (None, {"engine": "gpu"}, AttachError, "engine"),
         (None, {"scaler": 1024.0}, AttachError, "scaler"),
+        (None, {"pp_mesh": 3}, AttachError, "pp_mesh is a DeviceMesh of one dimension, got 3"),
         (None, {"clip": {"max_norm": -1}}, PolicyError, "clip"),
     ],
     ids=lambda value: type(value).__name__,

@@ -54,7 +54,7 @@ class JaxDriver(Driver):
         self._live = live_state_of(state)
         tree = self._live.read()
         self._engines = in_state.find_engines(tree, self._live.trained(), self._engine)
-        self._weights = JaxWeights(self._live, [each.candidates for each in self._engines])
+        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
         self._not_finite = set(self.nonfinite_weights())
@@ -66,7 +66,7 @@ class JaxDriver(Driver):
         self._marks: VoteMarks | None = None
         """Created by the first `request_vote` in a program of several processes."""
         self._ranks: Ranks | None = None
-        poisoned = any(each.skip_state == () for each in accumulators)
+        poisoned = any(accumulator.skip_state == () for accumulator in accumulators)
         if poisoned and self._engine.mode != "observe":
             self.warnings.append(
                 "optax.MultiSteps wraps protect: a NaN micro-batch stays in its accumulator "
@@ -109,7 +109,7 @@ class JaxDriver(Driver):
                 self._states()  # raises if a state of another class has replaced a healing state
             if self._edit_is_new:  # one sync, in the first update after an edit
                 edits = in_state.edit_numbers(self._states())
-                self._edit_is_new = any(each != self._edit for each in edits)
+                self._edit_is_new = any(edit != self._edit for edit in edits)
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
         except HealStateError:
@@ -153,11 +153,11 @@ class JaxDriver(Driver):
         """Returns engine name -> `Engine.to_dict`. One sync."""
         tree = self._live.read()
         states = [
-            heal_state.engine_state(self._engine, in_state.state_at(tree, each.path))
-            for each in self._engines
+            heal_state.engine_state(self._engine, in_state.state_at(tree, entry.path))
+            for entry in self._engines
         ]
         pairs = zip(self._engines, jax.device_get(states), strict=True)
-        return {each.name: self._engine.to_dict(state) for each, state in pairs}
+        return {entry.name: self._engine.to_dict(state) for entry, state in pairs}
 
     def load(
         self,
@@ -175,7 +175,7 @@ class JaxDriver(Driver):
 
     def moments_obstacle(self) -> str:
         """Reason why moments cannot be reset, or an empty string."""
-        return moments_obstacle(self._live.read(), [each.path for each in self._engines])
+        return moments_obstacle(self._live.read(), [entry.path for entry in self._engines])
 
     def may_save(self, patience: int | None = None) -> bool:
         """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
@@ -211,21 +211,21 @@ class JaxDriver(Driver):
 
     def settings(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
-        found = jax.device_get(injected_hyperparameters(self._live.read()))
-        short = [path.rpartition("['")[2].removesuffix("']") for path in found]
-        names = short if len(set(short)) == len(short) else list(found)
+        injected = jax.device_get(injected_hyperparameters(self._live.read()))
+        short = [path.rpartition("['")[2].removesuffix("']") for path in injected]
+        names = short if len(set(short)) == len(short) else list(injected)
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
-        values = [json_setting(float(str(each))) for each in found.values()]
+        values = [json_setting(float(str(value))) for value in injected.values()]
         dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
-        found = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
-        return {**dict(zip(names, values, strict=True)), **found}
+        others = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
+        return {**dict(zip(names, values, strict=True)), **others}
 
     def learning_rates(self) -> dict[str, float | None]:
         """The injected rate if there is one, or else what each last update received. One sync."""
-        found = {float(rate) for rate in injected_rates(self._live.read())}
+        injected = {float(rate) for rate in injected_rates(self._live.read())}
         rates = {n: each["state"]["lr"]["rate"] for n, each in self.engines().items()}
-        if found:
-            return dict.fromkeys(rates, found.pop() if len(found) == 1 else None)
+        if injected:
+            return dict.fromkeys(rates, injected.pop() if len(injected) == 1 else None)
         # 1.0 if none was passed
         return {n: None if rate in (0.0, 1.0) else rate for n, rate in rates.items()}
 
@@ -258,11 +258,11 @@ class JaxDriver(Driver):
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
-        return [in_state.state_at(roots, each.path) for each in self._engines]
+        return [in_state.state_at(roots, entry.path) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
         """The array with each engine's counters. Each step replaces these arrays."""
-        return [array_of(each.heal_engine) for each in self._states()]
+        return [array_of(state.heal_engine) for state in self._states()]
 
     def _all_polled(self) -> bool:
         return not _differ(self._counters(), self._last_counters)

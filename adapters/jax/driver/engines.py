@@ -61,7 +61,7 @@ def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
     # The parameters of an engine inside a mask or partition may be no subtree.
     masks = [p for p, _ in nodes((optax.MaskedState, optax.transforms.PartitionState), tree)]
-    found = []
+    engines = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
         if jnp.ndim(state.heal_engine) > 1:
             raise HealStateError(
@@ -83,8 +83,8 @@ def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
             for place, part in parts.items()
             if not (_within(place, optimizers) or _within(path, masks))
         )
-        found.append(EngineEntry(name, path, names, outside))
-    return found
+        engines.append(EngineEntry(name, path, names, outside))
+    return engines
 
 
 def state_at(root: Any, path: Path) -> HealState:
@@ -108,9 +108,9 @@ def with_engines(
 
     Raises StateError if a state belongs to another policy or model, or the run has no such engine.
     """
-    paths = {each.name: each.path for each in engines}
+    paths = {engine.name: engine.path for engine in engines}
     check_engines(data, paths)
-    states = {name: engine.from_dict(each) for name, each in data.items()}
+    states = {name: engine.from_dict(state) for name, state in data.items()}
     new = {}
     for name, state in states.items():
         live = state_at(tree, paths[name])
@@ -144,8 +144,8 @@ def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
 
 def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    found = [heal_state.edit_number(array_of(each.heal_engine)) for each in states]
-    return [int(each) for each in jax.device_get(found)]
+    numbers = [heal_state.edit_number(array_of(state.heal_engine)) for state in states]
+    return [int(number) for number in jax.device_get(numbers)]
 
 
 # -- tensors of an engine -----------------------------------------------------------------------
@@ -196,7 +196,7 @@ def _tensor_names(
 
 
 def _within(path: Path, others: Sequence[Path]) -> bool:
-    return any(path[: len(each)] == each for each in others)
+    return any(path[: len(other)] == other for other in others)
 
 
 def _name(key: Any) -> str:
@@ -227,8 +227,8 @@ class Read(NamedTuple):
 def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
     """Begins to copy each engine's `Read`; the states may be donated then. The result waits."""
     arrays = [
-        tuple(map(array_of, (each.heal_engine, each.heal_records, each.heal_leaf_norms)))
-        for each in states
+        tuple(map(array_of, (state.heal_engine, state.heal_records, state.heal_leaf_norms)))
+        for state in states
     ]
     shapes = [(records.shape, norms.size) for _, records, norms in arrays]
     copied = _pack(arrays)
@@ -236,13 +236,13 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
 
     @functools.cache
     def read() -> list[Read]:
-        packed, found = np.asarray(copied), []
+        packed, results = np.asarray(copied), []
         for shape, tensors in shapes:
             end = 1 + math.prod(shape)
             rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
-            found.append(Read(int(packed[0]), rows, norms.view(np.float32)))
+            results.append(Read(int(packed[0]), rows, norms.view(np.float32)))
             packed = packed[end + tensors :]
-        return found
+        return results
 
     return read
 
@@ -334,7 +334,7 @@ class StepReader:
             # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
             changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
         if not self._was_taken(changed):
-            return [[each._replace(taken=False) for each in steps[0]]]
+            return [[record._replace(taken=False) for record in steps[0]]]
         return steps
 
     def _add(
@@ -351,7 +351,7 @@ class StepReader:
                     self._usual_norms[engine.name] = new.norms
             steps[(number - first) * len(steps) // (new.step - first)].append(record)
         for records in steps:
-            if not any(each.engine == engine.name for each in records):
+            if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The order in the last row was handled already.
                 idle = unpack_record(new.row(new.step), engine.name).unjudged()

@@ -133,7 +133,7 @@ class GradientWindow:
 
     def accumulating(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
-        return any(each.in_progress for each in self._accumulations)
+        return any(accumulation.in_progress for accumulation in self._accumulations)
 
     def begin_window(self) -> None:
         """Saves the state at the start of a window."""
@@ -150,8 +150,8 @@ class GradientWindow:
         """Drops gradients and observed losses; restores random states and batch statistics."""
         for accumulation in self._accumulations:
             accumulation.clear()
-        for each in self._statistics:
-            each.end(True)
+        for statistics in self._statistics:
+            statistics.end(True)
         self._generators.load_state_dict(self._random)
         free_graphs(held, since=self._node)
         held.clear()
@@ -162,15 +162,15 @@ class GradientWindow:
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
         """How the ranks' replicas repeat a window together, or the reason why they cannot."""
         assert isinstance(ranks, GlooRanks)
-        healings = [each.healing for each in self._accumulations]
-        optimizers = [each.optimizer for each in healings]
-        params = [p for each in optimizers for p in gradients.parameters(each)]
+        healings = [accumulation.healing for accumulation in self._accumulations]
+        optimizers = [healing.optimizer for healing in healings]
+        params = [p for optimizer in optimizers for p in gradients.parameters(optimizer)]
         modules = replicas(params, self._modules)
-        step_ranks = [each.healed_step.all_reduce.ranks for each in healings]
+        step_ranks = [healing.healed_step.all_reduce.ranks for healing in healings]
         why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
         if why_not:
             return why_not
-        found = [each for each in modules if isinstance(each, DistributedDataParallel)]
+        found = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._shared = DDPGradients(found, optimizers, ranks)
         return self._shared
 
@@ -185,7 +185,7 @@ class GradientWindow:
         A GradScaler's update() replaces the records, even if it has called no optimizer.
         """
         records = getattr(self._scaler, "_per_optimizer_states", None)
-        return sum(each.steps for each in self._accumulations), records
+        return sum(accumulation.steps for accumulation in self._accumulations), records
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
@@ -198,18 +198,18 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
         values: tensors, containers of tensors, or other objects, which are ignored.
         since: lowest sequence number of the graph nodes to free.
     """
-    for each in _tensors(values, _DEPTH):
-        if each.grad_fn is not None and each.grad_fn._sequence_nr() >= since:
+    for tensor in _tensors(values, _DEPTH):
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
             with suppress(RuntimeError):  # a view
-                each.detach_()
+                tensor.detach_()
 
 
 def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
-    for each in values:
-        if isinstance(each, Tensor):
-            yield each
-        elif depth and isinstance(each, (Mapping, list, tuple)) and len(each) <= _MOST:
-            inner = each.values() if isinstance(each, Mapping) else each
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif depth and isinstance(value, (Mapping, list, tuple)) and len(value) <= _MOST:
+            inner = value.values() if isinstance(value, Mapping) else value
             yield from _tensors(list(inner), depth - 1)
 
 
@@ -226,33 +226,33 @@ def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: 
         modules: all modules that the run trains, with their submodules.
         members: the ranks that vote, in the default group.
     """
-    if any(each.has_parts for each in ranks):
+    if any(rank.has_parts for rank in ranks):
         return (
             _WAITING + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
             "pipeline), which exchange them in the forward and backward passes"
         )
-    for each in modules:
-        kind = type(each).__name__
-        if isinstance(each, nn.SyncBatchNorm):
+    for module in modules:
+        kind = type(module).__name__
+        if isinstance(module, nn.SyncBatchNorm):
             return _WAITING + "SyncBatchNorm exchanges batch statistics in the forward pass"
         if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
             return _WAITING + f"{kind} communicates in forward and backward passes"
-        if not isinstance(each, DistributedDataParallel):
+        if not isinstance(module, DistributedDataParallel):
             continue
         if (
-            each.static_graph
-            or each.mixed_precision is not None
-            or each._delay_all_reduce_params
-            or each._use_python_reducer
-            or each._join_config.enable
-            or each._comm_hooks
-            or hasattr(each, "buffer_hook")
+            module.static_graph
+            or module.mixed_precision is not None
+            or module._delay_all_reduce_params
+            or module._use_python_reducer
+            or module._join_config.enable
+            or module._comm_hooks
+            or hasattr(module, "buffer_hook")
         ):
             return (
                 _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
                 "mixed_precision, join(), a communication hook or another reducer"
             )
-        if not set(dist.get_process_group_ranks(each.process_group)) <= set(members):
+        if not set(dist.get_process_group_ranks(module.process_group)) <= set(members):
             return (
                 _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
                 "pass its group, Healer(..., attach={'process_group': group})"
@@ -267,11 +267,11 @@ def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Mo
     """
     trained = {*map(id, params)}
     found = {id(m): m for root in roots for m in root.modules()}
-    for each in gc.get_objects():
-        if not issubclass(type(each), DistributedDataParallel) or id(each) in found:
+    for module in gc.get_objects():
+        if not issubclass(type(module), DistributedDataParallel) or id(module) in found:
             continue
-        if any(id(p) in trained for p in each.parameters()):
-            found.update((id(m), m) for m in each.modules())
+        if any(id(p) in trained for p in module.parameters()):
+            found.update((id(m), m) for m in module.modules())
     return [*found.values()]
 
 
@@ -299,8 +299,8 @@ class DDPGradients:
         self._ranks = ranks
         self._params: list[list[Tensor]] = []
         """The parameters that each module reduces."""
-        for each in modules:
-            named, ignored = each.module.named_parameters(), each.parameters_to_ignore
+        for module in modules:
+            named, ignored = module.module.named_parameters(), module.parameters_to_ignore
             self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
         self._syncs = [True] * len(modules)
         """Whether the loop wants each module's gradients reduced after this batch."""
@@ -308,7 +308,7 @@ class DDPGradients:
         """Whether each module was to broadcast its buffers at the start of the window."""
         self._within_batch = False
         check: Any = torch.compiler.disable(self._check_step)
-        self._handles = [each.register_step_pre_hook(check) for each in optimizers]
+        self._handles = [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
 
     def begin_batch(self, *, first: bool) -> None:
         """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges.
@@ -318,13 +318,13 @@ class DDPGradients:
         if self._within_batch:  # the loop has left the last batch early
             self._end_batch(self._broadcasts)
         if first:
-            self._broadcasts = [each.require_forward_param_sync for each in self._modules]
-        self._syncs = [each.require_backward_grad_sync for each in self._modules]
+            self._broadcasts = [module.require_forward_param_sync for module in self._modules]
+        self._syncs = [module.require_backward_grad_sync for module in self._modules]
         self._within_batch = True
-        for each in self._modules:
-            if each.will_sync_module_buffers():
-                each._sync_buffers()
-            each.require_forward_param_sync = each.require_backward_grad_sync = False
+        for module in self._modules:
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = module.require_backward_grad_sync = False
 
     @torch.no_grad()
     def end_batch(self, failed: bool) -> bool:
@@ -342,8 +342,8 @@ class DDPGradients:
         if votes[0]:
             return True
         sums: list[Any] = []
-        for each, params, reduces in zip(self._modules, self._params, syncs, strict=True):
-            group = each.process_group
+        for module, params, reduces in zip(self._modules, self._params, syncs, strict=True):
+            group = module.process_group
             for p in params:
                 if not next(used) or not reduces:
                     continue
@@ -364,9 +364,9 @@ class DDPGradients:
 
     def _end_batch(self, broadcasts: list[bool]) -> None:
         self._within_batch = False
-        for each, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
-            each.require_backward_grad_sync = syncs
-            each.require_forward_param_sync = broadcast
+        for module, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
+            module.require_backward_grad_sync = syncs
+            module.require_forward_param_sync = broadcast
 
     def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._within_batch and self._modules:

@@ -85,14 +85,14 @@ class TorchDriver(Driver):
         ]
         after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
         call: Callable[[], Any] = lambda: (method := after_step()) and method()  # noqa: E731
-        self._accumulations = [Accumulation(each, call) for each in self.healings.values()]
+        self._accumulations = [Accumulation(healing, call) for healing in self.healings.values()]
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._unpolled = 0.0  # steps before the first call of `steps`, then -Inf
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        modules = [each for each in self._state.values() if isinstance(each, nn.Module)]
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         scaler = live_state.scaler(self._state)
         self.window = self._window = GradientWindow(
             self._accumulations, self._statistics, scaler, modules
@@ -141,13 +141,13 @@ class TorchDriver(Driver):
         self._early.clear()
         # Once each of several optimizers has stepped, remaining gradients and losses are
         # by-products: a GAN's generator loss also has gradients in the discriminator.
-        all_stepped = all(each.stepped for each in self._accumulations)
+        all_stepped = all(accumulation.stepped for accumulation in self._accumulations)
         all_stepped &= len(self._accumulations) > 1
-        for each in self._accumulations:
-            each.idle += bool(entries) and not each.stepped
-            each.stepped = False
+        for accumulation in self._accumulations:
+            accumulation.idle += bool(entries) and not accumulation.stepped
+            accumulation.stepped = False
             if all_stepped:
-                each.drop_by_products()
+                accumulation.drop_by_products()
         if not entries:
             # A loop that leaves out a batch with NaN itself has no backward pass for its loss.
             left_out = not any(each.reached_since_any_step for each in self._accumulations)
@@ -177,8 +177,8 @@ class TorchDriver(Driver):
         """Opens every engine's grace window at its next step."""
         for healing in self.healings.values():
             healing.expect_change()
-        for each in self._statistics:
-            each.end(False)
+        for statistics in self._statistics:
+            statistics.end(False)
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -207,8 +207,8 @@ class TorchDriver(Driver):
                 apply(self._state, state)
             for accumulation in self._accumulations:
                 accumulation.clear()
-            for each in self._statistics:
-                each.save()
+            for statistics in self._statistics:
+                statistics.save()
         for optimizer in optimizers if reset_moments else ():
             reset_moments_of(optimizer)
         for name, data in engines.items():
@@ -232,10 +232,10 @@ class TorchDriver(Driver):
         """
         if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
-        pending = [each for each in self._accumulations if each.in_progress]
+        pending = [accumulation for accumulation in self._accumulations if accumulation.in_progress]
         begun = self._observed or any(e.reached_since_any_step for e in self._accumulations)
         if patience is not None and not begun:
-            pending = [each for each in pending if each.idle < patience]
+            pending = [accumulation for accumulation in pending if accumulation.idle < patience]
         return not pending
 
     def interrupted(self) -> bool:
@@ -244,8 +244,8 @@ class TorchDriver(Driver):
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
-        for each in self._statistics:
-            each.end(True)
+        for statistics in self._statistics:
+            statistics.end(True)
         self._weights.reshard()
         return ""
 
@@ -267,15 +267,14 @@ class TorchDriver(Driver):
             return sum(gradients.local_part(t).nbytes for t in values if isinstance(t, Tensor))
 
         optimizers = [healing.optimizer for healing in self.healings.values()]
-        params = {p for each in optimizers for p in gradients.parameters(each)}
-        for each in self._state.values():  # with frozen parameters
-            params.update(each.parameters() if isinstance(each, nn.Module) else ())
+        params = {p for optimizer in optimizers for p in gradients.parameters(optimizer)}
+        for value in self._state.values():  # with frozen parameters
+            params.update(value.parameters() if isinstance(value, nn.Module) else ())
         moments = (m for each in optimizers for s in each.state.values() for m in s.values())
         owners = {"parameters": size(params), "gradients": size(p.grad for p in params)}
         owners["optimizer state"] = size(moments)
         if torch.cuda.is_initialized():
-            other = torch.cuda.memory_allocated() - sum(owners.values())
-            owners["activations"] = max(0, other)
+            owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
             if path is not None:
                 path.with_suffix(".txt").write_text(torch.cuda.memory_summary())
                 if any(torch.cuda.memory._snapshot().get("device_traces", ())):
@@ -295,16 +294,16 @@ class TorchDriver(Driver):
         """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
         rates = {
             name: [
-                float(r) for each in h.optimizer.param_groups if (r := each.get("lr")) is not None
+                float(r) for group in h.optimizer.param_groups if (r := group.get("lr")) is not None
             ]
             for name, h in self.healings.items()
         }
-        return {name: max(each, default=None) for name, each in rates.items()}
+        return {name: max(own, default=None) for name, own in rates.items()}
 
     def numbers(self) -> dict[str, float]:
         """See `Driver.numbers`. No sync: numbers in tensors are left out."""
-        found = (numbers_of(name, healing.optimizer) for name, healing in self.healings.items())
-        return {name: value for each in found for name, value in each.items()}
+        numbers = (numbers_of(name, healing.optimizer) for name, healing in self.healings.items())
+        return {name: value for own in numbers for name, value in own.items()}
 
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """See `Driver.hold_numbers`."""
@@ -337,8 +336,8 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for each in (self._window, *self._statistics, *self._accumulations):
-            each.close()
+        for part in (self._window, *self._statistics, *self._accumulations):
+            part.close()
         for healing in self.healings.values():
             healing.healed_step.on_judged = None
         for healing in self._own:
@@ -348,8 +347,8 @@ class TorchDriver(Driver):
 
     def _after_step(self) -> None:
         self._observed = False
-        for each in self._accumulations:
-            each.reached_since_any_step = False
+        for accumulation in self._accumulations:
+            accumulation.reached_since_any_step = False
         self._unpolled += 1
         if self._unpolled == WITHOUT_POLL:
             console.warning(

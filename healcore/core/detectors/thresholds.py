@@ -279,7 +279,7 @@ def _judge(
     z = numerics.quotient(gap, xp.where(known & judged, unit, _INFINITE), xp=xp)
     vote = xp.clip(numerics.quotient(z - threshold, threshold, xp=xp), 0.0, 1.0)
 
-    max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.HUGE)
+    max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.SIGNAL_LIMIT)
     new_values, weight = baseline.learn_noise(values, value, learn, max_gap, config.window, xp=xp)
     new_votes = votes - numerics.product(weight, votes, xp=xp) + vote
     new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))

@@ -66,7 +66,7 @@ class DivergenceConfig(NamedTuple):
         trend = xp.where(first, loss, state.trend)
         unit = baseline.noise_unit(values, trend, baseline.SMALL_NOISE, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)
-        max_distance = xp.where(unit > 0, threshold, numerics.HUGE)
+        max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
         learnt, weight = baseline.learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)

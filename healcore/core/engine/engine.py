@@ -26,7 +26,7 @@ from healcore.core.engine.state import (
     init,
     plain,
 )
-from healcore.core.numerics import map_leaves, pick
+from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals
 
 _MAX_GROUPS = 10_000_000
@@ -142,7 +142,7 @@ class Engine:
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
                 new = map_leaves(
-                    lambda after, before: pick(skipped, before, after, xp=xp), new, state
+                    lambda after, before: select(skipped, before, after, xp=xp), new, state
                 )
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
@@ -233,7 +233,7 @@ class Engine:
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
         allowed = budget.lr_cuts > 0
-        return map_leaves(lambda new, old: pick(allowed, new, old, xp=xp), limited, state)
+        return map_leaves(lambda new, old: select(allowed, new, old, xp=xp), limited, state)
 
     def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.

@@ -30,8 +30,8 @@ _NONFINITE = int(NONFINITE)
 _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
 
 
-class Orders(NamedTuple):
-    """Orders of one step within the budget. An order that no rule can give is None."""
+class RecoveryOrders(NamedTuple):
+    """RecoveryOrders of one step within the budget. An order that no rule can give is None."""
 
     healthy: Any = None  # bool: no alarm, and no incident is open in which the model may get worse
     refund: Any = None  # bool: refund one rollback and one cut
@@ -80,7 +80,7 @@ def update_incidents(
     wants_cut: Any,
     *,
     xp: Any,
-) -> tuple[IncidentState, BudgetState, Orders]:
+) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
     """Updates incidents and budget by one step, and grants the orders of the rules.
 
     `wants_recovery`, `wants_cut`: whether a rule with ROLLBACK or CUT_LR fired; `wants_cut` is None
@@ -179,22 +179,22 @@ def update_incidents(
         healthy=xp.where(refund, 0, count),
     )
     depth = xp.where(granted, depth, budget.healthy * 0)
-    return new, new_budget, Orders(healthy, refund, cut_granted, depth, action)
+    return new, new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
 
 
 def _refund_limits(
     config: EngineConfig, budget: BudgetState, unhealthy: Any, in_incident: Any, *, xp: Any
-) -> tuple[BudgetState, Orders]:
+) -> tuple[BudgetState, RecoveryOrders]:
     """The budget of a policy without recovery: long health gives back limits of the rate."""
     if not may_limit_rate(config.lr):
-        return budget, Orders()
+        return budget, RecoveryOrders()
     count = budget.healthy + ~unhealthy
     if in_incident is not None:
         count = count * ~in_incident
     refund = count >= config.budget.refund_after
     lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
     refunded = budget._replace(lr_cuts=lr_cuts, healthy=xp.where(refund, 0, count))
-    return refunded, Orders(refund=refund)
+    return refunded, RecoveryOrders(refund=refund)
 
 
 def _count_alarm(since: Any, alarm: Any) -> Any:

@@ -163,7 +163,7 @@ class BudgetState(NamedTuple):
 
 
 class LrState(NamedTuple):
-    """The multiplier, and its position in hold and ramp."""
+    """The multiplier, and its position in hold and ramp. States are saved under these names."""
 
     scale: Float  # the multiplier in force
     low: Float  # rate after the last cut, at which the ramp begins; 0 = never cut

@@ -96,12 +96,12 @@ class LoaderRegistry:
 
     def find(self, loader: Any) -> RunLoader | None:
         """The cursor of a loader, or None before its first use."""
-        return next((each for each in self._loaders if each.loader is loader), None)
+        return next((known for known in self._loaders if known.loader is loader), None)
 
     def count_from(self, number: int) -> None:
         """Numbers the next new loader, if the loaders of earlier epochs are not made again."""
         self._count = max(self._count, number)
-        self._saved = {key: each for key, each in self._saved.items() if int(key) >= number}
+        self._saved = {key: place for key, place in self._saved.items() if int(key) >= number}
 
     def has_saved(self, loader: Any) -> bool:
         """Whether an earlier process has saved a position of this loader."""
@@ -120,34 +120,34 @@ class LoaderRegistry:
         After a restart the loader continues at its saved position. After a `break` it begins the
         next epoch, as any loader does. With `epoch`, it reads this epoch only (`read_only`).
         """
-        found = self.find(loader)
-        if found is None:
+        begun = self.find(loader)
+        if begun is None:
             number = self._count if epoch is None else self._number_in(epoch)
-            found = RunLoader(number, loader, epochs, self._left_out[number], limit)
-            found.finished = self._saved_count > number and str(number) not in self._saved
+            begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
+            begun.finished = self._saved_count > number and str(number) not in self._saved
             self._count = number + 1
-            notice = f"after rollbacks the data continues forward: {found.why_not}"
-            if not found.can_rewind and notice not in self._noticed:
+            notice = f"after rollbacks the data continues forward: {begun.why_not}"
+            if not begun.can_rewind and notice not in self._noticed:
                 self._noticed.add(notice)
                 self.notices.append(notice)
         else:
-            self._loaders.remove(found)
-            found.extend(epochs)
-            if found.in_loop:
-                found.abandon()
-            found.finished, found.in_loop = False, True
-        self._loaders.append(found)
-        self.current = self.current or found
-        saved = self._saved.pop(str(found.number), None)
+            self._loaders.remove(begun)
+            begun.extend(epochs)
+            if begun.in_loop:
+                begun.abandon()
+            begun.finished, begun.in_loop = False, True
+        self._loaders.append(begun)
+        self.current = self.current or begun
+        saved = self._saved.pop(str(begun.number), None)
         if saved is not None:
-            found.trains = (saved["epoch"], saved["index"]) > (0, 0)
-            found.start = found.start if found.trains else saved
-            if not found.rewind(saved) and found.trains:
-                self.notices.append(found.fast_forward(saved))
+            begun.trains = (saved["epoch"], saved["index"]) > (0, 0)
+            begun.start = begun.start if begun.trains else saved
+            if not begun.rewind(saved) and begun.trains:
+                self.notices.append(begun.fast_forward(saved))
         if epoch is not None:
-            found.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
+            begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
             self.next_epoch, self.names_epochs = epoch, True
-        elif saved is not None and found.before_end:
+        elif saved is not None and begun.before_end:
             self.notices.append(
                 f"epoch 0 of this loop was trained before the restart, which resumes in epoch "
                 f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
@@ -155,7 +155,7 @@ class LoaderRegistry:
             )
         while len(self._loaders) > _MAX_LOADERS:
             self._loaders.remove(next(each for each in self._loaders if each is not self.current))
-        return found
+        return begun
 
     def _number_in(self, epoch: int) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop.
@@ -163,7 +163,7 @@ class LoaderRegistry:
         A loop that makes a loader for every epoch does not make those of earlier epochs again.
         """
         saved = {
-            int(key): BatchId(each["epoch"], each["index"]) for key, each in self._saved.items()
+            int(key): BatchId(place["epoch"], place["index"]) for key, place in self._saved.items()
         }
         begun = {
             number: place
@@ -179,7 +179,7 @@ class LoaderRegistry:
     @property
     def at_epochs(self) -> bool:
         """Whether all saved positions are in use, and no loader stands within a later epoch."""
-        return not (self._saved or any(each.before_end for each in self._loaders))
+        return not (self._saved or any(loader.before_end for loader in self._loaders))
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -190,18 +190,18 @@ class LoaderRegistry:
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
-        read = [each for each in self if not each.finished]
+        read = [loader for loader in self if not loader.finished]
         unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
         return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
 
     @property
     def has_unused(self) -> bool:
         """Whether batches were read since the last step."""
-        return any(each.first_unused is not None for each in self)
+        return any(loader.first_unused is not None for loader in self)
 
     def position_after_step(self) -> dict[str, Any] | None:
         """The positions after the last step, or None if a loader cannot be rewound to it."""
-        first = {each: each.first_unused for each in self if each.trains}
+        first = {loader: loader.first_unused for loader in self if loader.trains}
         before = {str(n.number): n.position_before(b) for n, b in first.items() if b is not None}
         return None if None in before.values() else {**self.position(), **before}
 
@@ -260,16 +260,16 @@ class LoaderRegistry:
         loaders = [current, *self._others]
         last = max(bad, default=self.last)
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
-        for each in (each for each in loaders if each.next_id == current.next_id):
+        for loader in (loader for loader in loaders if loader.next_id == current.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.
-            each.left_out.update(bad, after)
-            each.left_out.difference_update(again)
+            loader.left_out.update(bad, after)
+            loader.left_out.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
-        for each in sorted(loaders, key=lambda each: each.can_rewind):
-            if not each.rewind(position.get(str(each.number), each.start)):
-                return each.why_not or "it could not be rewound"
-            each.in_loop = False  # a `break` came after this position
+        for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
+            if not loader.rewind(position.get(str(loader.number), loader.start)):
+                return loader.why_not or "it could not be rewound"
+            loader.in_loop = False  # a `break` came after this position
         return ""
 
     @property

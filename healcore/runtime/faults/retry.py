@@ -34,13 +34,13 @@ class CallAttempt(NamedTuple):
     wait_s: float | None = None  # until the next attempt, or None for the last attempt
 
 
-class _Run(Protocol):
+class _HasRetries(Protocol):
     """An open Healer."""
 
     def _retries(self, name: str) -> Retries: ...
 
 
-def retrying(call: Callable[P, T], policy: PolicyLike | _Run = "default") -> Callable[P, T]:
+def retrying(call: Callable[P, T], policy: PolicyLike | _HasRetries = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)

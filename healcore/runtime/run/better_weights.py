@@ -42,13 +42,13 @@ class BetterWeights:
         data: Data,
         restorer: Restorer,
         monitor: IncidentMonitor,
-        carry_out: Callable[[Order], RollbackRecord | None],
+        roll_back: Callable[[Order], RollbackRecord | None],
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._data, self._restorer, self._monitor = data, restorer, monitor
         self._policy, self._driver, self._ledger = restorer.policy, restorer.driver, restorer.ledger
         self._log, self._ranks = restorer.log, restorer.ranks
-        self._carry_out = carry_out
+        self._roll_back = roll_back
         self.comparisons = Comparisons(
             driver=self._driver,
             loss_fn=loss_fn,
@@ -112,7 +112,7 @@ class BetterWeights:
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
-        done = self._carry_out(order)
+        done = self._roll_back(order)
         if done is None and finite:
             self.comparisons.accept(verdict.index + 1)
         return done
@@ -177,10 +177,9 @@ class BetterWeights:
             numbers=dict.fromkeys(name for each in past for name in each.numbers),
         )
         undone = bool(rates or order.read_again or order.numbers)
-        done = self._carry_out(order) if undone else None
+        done = self._roll_back(order) if undone else None
         if done is None:
-            states = with_lr_states(self._driver.engines(), order.lr_states)
-            self._driver.load(None, states)
+            self._driver.load(None, with_lr_states(self._driver.engines(), order.lr_states))
             for name in order.numbers:
                 self._ledger.numbers.pop(name, None)
         self.comparisons.accept(until)

@@ -107,7 +107,7 @@ class Comparisons:
     @property
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
-        return self.state.verdict is not None or any(each.evidence > 1 for each in self.anchors)
+        return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
     def keep(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
@@ -116,7 +116,7 @@ class Comparisons:
         """
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
-        self.state.anchors = [each for each in self.anchors if each.step in restorable]
+        self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
         state, known = self.state, self.state.healthy_rates
@@ -128,7 +128,7 @@ class Comparisons:
         new.weights = self._driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
-            older = [min(older, key=lambda each: (each.mean, -each.step))]
+            older = [min(older, key=lambda anchor: (anchor.level_or_inf, -anchor.step))]
         self.state.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
@@ -183,8 +183,8 @@ class Comparisons:
         if wanted and best is not None and best.evidence <= 1:
             self._mean_quiet_until = index + HEARTBEAT
         if trained:
-            for each in self.anchors:
-                each.add(step)
+            for anchor in self.anchors:
+                anchor.add(step)
         return verdict
 
     def pending(self, index: int) -> Verdict | None:
@@ -207,9 +207,9 @@ class Comparisons:
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
-        self.state.anchors = [each for each in self.anchors if each.step <= target]
-        for each in self.anchors:
-            each.rewind(target)
+        self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
+        for anchor in self.anchors:
+            anchor.rewind(target)
         self._forget_trouble()
         self._history.forget()
 
@@ -231,17 +231,17 @@ class Comparisons:
         if window is None or anchor is None:
             return []
         largest = UNUSUAL_NORM * window.largest_norm
-        found = {each.index for each in window.steps if each.norm > largest}
-        usual = [each for each in anchor.sample if each.index < window.start - BEFORE]
-        steps = [each for each in window.steps if each.batches and each.index >= anchor.step]
+        unusual = {step.index for step in window.steps if step.norm > largest}
+        usual = [step for step in anchor.sample if step.index < window.start - BEFORE]
+        steps = [step for step in window.steps if step.batches and step.index >= anchor.step]
         both = [*usual, *steps]
         losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None
         if losses is not None:
             ordinary, rest = losses[1][: len(usual)], losses[1][len(usual) :]
             limit = max(ordinary) + (max(ordinary) - min(ordinary))
             pairs = zip(steps, rest, strict=True)
-            found |= {each.index for each, loss in pairs if not loss <= limit}
-        return sorted(found)
+            unusual |= {step.index for step, loss in pairs if not loss <= limit}
+        return sorted(unusual)
 
     def unusual_numbers(self, verdict: Verdict) -> dict[str, HealthyRange]:
         """Healthy values of the numbers that had other values in the steps of the trouble."""
@@ -259,15 +259,15 @@ class Comparisons:
         An anchor without weights is dropped, and with it a verdict about it.
         """
         verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
-        anchors = [each for each in saved.anchors if each.step in weights]
+        anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
-        for each in anchors:
-            each.weights = weights[each.step]
+        for anchor in anchors:
+            anchor.weights = weights[anchor.step]
 
     # -- within ---------------------------------------------------------------------------------
 
     def _anchor_of(self, step: int) -> Anchor | None:
-        return next((each for each in self.anchors if each.step == step), None)
+        return next((anchor for anchor in self.anchors if anchor.step == step), None)
 
     def _forget_trouble(self) -> None:
         self.state.verdict = None
@@ -280,12 +280,12 @@ class Comparisons:
     def _rates(self) -> dict[str, float]:
         """The learning rates in force that are known and finite."""
         rates = self._rates_in_force().items()
-        return {name: each for name, each in rates if each is not None and math.isfinite(each)}
+        return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
 
     def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
         """The ranges `before`, extended by the values in force."""
         now = self._numbers().items()
-        return {**before, **{name: HealthyRange.of(each, before.get(name)) for name, each in now}}
+        return {**before, **{name: HealthyRange.of(value, before.get(name)) for name, value in now}}
 
     def _best_below(self, index: int) -> Anchor | None:
         """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.
@@ -295,10 +295,10 @@ class Comparisons:
         level = self._history.level()
         if level is None or index < self._mean_quiet_until:
             return None
-        best = min(self.anchors, key=lambda each: each.mean, default=None)
+        best = min(self.anchors, key=lambda anchor: anchor.level_or_inf, default=None)
         if best is None or index - best.step < SAMPLE:
             return None
-        return best if level[0] > best.mean + best.spread else None
+        return best if level[0] > best.level_or_inf + best.spread else None
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
         """The anchors to compare with: the newest that is old enough, `best`, and with evidence.
@@ -307,13 +307,13 @@ class Comparisons:
         After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
         """
         if self.state.verdict is not None:
-            return [each for each in self.anchors if each.step == self.state.verdict.anchor]
+            return [anchor for anchor in self.anchors if anchor.step == self.state.verdict.anchor]
         age = max(SAMPLE, min(self._interval, int(MIN_AGE * index)))
-        old = [each for each in self.anchors if index - each.step >= age]
+        old = [anchor for anchor in self.anchors if index - anchor.step >= age]
         return [
-            each
-            for each in self.anchors
-            if each is best or (each in old and (each is old[-1] or each.evidence > 1))
+            anchor
+            for anchor in self.anchors
+            if anchor is best or (anchor in old and (anchor is old[-1] or anchor.evidence > 1))
         ]
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
@@ -380,10 +380,10 @@ class Comparisons:
     def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
         self.state.verdict = verdict
-        for each in self.anchors:
-            each.evidence, each.onset = 1.0, None
-            if each.step == verdict.anchor:
-                each.onset, each.evidence = verdict.onset, self._threshold**RESTART_POWER
+        for other in self.anchors:
+            other.evidence, other.onset = 1.0, None
+            if other.step == verdict.anchor:
+                other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
         self._log_assessment(verdict.index, "worse", verdict.onset)
         self._log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "

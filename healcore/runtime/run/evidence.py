@@ -80,7 +80,7 @@ class Anchor:
         self._random = random.Random(self.step)  # the same on every rank
 
     @property
-    def mean(self) -> float:
+    def level_or_inf(self) -> float:
         """`level`, or Inf if it is unknown."""
         return math.inf if self.level is None else self.level
 
@@ -178,7 +178,7 @@ class ComparisonState:
 
     def needed(self) -> list[int]:
         """Steps of the weights that a restart loads: with evidence, or with the lowest mean."""
-        best = min(self.anchors, key=lambda each: each.mean, default=None)
+        best = min(self.anchors, key=lambda each: each.level_or_inf, default=None)
         return [each.step for each in self.anchors if each.evidence > 1 or each is best]
 
 

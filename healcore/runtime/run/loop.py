@@ -48,7 +48,7 @@ class Loop:
         self.record = recovery.saver.record
         self.ranks, self.notes, self.claim = ranks, notes, claim
         self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
-        self.memory = OutOfMemory(recovery)
+        self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False

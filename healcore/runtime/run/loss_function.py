@@ -98,13 +98,13 @@ class LossFunction:
         everyone = self._gather(mine, failure)
         if None in everyone:
             return None
-        failed = [each for each in everyone if isinstance(each, str)]
+        failed = [item for item in everyone if isinstance(item, str)]
         if failed:
             self.function = None
             self._warn(f"loss_fn raised {failed[0]}; it is not called again")
             return None
         now, then = (
-            [float(sum(each)) / len(everyone) for each in zip(*part, strict=True)]
+            [float(sum(losses)) / len(everyone) for losses in zip(*part, strict=True)]
             for part in zip(*everyone, strict=True)
         )
         return now, then
@@ -119,12 +119,12 @@ class LossFunction:
     def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
         """The mean loss of each step over its batches."""
         assert self.function is not None
-        batches = [each.content for step in steps for each in step.batches]
+        batches = [batch.content for step in steps for batch in step.batches]
         with isolated():
             losses = iter(self._driver.losses_of(self.function, batches, weights))
         means = []
         for step in steps:
-            parts = [(each.weight, _number(next(losses))) for each in step.batches]
+            parts = [(batch.weight, _number(next(losses))) for batch in step.batches]
             total = sum(weight * loss for weight, loss in parts)
             means.append(total / sum(weight for weight, _ in parts))
         return means
@@ -163,13 +163,13 @@ class LossFunction:
                     "and expects one number: correct the function, or pass no loss_fn"
                 )
         everyone = self._gather((kind, text, draws), failure)
-        self.draws = any(each for *_, each in everyone)
-        found = {kind: text for kind, text, _ in reversed(everyone)}
-        if "mistake" in found:
-            raise SignalError(found["mistake"]) from failure
-        if "state" in found:
+        self.draws = any(draws for *_, draws in everyone)
+        problems = {kind: text for kind, text, _ in reversed(everyone)}
+        if "mistake" in problems:
+            raise SignalError(problems["mistake"]) from failure
+        if "state" in problems:
             self.function = None
-        if problem := found.get("state", found.get("problem")):
+        if problem := problems.get("state", problems.get("problem")):
             self._warn(problem)
         return not problem
 
@@ -190,29 +190,29 @@ def isolated(function: Callable[..., Any] | None = None) -> Iterator[None]:
         undo.callback(random.setstate, random.getstate())
         undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 -- users do
         for part in parts:  # grows
-            found: list[Any] = []
+            contents: list[Any] = []
             if isinstance(part, dict | list):
                 refill: Any = part.update if isinstance(part, dict) else part.extend
                 undo.callback(refill, copy.copy(part))
                 undo.callback(part.clear)  # runs first
             elif isinstance(part, MethodType):
-                found = [part.__self__, part.__func__]
+                contents = [part.__self__, part.__func__]
             elif isinstance(part, FunctionType):
                 used = part.__globals__.keys() & {*part.__code__.co_names}
                 variables = {name: part.__globals__[name] for name in used}
                 undo.callback(part.__globals__.update, variables)
-                found = [*variables.values(), *(part.__defaults__ or ())]
+                contents = [*variables.values(), *(part.__defaults__ or ())]
                 for cell in part.__closure__ or ():
                     with suppress(ValueError):  # the variable has no value yet
-                        found.append(cell.cell_contents)
+                        contents.append(cell.cell_contents)
                         undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
             elif hasattr(part, "__dict__"):
-                found = [vars(part), *vars(part).values(), vars(type(part)).get("__call__")]
-            for each in found:
-                small = type(each) in (dict, list) and len(each) <= _MOST
-                own = getattr(each, "__module__", None) == getattr(function, "__module__", "")
-                own &= not isinstance(each, type)
-                if (small or own) and id(each) not in seen and len(parts) < _MOST:
-                    seen.add(id(each))
-                    parts.append(each)
+                contents = [vars(part), *vars(part).values(), vars(type(part)).get("__call__")]
+            for content in contents:
+                small = type(content) in (dict, list) and len(content) <= _MOST
+                own = getattr(content, "__module__", None) == getattr(function, "__module__", "")
+                own &= not isinstance(content, type)
+                if (small or own) and id(content) not in seen and len(parts) < _MOST:
+                    seen.add(id(content))
+                    parts.append(content)
         yield

@@ -97,24 +97,24 @@ class IncidentMonitor:
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
         incident = self.ledger.record(step.index, records, self._causes)
-        if any(each.judged and not each.skip for each in records):
+        if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
-        self.has_micro_steps |= not any(each.judged for each in records)
+        self.has_micro_steps |= not any(record.judged for record in records)
         begins = incident is not None and incident.number > self._last_incident
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
         self._report_over(step)
-        self._newest_causes = reduce(or_, (int(each.cause) for each in records), 0)
+        self._newest_causes = reduce(or_, (int(record.cause) for record in records), 0)
         judged = [_Judged(step, record, incident) for record in records]
         lead = max(judged, key=_weight)
         has_line = bool(lead.record.cause) and self._has_line(lead, begins=begins)
-        for each in judged:
-            if each.record.cause:
-                self._log_alarm(each, has_line=has_line and each is lead)
-            self._log_lr_change(step.index, each.record)
-            if each.record.action:
-                order = _merge(order, self._order(each))
+        for result in judged:
+            if result.record.cause:
+                self._log_alarm(result, has_line=has_line and result is lead)
+            self._log_lr_change(step.index, result.record)
+            if result.record.action:
+                order = _merge(order, self._order(result))
         return order
 
     def counts(self) -> Counts:
@@ -142,13 +142,13 @@ class IncidentMonitor:
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
         """Batches of the steps after an order, up to the last step with an alarm."""
-        alarms = [i for i, step in enumerate(later) if any(each.cause for each in step.records)]
+        alarms = [i for i, step in enumerate(later) if any(record.cause for record in step.records)]
         last = max(alarms, default=-1)
-        return [each for step in later[: last + 1] for each in step.batches]
+        return [batch for step in later[: last + 1] for batch in step.batches]
 
     def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
         """Batches of some steps, as far as their ids are kept."""
-        return [each for step in steps for each in self._batches.get(step, ())]
+        return [batch for step in steps for batch in self._batches.get(step, ())]
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
         """Batches of the steps from `first` to `last`, of the current loader."""
@@ -169,7 +169,7 @@ class IncidentMonitor:
 
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
-        self.lr_scales = {name: each["state"]["lr"]["scale"] for name, each in engines.items()}
+        self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self._lr_scale_before = dict(self.lr_scales)
         self.metrics.set(engines)
 
@@ -218,17 +218,17 @@ class IncidentMonitor:
         if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
             self.never_finite = self.ledger.untrained >= step.index
             self.nonfinite_row = step.index if self.never_finite else 0
-        bad = [each for each in step.records if each.judged or not each.taken]
-        if any(each.judged and not each.cause & NONFINITE for each in bad):
+        counted = [record for record in step.records if record.judged or not record.taken]
+        if any(record.judged and not record.cause & NONFINITE for record in counted):
             self.nonfinite_row, self.never_finite = 0, False
-        elif bad:
-            self.nonfinite_row, self.nonfinite_record = self.nonfinite_row + 1, bad[-1]
+        elif counted:
+            self.nonfinite_row, self.nonfinite_record = self.nonfinite_row + 1, counted[-1]
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
         self._last_incident = incident.number
         self._begun.append(incident)
-        first, of_ranks = max(step.records, key=lambda each: each.cause != 0), None
+        first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
         if first.rank_signals is not None and self.ranks.world > 1:
             values = enumerate(self.ranks.gather(first.rank_signals))
             of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
@@ -245,20 +245,20 @@ class IncidentMonitor:
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
         newest = step.index - self._quiet_steps
-        if not all(each.over and each.last <= newest for each in self._begun):
+        if not all(incident.over and incident.last <= newest for incident in self._begun):
             return
         begun, self._begun = self._begun, []
-        for each in begun:
+        for incident in begun:
             event = self.log.event(
                 "over",
                 step=step.index,
-                incident=each.number,
-                onset=each.onset,
-                last=each.last,
-                cause=Cause(each.cause),
+                incident=incident.number,
+                onset=incident.onset,
+                last=incident.last,
+                cause=Cause(incident.cause),
                 readings=step.records[0].readings,
             )
-            if is_logged(each.number):
+            if is_logged(incident.number):
                 self.log.info(f"step {step.index}: {sentence(event)}")
 
     def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
@@ -274,7 +274,7 @@ class IncidentMonitor:
         return (
             (bool(lead.record.action & Action.CUT_LR) and not self.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
-            or passes_power_of_ten(skips - sum(bool(each.skip) for each in records), skips)
+            or passes_power_of_ten(skips - sum(bool(record.skip) for record in records), skips)
             or passes_power_of_ten(outside, outside + (incident is None))
         )
 
@@ -361,7 +361,7 @@ class IncidentMonitor:
     def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
         step, record, _ = judged
-        batches = tuple((each.epoch, each.index) for each in step.batches)
+        batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         about = record.cause, record.decision, record.readings, record.engine, record.evidence
         action, hook, problems = self.hooks.run(
             IncidentContext(judged.number, step.index, onset, *about, batches)
@@ -398,8 +398,8 @@ class IncidentMonitor:
 
 def _data_of(step: StepResult) -> dict[str, Any]:
     """The fields of an event about the batches of a step."""
-    rows = [each.rows for each in step.batches if each.rows]
-    return {"batches": [list(each) for each in step.batches], "rows": rows or None}
+    rows = [batch.rows for batch in step.batches if batch.rows]
+    return {"batches": [list(batch) for batch in step.batches], "rows": rows or None}
 
 
 def _weight(judged: _Judged) -> tuple[bool, bool, bool]:

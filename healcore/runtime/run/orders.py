@@ -89,7 +89,7 @@ class Order:
     @property
     def numbers_text(self) -> str:
         """The numbers that are held, as a clause, or an empty string."""
-        held = [f"{name} {each.last:.3g}" for name, each in self.numbers.items() if each]
+        held = [f"{name} {healthy.last:.3g}" for name, healthy in self.numbers.items() if healthy]
         more = f" and {len(held) - _SHOWN} more" if held[_SHOWN:] else ""
         text = f"{', '.join(held[:_SHOWN])}{more} while the program sets other values"
         return text if held else ""
@@ -205,7 +205,7 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
     * Undo what was tried, and accept.
     """
     healthy = facts.healthy_rates
-    higher = (r > healthy.get(n, 0.0) * ABOVE for each in facts.rates for n, r in each.items())
+    higher = (r > healthy.get(n, 0.0) * ABOVE for rates in facts.rates for n, r in rates.items())
     raised = any(higher) if facts.rates else bool(tried)
     if (raised or facts.from_start) and tried.count(Trial.RATE) < facts.may_limit:
         return Trial.RATE
@@ -232,9 +232,9 @@ def after_rollback(
     `counted` says that the budgets in `live` already include this rollback.
     """
     merged = {}
-    for name, each in live.items():
-        now, then = engine.from_dict(each), (saved or {}).get(name)
-        before = engine.init(groups=each["groups"]) if then is None else engine.from_dict(then)
+    for name, state in live.items():
+        now, then = engine.from_dict(state), (saved or {}).get(name)
+        before = engine.init(groups=state["groups"]) if then is None else engine.from_dict(then)
         state = engine.on_rollback(now, before, xp=np)
         if counted:
             state = state._replace(budget=now.budget, tally=now.tally)
@@ -257,7 +257,7 @@ def limited(
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
     """
-    states = {name: engine.from_dict(each) for name, each in engines.items()}
+    states = {name: engine.from_dict(state) for name, state in engines.items()}
     at = {name: _rate_at(engine, rates.get(name)) for name in states}
     before = {
         name: rate * float(states[name].lr.scale)
@@ -265,10 +265,10 @@ def limited(
         if healthy and rate and at[name] is not None
     }
     factor = float(engine.config.lr.factor)
-    limits = {name: each for name, each in before.items() if each < broken[name]}
+    limits = {name: rate for name, rate in before.items() if rate < broken[name]}
     for name, limit in (limits or {n: factor * broken[n] for n in states}).items():
         states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
-    return {name: engine.to_dict(each) for name, each in states.items()}
+    return {name: engine.to_dict(state) for name, state in states.items()}
 
 
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
@@ -301,9 +301,9 @@ def apply_rate(
             states[name] = engine.apply_rate(state, at, xp=np)
             lr, ceiling = states[name].lr, engine.config.lr.ceiling
             limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
-    scales = {name: float(each.lr.scale) for name, each in states.items()}
-    set_limits = {name: each for name, each in limits.items() if each > 0}
-    return {n: engine.to_dict(each) for n, each in states.items()}, set_limits, scales
+    scales = {name: float(state.lr.scale) for name, state in states.items()}
+    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
+    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
 def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:

@@ -96,7 +96,7 @@ class Ledger:
         `acted_on` has the `Cause` flags that open an incident; all other alarms only alert.
         """
         self.next_step = index + 1
-        if not any(each.judged for each in records):
+        if not any(record.judged for record in records):
             if not records[0].taken:
                 self.unhealthy.append(index)
                 self.skips += 1
@@ -107,30 +107,30 @@ class Ledger:
             if self.unhealthy and self.unhealthy[-1] == index - 1:
                 self.unhealthy.append(index)
             return None
-        self.open = any(each.incident_open for each in records)
+        self.open = any(record.incident_open for record in records)
         cause = 0
-        for each in records:
+        for record in records:
             # An alert alone (a clipped gradient spike) opens no incident.
-            if each.incident_open or each.skip:
-                cause |= int(each.cause) & acted_on
+            if record.incident_open or record.skip:
+                cause |= int(record.cause) & acted_on
         if not cause:
             if self.incidents and not self.open:
                 self.incidents[-1].over = True
             return None
         self.unhealthy.append(index)
-        skip = any(each.skip for each in records)
+        skip = any(record.skip for record in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
         incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
-        self.untrained += all(each.skip for each in records)
-        incident.lr_scale = min((each.lr_scale for each in records), default=incident.lr_scale)
+        self.untrained += all(record.skip for record in records)
+        incident.lr_scale = min((record.lr_scale for record in records), default=incident.lr_scale)
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
         """Finds or opens an alarm's incident. An incident of skips only takes no other alarms."""
         last = self.incidents[-1] if self.incidents else None
-        number = max(each.incident for each in records)
+        number = max(record.incident for record in records)
         if last is not None and last.only_skips:
             same = harmless and number == last.number_in_engine
         else:
@@ -151,7 +151,7 @@ class Ledger:
         The trouble is the same if its onset is at most `within` steps after the step at which the
         rollback began.
         """
-        return [each for each in self.rollbacks if onset <= each.step + within]
+        return [rollback for rollback in self.rollbacks if onset <= rollback.step + within]
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
         """Unhealthy steps from `first` to before `end`."""
@@ -177,10 +177,10 @@ class Ledger:
         """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
         self.rollbacks.append(rollback.outline())
         held: dict[str, HealthyRange | None] = {**self.numbers}
-        for each in self.rollbacks:  # a hold that has ended may begin again in repeated steps
-            repeated = each.step >= rollback.target
-            held |= {name: n for name, n in each.numbers.items() if n is None or repeated}
-        self.numbers = {name: each for name, each in held.items() if each is not None}
+        for earlier in self.rollbacks:  # a hold that has ended may begin again in repeated steps
+            repeated = earlier.step >= rollback.target
+            held |= {name: n for name, n in earlier.numbers.items() if n is None or repeated}
+        self.numbers = {name: healthy for name, healthy in held.items() if healthy is not None}
         self._rewind(rollback.target, saved)
         if self.incidents:
             self.incidents[-1].rollbacks += 1

@@ -262,8 +262,7 @@ class Recovery:
         try:
             done, why_not = self.restorer.roll_back(order)
         except StoreError as error:
-            expected = isinstance(error, NoGoodCheckpoint | StateMismatch)
-            if order.better is None or not expected:
+            if order.better is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")

@@ -400,8 +400,7 @@ class Saver:
 
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
-        names = self.store.nonfinite_in(self.items())
-        return sorted(disallowed(names, self.store.nonfinite_ok))
+        return sorted(disallowed(self.store.nonfinite_in(self.items()), self.store.nonfinite_ok))
 
     # -- the last state -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The records of steps as the host reads them, a fixed number of steps later, and their metrics.
+"""Steps as the host reads them, a fixed number of steps later; host rules, and the run's metrics.
 
 Reading does not wait for the device. The delay does not depend on when records arrive, because all
 ranks have to act at the same step.

@@ -196,5 +196,4 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

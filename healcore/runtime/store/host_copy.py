@@ -214,8 +214,7 @@ class ArrayFormat(ABC):
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
-        attempt = max(1, len(Course.of(healing).attempts))
-        return HostCopy(step, flat, copied, sealed, attempt)
+        return HostCopy(step, flat, copied, sealed, max(1, len(Course.of(healing).attempts)))
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""

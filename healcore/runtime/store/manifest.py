@@ -261,8 +261,7 @@ def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint
         if not stat.S_ISREG(status.st_mode):
             raise _damaged(folder, "is no regular file", name)
         if status.st_size != digest.bytes:
-            why = f"has {status.st_size} bytes instead of {digest.bytes}"
-            raise _damaged(folder, why, name)
+            raise _damaged(folder, f"has {status.st_size} bytes instead of {digest.bytes}", name)
     return StoredCheckpoint(folder, record, healing)
 
 

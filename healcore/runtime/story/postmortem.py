@@ -200,8 +200,7 @@ class RankNotes(NamedTuple):
         notes = []
         for path in self._paths(_NOTES[hangs], _safe(self.run)):
             with suppress(OSError, ValueError):
-                data = regular_file.read(path, _MAX_NOTE_BYTES)
-                notes.append(RankNote.model_validate_json(data))
+                notes.append(RankNote.model_validate_json(regular_file.read(path, _MAX_NOTE_BYTES)))
         return sorted(notes, key=lambda note: (note.follows, note.time))
 
     def remove(self) -> None:

@@ -162,8 +162,7 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
     """Returns the inputs from the options, else the spec, else defaults. Exits if invalid."""
     options = {name: value for name, value in options.items() if value is not None}
     try:
-        text = regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else ""
-        given = tomllib.loads(text)
+        given = tomllib.loads(regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else "")
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         _fail(f"{spec} cannot be read as a TOML spec: {reason}")

@@ -182,7 +182,7 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     blank = Observed._make([None] * len(Observed._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
     with np.errstate(all="ignore"):  # as in the engine
-        for loss in numerics.split(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
+        for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
             observed = blank._replace(loss=loss)
             update = update or record(config.update, state, observed)
             state, reading = update(state, observed)

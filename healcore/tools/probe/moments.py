@@ -38,8 +38,8 @@ class Tree:
         for path, array in contents.arrays.items():
             is_wrapped = len(path) > 1 and path[-1] in _WRAPPERS
             self.arrays[path[:-1] if is_wrapped else path] = array
-        for each in weights:
-            self.arrays |= {("weights", *path): array for path, array in each.arrays.items()}
+        for contents in weights:
+            self.arrays |= {("weights", *path): array for path, array in contents.arrays.items()}
         self.groups: dict[Keys, dict[str, str]] = {}
         """Index of the parameter group by optimizer and parameter, in the optimizer's order."""
         for path, value in self.values.items():
@@ -157,8 +157,8 @@ def _optax_moments(tree: Tree) -> Iterator[Moments]:
 def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
     """Sets the name, layer and kind of the parameters."""
     optimizers: dict[Keys, dict[str, Moments]] = {}
-    for each in moments:
-        optimizers.setdefault(each.optimizer, {})[each.key] = each
+    for moment in moments:
+        optimizers.setdefault(moment.optimizer, {})[moment.key] = moment
     models = _models(tree, list(optimizers))
     for optimizer, members in optimizers.items():
         groups: dict[str, list[str]] = {}
@@ -171,11 +171,11 @@ def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
         for group, numbers in groups.items():
             place = (*optimizer, "param_groups", group, "param_names")
             names = [tree.values.get((*place, str(at))) for at in range(len(numbers))]
-            _name_group(group, numbers, [members.get(each) for each in numbers], names, models)
+            _name_group(group, numbers, [members.get(number) for number in numbers], names, models)
         if len(optimizers) > 1:
-            for each in members.values():
-                each.name = f"{'.'.join(optimizer)}: {each.name}"
-                each.layer = f"{'.'.join(optimizer)}: {each.layer}"
+            for member in members.values():
+                member.name = f"{'.'.join(optimizer)}: {member.name}"
+                member.layer = f"{'.'.join(optimizer)}: {member.layer}"
 
 
 def _models(tree: Tree, optimizers: Sequence[Keys]) -> list[tuple[Model, bool]]:
@@ -204,33 +204,32 @@ def _name_group(
     models: Sequence[tuple[Model, bool]],
 ) -> None:
     """Names the parameters of one group. A parameter without state is None."""
-    shapes = [each and each.second.shape for each in members]
+    shapes = [member and member.second.shape for member in members]
     if not all(names):
         equal = [model for model, ordered in models if ordered and _has_shapes(model, shapes)]
         names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
-    found = filter(None, (_layers_of(model, shapes) for model, _ in models))
-    layers, (start, size, count) = next(found, ([], _find_blocks(shapes)))
-    for at, (number, each, name) in enumerate(zip(numbers, members, names, strict=True)):
-        if each is None:
+    matches = filter(None, (_layers_of(model, shapes) for model, _ in models))
+    layers, (start, size, count) = next(matches, ([], _find_blocks(shapes)))
+    for at, (number, member, name) in enumerate(zip(numbers, members, names, strict=True)):
+        if member is None:
             continue
         if name:
-            each.set_name(name)
+            member.set_name(name)
             continue
-        shape = each.second.shape
-        each.name = each.layer = f"group {group}, parameter {number}"
-        each.kind = ("", shape)
+        shape = member.second.shape
+        member.name = member.layer = f"group {group}, parameter {number}"
+        member.kind = ("", shape)
         block, place = divmod(at - start, size) if size else (-1, 0)
         if not 0 <= block < count:
             continue
-        each.kind = (f"group {group}, place {place}", shape)
+        member.kind = (f"group {group}, place {place}", shape)
         if layers:
-            each.layer, layer = layers[block]
+            member.layer, layer = layers[block]
             same = [name for name, of in layer if of == shape]
-            unknown = f"{each.layer}.* (parameter {number})"
-            each.name = same[0] if len(same) == 1 else unknown
+            member.name = same[0] if len(same) == 1 else f"{member.layer}.* (parameter {number})"
         elif size > 1:
             first, last = numbers[at - place], numbers[at - place + size - 1]
-            each.layer = f"group {group}, parameters {first} to {last}"
+            member.layer = f"group {group}, parameters {first} to {last}"
 
 
 def _layer_of(name: str) -> str:

@@ -69,8 +69,8 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     training = _training(tree)
     step = training.get("global_step") if inputs.global_step is None else inputs.global_step
     name_parameters(tree, moments)
-    for each in moments:
-        each.measure(None if step is None else float(step))
+    for moment in moments:
+        moment.measure(None if step is None else float(step))
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
@@ -85,12 +85,12 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "format": contents.format,
         "score": score(checks, ("step", "finite")),
         "parameters": len(moments),
-        "elements": sum(each.size for each in moments),
-        "step": max((each.step for each in moments if each.step is not None), default=None),
+        "elements": sum(moment.size for moment in moments),
+        "step": max((moment.step for moment in moments if moment.step is not None), default=None),
         "training": training,
-        "nonfinite": [each.name for each in moments if each.nonfinite],
-        "negative": [each.name for each in moments if each.negative],
-        "dead": [each.name for each in moments if each.dead],
+        "nonfinite": [moment.name for moment in moments if moment.nonfinite],
+        "negative": [moment.name for moment in moments if moment.negative],
+        "dead": [moment.name for moment in moments if moment.dead],
         "top": _top(compared, inputs),
     }
     notes = [*contents.notes]
@@ -149,9 +149,9 @@ def _rounding(moments: Iterable[Moments]) -> set[str]:
     """Names the parameters whose gradients are rounding errors, such as a bias before a norm."""
     logs = _logs(moments)
     largest: dict[str, float] = {}
-    for each, log in logs:
-        largest[each.layer] = max(log, largest.get(each.layer, log))
-    return {each.name for each, log in logs if log - largest[each.layer] < _LOG_ROUNDING}
+    for moment, log in logs:
+        largest[moment.layer] = max(log, largest.get(moment.layer, log))
+    return {moment.name for moment, log in logs if log - largest[moment.layer] < _LOG_ROUNDING}
 
 
 def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Deviation]:
@@ -160,44 +160,44 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
     if len(logs) < _MIN_PARAMETERS:
         return []
     members: dict[tuple[str, Shape], list[tuple[str, float]]] = defaultdict(list)
-    for each, log in logs:
-        members[each.kind].append((each.layer, log))
+    for moment, log in logs:
+        members[moment.kind].append((moment.layer, log))
     centre = float(np.median([log for _, log in logs]))
     spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
     levels: dict[tuple[str, Shape], tuple[float, set[str], np.ndarray]] = {}
-    for kind, found in members.items():
-        if len(found) >= _MIN_SIMILAR:
+    for kind, similar in members.items():
+        if len(similar) >= _MIN_SIMILAR:
             # Parameters without a name or a place may be of any layer, which has no level.
-            baseline = _lowest_group(found) if kind[0] else {layer for layer, _ in found}
-            own = np.array([log for layer, log in found if layer in baseline])
+            baseline = _lowest_group(similar) if kind[0] else {layer for layer, _ in similar}
+            own = np.array([log for layer, log in similar if layer in baseline])
             levels[kind] = float(np.median(own)), baseline, own - float(np.median(own))
     residuals = [residual for *_, residual in levels.values()]
     within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
     # Some parameters vary more between layers than others (the first bias of a block).
     spreads = {kind: _spread(residual, within) for kind, (*_, residual) in levels.items()}
     compared = []
-    for each, log in logs:
-        level, baseline, _ = levels.get(each.kind, (centre, {each.layer}, None))
+    for moment, log in logs:
+        level, baseline, _ = levels.get(moment.kind, (centre, {moment.layer}, None))
         distance = log - level
-        sigmas = distance / spreads.get(each.kind, spread_of_all)
+        sigmas = distance / spreads.get(moment.kind, spread_of_all)
         far = abs(distance) > math.log(inputs.outlier_ratio)
         compared.append(
             Deviation(
-                each.layer,
-                each.name,
+                moment.layer,
+                moment.name,
                 gradient_rms=math.exp(log / 2),
                 ratio=math.exp(min(distance, 700.0)),
                 sigmas=sigmas,
                 outlier=far and abs(sigmas) > inputs.outlier_sigmas,
-                similar=each.kind in levels,
-                risen=each.layer not in baseline and distance > 0,
+                similar=moment.kind in levels,
+                risen=moment.layer not in baseline and distance > 0,
             )
         )
     return compared
 
 
 def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
-    return [(each, log) for each in moments if (log := each.log_v_hat) is not None]
+    return [(moment, log) for moment in moments if (log := moment.log_v_hat) is not None]
 
 
 def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
@@ -208,7 +208,7 @@ def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
     logs: dict[str, list[float]] = defaultdict(list)
     for layer, log in found:
         logs[layer].append(log)
-    levels = sorted((float(np.median(each)), layer) for layer, each in logs.items())
+    levels = sorted((float(np.median(values)), layer) for layer, values in logs.items())
     groups = [levels[:1]]
     for before, level in pairwise(levels):
         if level[0] - before[0] > _MIN_GAP:
@@ -236,21 +236,21 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     """Counts NaN, Inf and negative second moments, which make the parameter NaN in a step."""
-    bad = [each for each in moments if each.nonfinite or each.negative]
+    bad = [moment for moment in moments if moment.nonfinite or moment.negative]
     bound = inputs.fail_nonfinite
     if not bad:
         message = f"the moments of all {len(moments)} parameters are finite"
         return Check("finite", PASS, message, 0, bound)
-    what = "NaN or Inf" if any(each.nonfinite for each in bad) else "below 0"
+    what = "NaN or Inf" if any(moment.nonfinite for moment in bad) else "below 0"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({what} in {first_three([each.name for each in bad])})"
+        f"({what} in {first_three([moment.name for moment in bad])})"
     )
     return Check("finite", FAIL if len(bad) >= bound else WARN, message, len(bad), bound)
 
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    known = [each.step for each in moments if each.step is not None]
+    known = [moment.step for moment in moments if moment.step is not None]
     bound, undecided = inputs.min_step, FAIL if inputs.fail_young else SKIP
     if not known:
         message = "the state does not contain its step: pass --global-step"
@@ -270,9 +270,9 @@ def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     """Finds parameters whose gradients were always 0."""
-    layers = {each.layer for each in moments}
-    dead = [each.name for each in moments if each.dead]
-    dead_layers = {each.layer for each in moments if each.dead}
+    layers = {moment.layer for moment in moments}
+    dead = [moment.name for moment in moments if moment.dead]
+    dead_layers = {moment.layer for moment in moments if moment.dead}
     fraction, bound = len(dead_layers) / len(layers), inputs.fail_dead
     if not dead:
         return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)

@@ -17,10 +17,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.numerics import map_leaves
 from healcore.core.recorded import record_loop
 from healcore.core.signals import Signals
-from healcore.tools.traces import Rows, Trace
-
-ALWAYS_PASSED = ("loss", "grad_norm")
-"""Signals that every policy gets, because no update with a non-finite value is applied."""
+from healcore.tools.traces.columns import JUDGED, Rows, Trace
 
 _DECISION = np.dtype(
     [
@@ -49,7 +46,7 @@ _JUDGED = np.dtype(
 """
 
 
-def judge(engine: Engine, trace: Trace) -> np.recarray:
+def judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     """Judges the rows of a trace that log a loss or a gradient norm. Returns `_JUDGED` rows (n,).
 
     As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
@@ -101,8 +98,7 @@ def _find_rollbacks(rows: np.recarray) -> None:
 def _count_before(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Counts the flags before each row, int (n,), since the last of the rows `starts`."""
     before = np.cumsum(flags) - flags
-    lengths = np.diff(starts, append=len(flags))
-    return before - np.repeat(before[starts], lengths)
+    return before - np.repeat(before[starts], np.diff(starts, append=len(flags)))
 
 
 def _choose_signals(
@@ -116,10 +112,10 @@ def _choose_signals(
     signals, and the place of each row's set, int (n,).
     """
     optional = ("update_norm",) if "update_norm" in engine.needs else ()
-    names = [name for name in (*ALWAYS_PASSED, *optional) if name in rows.logged]
+    names = [name for name in (*JUDGED, *optional) if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
     logged = np.array([rows.logged[name] for name in names])
-    index = np.flatnonzero(logged[[name in ALWAYS_PASSED for name in names]].any(axis=0))
+    index = np.flatnonzero(logged[[name in JUDGED for name in names]].any(axis=0))
     found, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
     more = ("eval_loss",) * bool(has_evaluations)
     combinations = [
@@ -152,8 +148,7 @@ def _judge_row(
 
     A live run rolls back when ordered, so the order is subtracted from the budget here.
     """
-    signals = Signals(**dict(zip(names, values, strict=True)))
-    new, _ = engine.step(state, signals, xp=xp)
+    new, _ = engine.step(state, Signals(**dict(zip(names, values, strict=True))), xp=xp)
     if engine.mode != "observe":
         new = engine.subtract_rollback(new, xp=xp)
     incident, last = new.incident, new.last

@@ -25,9 +25,9 @@ from healcore.history.incident import MOST_ALARMS
 from healcore.history.run import RunAttempt
 from healcore.policy import PolicyLike
 from healcore.runtime.run_options import HostPolicy
-from healcore.tools.replay.judged import ALWAYS_PASSED, judge
+from healcore.tools.replay.judged import judge_trace
 from healcore.tools.report.run_report import RunReport, first_lines
-from healcore.tools.traces import Trace
+from healcore.tools.traces.columns import JUDGED, Trace
 
 _ROLLBACK, _STOP, _CUT_LR = map(int, (Action.ROLLBACK, Action.STOP, Action.CUT_LR))
 
@@ -213,7 +213,7 @@ def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = 
     host = policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy)
     name = name or host.name
     inactive = _find_inactive(host.engine, trace, name)
-    rows = judge(host.engine, trace)
+    rows = judge_trace(host.engine, trace)
     incidents = _find_incidents(rows)
     steps, lr_scale = trace.rows.step, rows.lr_scale
     rollbacks, cuts = rows.action & _ROLLBACK != 0, rows.action & _CUT_LR != 0
@@ -251,7 +251,7 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
 
     Raises ReplayError if the policy has nothing to judge.
     """
-    passed = trace.signals & {*ALWAYS_PASSED, *engine.needs}
+    passed = trace.signals & {*JUDGED, *engine.needs}
     parts = [(name, detector.NEEDS) for name, detector in engine.config.detectors]
     if engine.config.clip is not None:
         parts.insert(0, ("clip", {"group_norms" if engine.per_tensor else "grad_norm"}))

@@ -25,7 +25,7 @@ LEGEND = (
 
 def total(summaries: Sequence[Summary], name: str) -> int:
     """Sums a count over several summaries."""
-    return sum(getattr(each, name) for each in summaries)
+    return sum(getattr(summary, name) for summary in summaries)
 
 
 def summary_table(summaries: Sequence[Summary]) -> Table:
@@ -80,9 +80,9 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
                 number = total(summaries, field)
                 cell.append(form.format(number) if number else "", color)
         cells.append(cell)
-    cuts = sum(each.actions.get("CUT_LR", 0) - each.repeat_cuts for each in summaries)
-    lowest = min(each.lowest_lr_first for each in summaries)
-    ends = [each.stopped_step for each in summaries if each.stopped_step is not None]
+    cuts = sum(summary.actions.get("CUT_LR", 0) - summary.repeat_cuts for summary in summaries)
+    lowest = min(summary.lowest_lr_first for summary in summaries)
+    ends = [summary.stopped_step for summary in summaries if summary.stopped_step is not None]
     end = f"{ends[0]:.15g}" if ends and len(summaries) == 1 else f"{len(ends)} end"
     return [*cells, f"{lowest:.3g} ({cuts})" if cuts else "-", end if ends else "-"]
 
@@ -98,8 +98,8 @@ def _common_folder(traces: Sequence[str]) -> str:
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
     """Describes first alarms, inactive parts of the policies, and rows that were not judged."""
-    unjudged = {each.trace: each.unjudged for each in summaries}
-    policies = len({each.policy for each in summaries})
+    unjudged = {summary.trace: summary.unjudged for summary in summaries}
+    policies = len({summary.policy for summary in summaries})
     several, traces = policies > 1, len(summaries) // max(policies, 1)
     counts = Counter(
         (f"{each.policy}: " if several else "") + inactive_line(signal, parts)

@@ -245,21 +245,21 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
     """Kind of event -> its events."""
     near = np.ptp(report.curves.step) / 100 if len(report.curves.step) else 0.0
     outside, incidents = report.alarms_outside.items(), report.incidents
-    found = [_Mark(step, step, flag_names(cause), _QUIET) for step, cause in outside]
-    found += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
+    marks = [_Mark(step, step, flag_names(cause), _QUIET) for step, cause in outside]
+    marks += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
     alarms, skips, rollbacks = list[_Mark](), list[_Mark](), list[_Mark]()
-    for mark in sorted(found, key=lambda mark: mark.first):
+    for mark in sorted(marks, key=lambda mark: mark.first):
         if alarms and alarms[-1].text == mark.text and mark.first - alarms[-1].last <= near:
             alarms[-1] = alarms[-1]._replace(last=max(alarms[-1].last, mark.last))
         else:
             alarms.append(mark)
-    for each in incidents:
-        if each.skipped:
-            text = counted(each.skipped, "step") + " or more" * each.capped
+    for incident in incidents:
+        if incident.skipped:
+            text = counted(incident.skipped, "step") + " or more" * incident.capped
             text = f"would skip {text}" if report.would else text
-            skips.append(_Mark(each.onset_step, each.end, text, _BAD))
-        if report.would and each.rolled_back:
-            rollbacks.append(_Mark(each.step, each.step, "would roll back", _RATE))
+            skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
+        if report.would and incident.rolled_back:
+            rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
     for each in report.attempts:
         if each.left is not None:
             kind, colour = ("", _RATE) if each.origin == "rollback" else (" restart", _QUIET)
@@ -294,7 +294,7 @@ def _draw_timeline(
             most = int((first - limits[0] if is_left else room) / per_inch / _CHARACTER) - 3
             text = mark.text if len(mark.text) <= most + 1 else f"{mark.text[: max(most, 0)]}…"
             begin, end = (first - size, last) if is_left else (first, last + size)
-            row = next((i for i, each in enumerate(ends) if each <= begin), len(ends))
+            row = next((i for i, end in enumerate(ends) if end <= begin), len(ends))
             if row >= _MAX_ROWS:
                 row, text = _MAX_ROWS, ""
             ends[row : row + 1] = [max([end, *ends[row : row + 1]])]
@@ -321,19 +321,19 @@ def _draw_timeline(
 def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[str, np.ndarray]]]:
     """Label, values, colour, height in inches, and dotted lines of each panel."""
     curves = report.curves
-    found: list[Any] = [("loss", curves.loss, _LOSS, 2.2, {})]
+    panels: list[Any] = [("loss", curves.loss, _LOSS, 2.2, {})]
     if curves.grad_norm is not None:
         dotted = {} if curves.threshold is None else {"clip threshold": curves.threshold}
-        found.append(("gradient\nnorm (L2)", curves.grad_norm, _NORM, 1.1, dotted))
+        panels.append(("gradient\nnorm (L2)", curves.grad_norm, _NORM, 1.1, dotted))
     rate, scale = curves.lr, curves.lr_scale
     if rate is not None and scale is not None:
         scaled = rate * np.where(np.isnan(scale), 1.0, scale)
         shown, name, other = (rate, "with", scaled) if report.would else (scaled, "without", rate)
         dotted = {f"rate {name} healcore": np.where(scaled == rate, np.nan, other)}
-        found.append(("learning\nrate", shown, _RATE, 1.1, dotted))
+        panels.append(("learning\nrate", shown, _RATE, 1.1, dotted))
     elif scale is not None and (scale < 1).any():
-        found.append(("learning\nrate ×", scale, _RATE, 0.8, {}))
-    return found
+        panels.append(("learning\nrate ×", scale, _RATE, 0.8, {}))
+    return panels
 
 
 def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> None:

@@ -203,8 +203,7 @@ def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
     except FileNotFoundError:
         return _NO_CURVES, [_WITHOUT_METRICS]
     except OSError as error:
-        why = f"{path}: the metrics cannot be read: {error.strerror or error}"
-        return _NO_CURVES, [why]
+        return _NO_CURVES, [f"{path}: the metrics cannot be read: {error.strerror or error}"]
     notes = first_lines(f"{path.name}: damaged", damage)
     if not len(rows.step):
         return _NO_CURVES, [*notes, _WITHOUT_METRICS]
@@ -220,8 +219,7 @@ def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
         return {}, ""
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read: {type(error).__name__}"
-    is_valid = isinstance(written, dict)
-    return (written, "") if is_valid else ({}, f"{path.name} is not a postmortem")
+    return (written, "") if isinstance(written, dict) else ({}, f"{path.name} is not a postmortem")
 
 
 def _state_of(run: Run, written: dict[str, Any]) -> RunState:

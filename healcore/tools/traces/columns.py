@@ -196,7 +196,6 @@ class Attempt(NamedTuple):
 
     source: str
     """Path of the file in which the attempt begins."""
-    first_row: int
     first_step: float
     resumes_after: int | None
     """The last row before the attempt that is still part of the run: the row's step is below
@@ -288,7 +287,7 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     step = numbers[STEP][first]
     sources = [logs[bisect.bisect(begins, first[start]) - 1].path for start in starts]
     resumed, replaced = _find_resumed_rows(step, starts)
-    attempts = list(map(Attempt, sources, starts, step[starts].tolist(), resumed))
+    attempts = list(map(Attempt, sources, step[starts].tolist(), resumed))
     notes += [
         f"{each.source}: the run was resumed: attempt {number} begins at step "
         f"{each.first_step:.15g}"

@@ -72,8 +72,7 @@ _NAMES = {
 def normalize(name: str) -> str:
     """Converts a name to the form in the tiers."""
     name = "wandb_step" if name == "_step" else name
-    flat = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-    return flat.removeprefix("metrics_")
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_").removeprefix("metrics_")
 
 
 _TIER = {

@@ -52,7 +52,7 @@ def compare(losses):
 
 
 @pytest.mark.parametrize("name", curves.SYNTHETIC)
-def test_the_same_at_every_step(name):
+def test_the_port_equals_the_original_at_every_step(name):
     losses = curves.SYNTHETIC[name].copy()
     losses[300:303] = np.nan, np.inf, -np.inf
     assert original(losses)[300:303].tolist() == port(losses)[300:303].tolist() == [True] * 3

@@ -21,7 +21,7 @@ def port(losses):
 
 
 @pytest.mark.parametrize("name", curves.SYNTHETIC)
-def test_the_same_outliers(name):
+def test_the_port_finds_the_outliers_of_the_original(name):
     losses = curves.SYNTHETIC[name]
     theirs, _, _ = originals.kill_loss_spike(losses)
     ours = port(losses).reports(Cause.LOSS_SPIKE)

@@ -40,7 +40,7 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
 
 
 @over([kind for kind in REWINDING if kind.epochs == 3])
-def test_between_two_epochs(kind):
+def test_a_rewind_to_a_position_between_two_epochs(kind):
     """After the StopIteration of `next`, where a loop outside is."""
     cursor = Cursor(kind.make(), epochs=1)
     take(cursor)

@@ -76,7 +76,7 @@ CLOSES, LATE = 0, -1  # see `serving`
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("status", [404, 429, 503, CLOSES])
-def test_a_status(client, status):
+def test_http_statuses_are_network_faults_and_some_are_transient(client, status):
     """For other statuses see `test_only_errors_of_http_are_transient_or_network`."""
     with serving(status) as server:
         fault = classify(error_of(client, server.url))
@@ -87,7 +87,7 @@ def test_a_status(client, status):
 
 
 @pytest.mark.parametrize("client", [requests.get, httpx.get, urllib.request.urlopen])
-def test_a_timeout(client):
+def test_a_timeout_is_a_transient_network_fault(client):
     with serving(LATE) as server:
         fault = classify(error_of(client, server.url, timeout=0.05))
     assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
@@ -274,7 +274,7 @@ def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
     assert run.waits == pytest.approx([min(base * factor**n, base * more) for n in range(5)])
 
 
-def test_without_a_healer(monkeypatch, caplog):
+def test_retrying_without_a_healer_waits_and_logs(monkeypatch, caplog):
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     monkeypatch.setattr(retry, "_random", lambda: 0.0)

@@ -62,7 +62,7 @@ def test_parts_put_together_are_the_batch(n, data, framework):
         {"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1]},
     ],
 )
-def test_structures(batch):
+def test_the_parts_of_a_batch_keep_its_structure(batch):
     assert count_samples(batch) == 4
     pieces = split(batch, 2)
     assert [count_samples(piece) for piece in pieces] == [2, 2]

@@ -221,7 +221,7 @@ def saves(text: str) -> list[Saved]:
         ("nnnn", Keep(), [0, 10]),
     ],
 )
-def test_superfluous(text, keep, dropped):
+def test_which_checkpoints_are_superfluous(text, keep, dropped):
     assert superfluous(saves(text), keep) == dropped
     assert superfluous(list(reversed(saves(text))), keep) == dropped
 

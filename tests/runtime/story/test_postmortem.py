@@ -56,7 +56,7 @@ STOPPED = end_of(
 )
 
 
-def test_the_whole_of_it():
+def test_an_explanation_names_cause_evidence_actions_and_advice():
     text = explain(STOPPED)
     assert text.startswith("healcore stopped the run at step 4121: the budget")
     flat = " ".join(text.split())
@@ -149,7 +149,7 @@ def of_killed(path: Path) -> Any:
     return postmortem.read(path_for(path, run.processes[-1].id))
 
 
-def test_kill_9(events):
+def test_a_killed_process_has_a_postmortem(events):
     run = python("-m", "tests.runtime.story.test_postmortem", events)
     name = first_line(run)
     assert of_killed(events) is None, "it is still there"

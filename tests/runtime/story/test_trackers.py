@@ -112,7 +112,7 @@ CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_it_cannot_start(name, folder, monkeypatch, capsys):
+def test_a_tracker_that_cannot_start_changes_no_bit(name, folder, monkeypatch, capsys):
     (folder / "file").write_text("")
     place, environment = CANNOT_START[name]
     for variable, value in environment.items():
@@ -129,13 +129,13 @@ def broken(fault: Any) -> Any:
     return SimpleNamespace(metrics=metrics, event=lambda event: None)
 
 
-def test_it_fails_later(folder, capsys):
+def test_a_tracker_that_fails_later_changes_no_bit(folder, capsys):
     assert same(run(folder, trackers=broken(sys.exit)), run(folder / "plain"))
     (problem,) = re.findall("tracker SimpleNamespace fails.*", capsys.readouterr().err)
     assert "SystemExit" in problem
 
 
-def test_it_blocks(folder, monkeypatch, capsys):
+def test_a_tracker_that_blocks_does_not_stop_the_run(folder, monkeypatch, capsys):
     """The run does not wait for it, and its end waits for a bounded time."""
     monkeypatch.setattr(trackers, "MAX_WAIT", 0.2)
     released = threading.Event()

@@ -57,7 +57,7 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
     assert done.stdout.startswith("default: ok")
 
 
-def test_diff(mine):
+def test_policy_diff_prints_changed_values_and_exits_with_1(mine):
     done = healcore_cli("policy", "diff", "pretraining", mine)
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
     assert (done.exit_code, line.split()) == (1, ["clip.z_threshold", "2.5", "3.5"])
@@ -70,7 +70,7 @@ def test_show_with_a_value_replaced_is_a_policy_to_keep():
     assert (done.exit_code, loads(done.output)) == (0, policy)
 
 
-def test_show(tmp_path):
+def test_events_show_prints_one_line_for_each_event(tmp_path):
     log = Log(tmp_path / "healcore.events.jsonl")
     for step, kind in enumerate(SAMPLES):
         log.write(kind, step=step, **SAMPLES[kind])

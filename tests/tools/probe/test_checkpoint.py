@@ -105,7 +105,7 @@ def test_nan_is_reported_and_is_not_known_good(case, tmp_path):
     assert verdicts(probe(tmp_path))["finite"] == "WARN"  # there is one to go back to
 
 
-def test_there_is_nothing(tmp_path):
+def test_an_absent_checkpoint_is_skipped_or_an_error(tmp_path):
     assert probe(tmp_path).verdict.value == "SKIP"
     assert probe(tmp_path / "nowhere").verdict.value == "ERROR"
     filled(DISKS[0], tmp_path / "store", "good")

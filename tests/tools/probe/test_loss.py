@@ -65,7 +65,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_verdict(tmp_path, name):
+def test_verdicts_of_loss_curves(tmp_path, name):
     verdict, loss, others = CASES[name]
     columns = {"loss": loss.tolist()} | {name: list(column) for name, column in others.items()}
     result = probe(logs.write(tmp_path / "run.csv", columns))
@@ -121,7 +121,7 @@ def test_the_thinned_curve_keeps_the_extremes(tmp_path):
         assert np.array_equal(kept[step], np.float32(values[step]), equal_nan=True)
 
 
-def test_score(tmp_path):
+def test_the_score_is_the_weighted_share_of_passed_checks(tmp_path):
     """A warning counts half of its weight."""
     values = falling(300, 0.05)
     assert probe_values(tmp_path, values).facts["score"] == 1.0

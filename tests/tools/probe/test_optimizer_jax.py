@@ -65,7 +65,7 @@ CHAINS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_wherever_the_moments_are(tmp_path, name):
+def test_moments_are_found_in_every_chain(tmp_path, name):
     ocp.save(tmp_path / "ill", {"params": PARAMS, "opt_state": state_of(CHAINS[name]())})
     result = probe(tmp_path / "ill")
     assert result.facts["parameters"] == 2 * LAYERS
@@ -74,7 +74,7 @@ def test_wherever_the_moments_are(tmp_path, name):
     assert result.facts["top"][0]["parameter"].endswith("layer_3.kernel")
 
 
-def test_a_healthy_one_passes(tmp_path):
+def test_a_healthy_optimizer_passes(tmp_path):
     ocp.save(tmp_path / "c", {"params": PARAMS, "opt_state": state_of(optax.adamw(1e-3), 1.0)})
     result = probe(tmp_path / "c")
     assert result.verdict.value == "PASS", result.checks

@@ -16,7 +16,7 @@ from healcore.torch.store import DCPStore
 from tests.tools.probe.trained_networks import probe, saved, train, trained, unjudged, verdicts
 
 
-def test_a_healthy_one_passes(tmp_path):
+def test_a_healthy_optimizer_passes(tmp_path):
     fused = functools.partial(torch.optim.AdamW, amsgrad=True, fused=True)
     for make in (fused, torch.optim.RAdam):
         net, optimizer = trained(make)
@@ -80,7 +80,7 @@ def test_one_state_in_every_format(tmp_path, save):
     assert top["ratio"] > 1e3
 
 
-def test_our_store(tmp_path):
+def test_moments_in_a_dcp_store_are_judged(tmp_path):
     net, optimizer = trained()
     store = DCPStore(tmp_path)
     store.save(1, {"model": net, "optimizer": optimizer})
@@ -207,7 +207,7 @@ FACTORS: dict[str, tuple[Callable[[int], float], str, set[int]]] = {
 
 
 @pytest.mark.parametrize("name", FACTORS)
-def test_outliers(tmp_path, name):
+def test_layers_with_unusual_moments_are_outliers(tmp_path, name):
     """Without names the layers are groups of parameters."""
     factor, verdict, far = FACTORS[name]
     net, optimizer = trained(blocks=12)

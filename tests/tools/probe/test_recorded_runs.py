@@ -25,7 +25,7 @@ pytestmark = needed
     ],
 )
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.stress)])
-def test_verdict(every, pattern, number, verdict):
+def test_verdicts_of_recorded_runs(every, pattern, number, verdict):
     paths = sorted(FOLDER.glob(pattern))[::every]
     found = Counter(probe(path).verdict.value for path in paths)
     assert found == {verdict: math.ceil(number / every)}

@@ -79,7 +79,7 @@ def replayed(trace, policy):
     return [(row.index, line_of(row, row.action)) for row in result], result
 
 
-def test_one_attempt(tmp_path):
+def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     """The decisions, the counts of them, and the scores of each row."""
     run = logs.eventful(900)
     for onset in (300, 450, 600, 750):
@@ -199,7 +199,7 @@ def live_and_replayed(path: Path, policy):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("bad", [[23], [2], [9, 30]], ids=["late", "before a save", "twice"])
-def test_with_rollbacks(framework, bad, tmp_path):
+def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad, tmp_path):
     """With rollbacks to a checkpoint and to the beginning."""
     path = tmp_path / "run.metrics.jsonl"
     loop = loop_of(framework, Faults(once=bad), rules())

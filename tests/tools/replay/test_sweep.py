@@ -114,7 +114,7 @@ def scored(orders, loss, label):
         ([480], 0, 0),  # ambiguous
     ],
 )
-def test_what_counts(orders, found, false):
+def test_an_order_near_an_event_finds_it_and_any_other_is_false(orders, found, false):
     score = scored(orders, np.ones(600), Label("", 600, [(300, 310)], [(470, 490)]))
     assert score.events == 1
     assert (len(score.latencies), score.false) == (found, false)

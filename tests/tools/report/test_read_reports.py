@@ -344,7 +344,7 @@ ROWS = 40_000
 SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
 
 
-def test_outliers_stay(tmp_path):
+def test_thinned_curves_keep_their_outliers(tmp_path):
     log = Log(tmp_path / "run.events.jsonl")
     log.write("start", step=None, policy="default", mode="heal", framework="torch")
     log.write("rollback", step=BACK, onset=BACK - 1, checkpoint=TO)

@@ -22,7 +22,7 @@ from tests.tools.traces.opened_traces import column, open_one, problems_of, refu
         "step,loss\n1,2.5,\n2,2.25,,\n",
     ],
 )
-def test_dialects(tmp_path, text):
+def test_csv_dialects_give_the_same_rows(tmp_path, text):
     table = open_one(write(tmp_path / "run.csv", text)).rows
     assert table.step.tolist() == [1, 2]
     assert table.values["loss"].tolist() == [2.5, 2.25]

@@ -85,7 +85,7 @@ def test_names_of_trainers(trainer):
         (["a", "a"], {"loss": "a"}, "two columns have the name 'a': rename one"),
     ],
 )
-def test_refusals(names, columns, message):
+def test_unknown_or_ambiguous_columns_are_refused(names, columns, message):
     with pytest.raises(TraceError) as error:
         resolve(names, columns)
     assert message in str(error.value)

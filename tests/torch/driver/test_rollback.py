@@ -163,7 +163,8 @@ def only_rate(run: Run) -> float:
         *(("fused", "host", name) for name in SCHEDULERS),
         *(("tensor rate", "host", name) for name in ("none", "warm-up and cosine", "one cycle")),
         *(("momentum", "host", name) for name in ("one cycle", "plateau")),
-        *(("AdamW", "host", "lambda"), ("fused", "device", "warm-up and cosine")),
+        ("AdamW", "host", "lambda"),
+        ("fused", "device", "warm-up and cosine"),
     ],
 )
 def test_the_cut_applies_from_the_next_step_and_ends_on_the_schedule(optimizer, scheduler, where):

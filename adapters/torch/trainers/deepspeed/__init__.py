@@ -222,8 +222,7 @@ class EngineOptimizer(Optimizer):
     def _masters(self) -> list[Tensor]:
         """The basic optimizer's tensors that are not parameters of the module (float32 weights)."""
         module_ids = {id(p) for p in self._engine.module.parameters()}
-        params = gradients.parameters(self.optimizer)
-        return [p.detach() for p in params if id(p) not in module_ids]
+        return [p.detach() for p in gradients.parameters(self.optimizer) if id(p) not in module_ids]
 
     def _scale(self) -> Any:
         """The object that holds the loss scale, or None."""

@@ -77,7 +77,7 @@ class SplitSteps:
             self._accumulated, self._tokens = False, 0
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-        for part in loop_of(self._healer).memory.parts(
+        for part in loop_of(self._healer).out_of_memory.parts(
             batch,
             count=None if self._is_sum(items) else self._loss_items,
             whole=self._obstacle(),

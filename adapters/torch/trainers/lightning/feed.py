@@ -118,8 +118,7 @@ class Feed:
         self.done = is_last or index < batch_progress.current.ready - self._before(epoch)
         if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
-            skipped = self._length - 1 - batch_progress.current.ready
-            batch_progress.increment_by(max(skipped, 0))
+            batch_progress.increment_by(max(self._length - 1 - batch_progress.current.ready, 0))
         return self.as_passed(batch), index, 0
 
     def _reload(self, run: Loop) -> None:
@@ -137,8 +136,7 @@ class Feed:
         if isinstance(self._loader, CombinedBatches):
             return batch
         structure = self.combined_loader.iterables
-        kind = type(self._loader)
-        return apply_to_collection(structure, kind, lambda _: batch)
+        return apply_to_collection(structure, type(self._loader), lambda _: batch)
 
     def _train_loader(self) -> Any:
         flattened = self.combined_loader.flattened

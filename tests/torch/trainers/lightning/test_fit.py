@@ -121,7 +121,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits(case: str, tmp_path: Path):
+def test_a_healthy_fit_has_the_same_bits_as_without_healcore(case: str, tmp_path: Path):
     module, loaders, options = CASES[case]
     options = {"make": module, "loaders": loaders, "max_epochs": 3, **options}
     options["default_root_dir"] = tmp_path
