@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 37931),
-    "tests": (("tests",), 32711),
+    "tests": (("tests",), 32686),
     "benchmarks": (("benchmarks",), 8921),
 }
 """Part -> its folders, and the most lines."""
