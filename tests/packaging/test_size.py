@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37931),
-    "tests": (("tests",), 32686),
+    "product": (("healcore", "adapters"), 37928),
+    "tests": (("tests",), 32675),
     "benchmarks": (("benchmarks",), 8921),
 }
 """Part -> its folders, and the most lines."""

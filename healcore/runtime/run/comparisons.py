@@ -116,12 +116,11 @@ class Comparisons:
         """
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
+        known = self.state.healthy_rates
+        known.update({name: max(rate, known.get(name, 0)) for name, rate in self._rates().items()})
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
-        state, known = self.state, self.state.healthy_rates
-        known.update({n: max(each, known.get(n, 0)) for n, each in state.last_rates.items()})
-        state.last_rates = self._rates()  # healthy if the run is, until the next checkpoint
         level, spread = self._history.level() or (None, 0.0)
         numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
         new = Anchor(step, level=level, spread=spread, numbers=numbers)

@@ -165,8 +165,6 @@ class ComparisonState:
     stay for two checkpoints, and for as long as they have evidence."""
     healthy_rates: dict[str, float] = field(default_factory=dict)
     """Engine name -> highest learning rate at which the run was healthy, if known."""
-    last_rates: dict[str, float] = field(default_factory=dict)
-    """The same at the last checkpoint, before which no trouble was found."""
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
     alarms: tuple[int, int] = (-1, -1)

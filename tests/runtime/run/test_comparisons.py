@@ -84,17 +84,6 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
     assert run.comparisons.unusual(verdict) == [250, 251, 252, 255]
 
 
-def test_the_rate_at_a_checkpoint_is_healthy_only_at_the_next_one():
-    """It may have been raised right before: a rollback to this checkpoint restores it too."""
-    run = Run(noisy)
-    for rate, steps in ((0.25, 199), (8.0, 47)):
-        run.driver.rate = rate
-        healthy(run, steps)
-    verdict = damaged(run)
-    assert verdict.healthy_rates == {"optimizer": 0.25}
-    assert verdict.rates[0] == {"optimizer": 8.0}
-
-
 def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
     run = Run(noisy)
     run.driver.rate = 0.25
