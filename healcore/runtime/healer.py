@@ -147,13 +147,10 @@ class Healer(Generic[State]):
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
-        for name, given, kind in (
-            ("checkpoints", checkpoints, Checkpoints),
-            ("logging", logging, Logging),
-            ("hooks", hooks, Hooks),
-        ):
+        for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
             if not isinstance(given, kind):
-                raise ValueError(f"{name} is a healcore.{kind.__name__}(...), not {given!r}")
+                name = kind.__name__
+                raise ValueError(f"{name.lower()} is a healcore.{name}(...), not {given!r}")
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,

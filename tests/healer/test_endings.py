@@ -168,14 +168,14 @@ def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, t
     line = {"torch": r"optimizer\.step\(\)", "jax": r"healer\.update\(step\(healer\.state"}
     for _ in range(2):
         with (
-            pytest.raises(IncompleteRun, match=rf"no step \(120 batches .*{line[framework]}"),
+            pytest.raises(IncompleteRun, match=rf"no step \(1,010 batches .*{line[framework]}"),
             Healer(rules(), state=loop.state, store=tmp_path) as healer,
         ):
-            for _number in healer.batches(range(120)):
+            for _number in healer.batches(range(1010)):
                 pass
     assert ended(tmp_path) == ["exception"] * 2
     problems = [event["problem"] for event in events(tmp_path, "problem")]
-    assert sum("100 batches without a step" in each for each in problems) == 2
+    assert sum("1000 batches without a step" in each for each in problems) == 2
     assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
     assert loop.faults.order == list(range(12))
     assert ended(tmp_path)[-1] == "completed"

@@ -174,6 +174,7 @@ def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
         for pair in zip(inputs, targets, strict=True):
             pairs.append(pair)
             loop.step(healer, pair[0])
+            list(healer.batches([0]))  # many loaders, each of one evaluation
     assert healer.rollbacks == 1
     assert {target - number for number, target in pairs} == {100}
     assert loop.faults.order.count(24) == 2

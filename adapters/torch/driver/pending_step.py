@@ -20,8 +20,7 @@ from healcore.torch.ranks import requests_vote
 
 MOST_PENDING = 256
 """Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
-MOST_EARLY = 2**16
-"""Read records to keep, in case that nobody asks for them."""
+MOST_EARLY = 2**16  # read records to keep, in case that nobody asks for them
 
 
 class PendingEntry(NamedTuple):
@@ -64,7 +63,7 @@ class Recorder:
         step = self._healing.healed_step
         record = step.live_engine.pending_record(self.name)
         rates = [group.get("lr") for group in step.optimizer.param_groups]
-        lr = max((rate for rate in rates if isinstance(rate, float)), default=0.0)
+        lr = max((rate for rate in rates if isinstance(rate, int | float)), default=0.0)
         self._pending.append(PendingEntry(self, record, norms, step.all_reduce.last_marks, lr))
         if len(self._pending) > MOST_PENDING:
             oldest = self._pending.popleft()

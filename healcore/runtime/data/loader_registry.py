@@ -154,7 +154,8 @@ class LoaderRegistry:
                 "healer.batches(loader, epoch=epoch), see healer.epochs"
             )
         while len(self._loaders) > _MAX_LOADERS:
-            self._loaders.remove(next(each for each in self._loaders if each is not self.current))
+            others = (each for each in self._loaders if each is not self.current)
+            self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
 
     def _number_in(self, epoch: int) -> int:

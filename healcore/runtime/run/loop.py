@@ -166,9 +166,9 @@ class Loop:
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
         trains = data.current is not None and (data.current.trains or not data.step)
-        if trains and len(data.unused) == _MAX_WITHOUT_STEP:
+        if trains and len(data.unused) == _MAX_ITERATIONS:
             why = "the state needs the optimizer whose step() the loop calls"
-            self.warn(f"{_MAX_WITHOUT_STEP} batches without a step that the Healer sees: {why}")
+            self.warn(f"{_MAX_ITERATIONS} batches without a step that the Healer sees: {why}")
         self.ranks.raise_if_asked(may_end=may_end)
         return False
 

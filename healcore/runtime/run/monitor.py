@@ -77,8 +77,7 @@ class IncidentMonitor:
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
-        self.lr_scales: dict[str, float] = {}
-        """Engine name -> current multiplier of the learning rate, where it is known."""
+        self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
         self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []

@@ -13,8 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.driver import check_engines
+from healcore.runtime.faults import classify
 from healcore.runtime.run import record as records
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import (
@@ -98,7 +100,8 @@ class Restorer:
         live, rates, broken = self.driver.engines(), self.driver.learning_rates(), order.lr_at_fault
         if broken is not None:  # of other optimizers the rate in force, or the multiplier alone
             scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
-            broken = {n: (rates.get(n) or 1.0) * each for n, each in scales.items()} | {**broken}
+            given = {n: each for n, each in rates.items() if each is not None}
+            broken = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**broken}
 
         def load(saved: _Checkpoint) -> RollbackRecord:
             engines = after_rollback(engine, live, saved.engines)
@@ -282,7 +285,8 @@ class Restorer:
                 failure = error
             if isinstance(failure, StateMismatch) and failure.step is None:
                 failure = StateMismatch(step, failure.differences)
-            ends = isinstance(failure, (StateMismatch, MemoryError))
+            cause = failure and classify(failure).cause
+            ends = isinstance(failure, StateMismatch) or cause is Cause.OOM
             outcomes = self.ranks.gather(None if failure is None else ends)
             if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
                 if saved.problem:

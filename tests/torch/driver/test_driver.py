@@ -126,8 +126,7 @@ def test_each_of_many_steps_per_batch_has_its_record():
     run, driver = driven()
     for i in range(3 * MOST_PENDING):
         run.step(i, NAN if i == 5 else 1.0)
-    step: Any = driver.steps()
-    ((*records,),) = step.steps()
+    (records,) = driver.steps().steps()  # type: ignore[union-attr]
     assert [each.step for each in records] == [*range(1, 3 * MOST_PENDING + 1)]
     assert [i for i, each in enumerate(records) if each.skip] == [5]
     assert driver.steps() is None

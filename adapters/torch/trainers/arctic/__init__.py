@@ -155,10 +155,10 @@ class HealedEpochs:
         stop = self._own_early_exit()
         if not _any_rank(stop, trainer.device):
             return False
-        if trainer.global_step >= trainer.training_horizon:
-            if self._healer.after_step(last=True):
-                return False  # the last steps have rolled the run back
-        else:
+        ends = trainer.global_step >= trainer.training_horizon
+        if self._healer.after_step(last=ends):
+            return False  # the last steps have rolled the run back
+        if not ends:
             if not stop:
                 trainer.early_stop_reason = "another rank has a reason to stop"
             self._request = EndRequested(trainer.early_stop_reason)

@@ -106,6 +106,7 @@ class LightningHealingCallback(Callback):
         if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         self._changes.close()  # an earlier fit may have raised before it began
+        self.healer = None
         strategy = type(trainer.strategy)
         if not any(base.__name__ in _STRATEGIES for base in strategy.__mro__):
             raise AttachError(
@@ -128,7 +129,6 @@ class LightningHealingCallback(Callback):
                 "ckpt_path; to start a new run from those weights, load the module from that file "
                 "and pass an empty store"
             )
-        self.healer = None
         self._fit_policy, limit = self._policy, trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._fit_policy = with_limit(self._policy, float(limit))
