@@ -48,7 +48,7 @@ class Signals(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Signals limited to SIGNAL_LIMIT, with NaN and Inf replaced, and flags for those replaced."""
+    """Signals limited to SIGNAL_LIMIT, NaN and Inf replaced, and flags of what was replaced."""
 
     loss: Any
     grad_norm: Any

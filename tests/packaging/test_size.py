@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 37928),
     "tests": (("tests",), 32675),
-    "benchmarks": (("benchmarks",), 8921),
+    "benchmarks": (("benchmarks",), 8920),
 }
 """Part -> its folders, and the most lines."""
 

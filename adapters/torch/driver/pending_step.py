@@ -107,7 +107,7 @@ class PendingStep:
 
     Args:
         entries: the judged steps to read, in order.
-        early: the records of those before.
+        early: records of earlier steps, which are read already.
         ranks: the ranks whose decisions to compare, or None if the engines exchange signals.
         vote_wanted: whether this rank asks for a vote. Called only with `ranks`.
     """

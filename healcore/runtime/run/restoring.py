@@ -77,8 +77,8 @@ class Restorer:
     def roll_back(self, order: Order) -> tuple[RollbackRecord, str]:
         """Carries out an order. Also returns why the data were not rewound, or "".
 
-        Raises NoGoodCheckpoint without a usable checkpoint, StateMismatch if the checkpoints are of
-        another state, and any other StoreError of the store; the live state is then unchanged.
+        Raises NoGoodCheckpoint without a usable checkpoint (one that fails while it is loaded may
+        have changed a part of the live state), StateMismatch for another state, other StoreErrors.
         """
         saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
         reset = self.policy.rollback.reset_moments
