@@ -91,6 +91,12 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         assert (each["added"], each["skips"], each["unmoved"]) == ([BYTES], 1.0, True)
 
 
+def test_no_rank_splits_a_batch_alone(of: Of):
+    for each in of("out_of_memory: 1"):
+        assert each["rows"] == [program.ROWS]
+        assert "accumulate the gradients of more batches" in each["said"]
+
+
 @pytest.mark.parametrize("kind", program.EVALUATED)
 def test_earlier_weights_have_their_loss_and_training_does_not_notice(kind: str, of: Of):
     for each in of(f"evaluated: {kind}"):
