@@ -66,7 +66,7 @@ def attach(
             make the same decisions.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
-            and the global norm, which costs one all_reduce of 96 bytes per step. "auto": the ranks
+            and the global norm, which costs one all_reduce of 80 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
             group, if torch.distributed is initialized. None: the ranks exchange nothing. Use it
             only if every rank has the same loss and gradients, or trains its own model.
@@ -277,16 +277,6 @@ class Healing:
             SignalError: as for `observe`.
         """
         self._measurer.eval_loss = measurement.one_number("eval_loss", eval_loss)
-
-    def observe_update_norm(self, update_norm: Tensor | float) -> None:
-        """Reports the L2 norm of the last update, for policies that read it.
-
-        healcore does not measure this norm.
-
-        Raises:
-            SignalError: as for `observe`.
-        """
-        self._measurer.update_norm = measurement.one_number("update_norm", update_norm)
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).
