@@ -309,10 +309,6 @@ class TorchDriver(Driver):
                 name, healthy()
             )
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Optimizer name -> `Report`."""
-        return {name: healing.report() for name, healing in self.healings.items()}
-
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
