@@ -97,6 +97,12 @@ def test_no_rank_splits_a_batch_alone(of: Of):
         assert "accumulate the gradients of more batches" in each["said"]
 
 
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_ranks_without_a_group_are_runs_of_their_own(where: str, of: Of):
+    found = [(each["steps"], each["skips"]) for each in of(f"alone: {where}")]
+    assert found == [(6, 0), (7, 1), (8, 0), (9, 0)]
+
+
 @pytest.mark.parametrize("kind", program.EVALUATED)
 def test_earlier_weights_have_their_loss_and_training_does_not_notice(kind: str, of: Of):
     for each in of(f"evaluated: {kind}"):
