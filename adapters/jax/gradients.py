@@ -211,7 +211,7 @@ AxisName = str | tuple[str, ...] | None
 
 NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
 """Keywords of `update` by which a caller reports signals; see `heal`."""
-_MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
+_MEANS = ("loss", "eval_loss", "learning_rate")
 _FLAGS = ("change_expected", "externally_skipped")
 
 
@@ -315,14 +315,6 @@ class Axes(NamedTuple):
         if own.group_norms is not None:
             new["group_norms"] = leaf_norms
         return own._replace(**new), leaf_norms
-
-    def norm(self, tree: Any) -> jax.Array:
-        """The global norm over all devices."""
-        own, _ = both_norms(tree)
-        if not self:
-            return own
-        total = jax.lax.psum(jnp.square(own), (*self.averaged, *self.split))
-        return jnp.sqrt(total / self._size(self.averaged))
 
     def _size(self, names: tuple[str, ...]) -> int:
         return math.prod(jax.lax.axis_size(name) for name in names)

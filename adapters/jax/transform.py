@@ -61,8 +61,8 @@ def heal(
     Returns:
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
         `eval_loss` (NaN at steps without evaluation), `grad_norm` (if it has to be reduced over a
-        mesh), `update_norm`, `change_expected` and `externally_skipped` (bool), and `learning_rate`
-        (of the schedule, for a policy with an absolute limit). Without `value` the detectors of
+        mesh), `change_expected` and `externally_skipped` (bool), and `learning_rate` (of the
+        schedule, for a policy with an absolute limit). Without `value` the detectors of
         the loss are inactive. Unknown keywords are ignored. `update` raises SignalError, while
         tracing, for a signal that is not a 0-d number or bool.
 
@@ -143,8 +143,6 @@ class ProtectState(NamedTuple):
     """The healing state, and the state of the protected optimizer."""
 
     heal: HealState
-    heal_update_norm: Any
-    """float32 0-d: norm of the last update, 0 after a skip. None if the policy does not read it."""
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
@@ -194,9 +192,7 @@ def protect(
 
     Returns:
         A transformation that takes the keywords of `heal`'s update. It passes these and all other
-        keywords to `inner` (only keywords that `inner` names, if it takes no others). A step is
-        judged before its update is computed, so a policy that reads the norm of the updates gets
-        the norm of the previous step.
+        keywords to `inner` (only keywords that `inner` names, if it takes no others).
 
     Raises:
         TypeError: `inner` is not an optax transformation.
@@ -224,7 +220,7 @@ def protect(
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm, unread_if_eager = "update_norm" in engine.needs, {}
+    unread_if_eager: dict[Any, list[bool]] = {}
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
@@ -232,7 +228,6 @@ def protect(
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), records),
-            heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
         )
@@ -254,8 +249,6 @@ def protect(
         arguments = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, inner_update, *arguments)
         reported = dict(given)
-        if reads_update_norm:
-            reported.setdefault("update_norm", state.heal_update_norm)
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
@@ -294,16 +287,13 @@ def protect(
             )
         else:
             updates, inner_state = inner_step(updates, state.inner_state, params)
-        norm = axes.norm(updates) if reads_update_norm else None
         if engine.scales_lr and not observes and not scales_inside:
             updates = gradients.scale(updates, decision.lr_scale)
-            norm = None if norm is None else norm * decision.lr_scale
         if may_skip:
             updates = gradients.fill_where(updates, skip, -0.0)
-            norm = None if norm is None else jnp.where(skip, 0.0, norm)
         if resets is not None:
             resets = jnp.where(skip, resets, (decision.action & Action.CUT_LR) != 0)
-        return updates, ProtectState(heal, norm, resets, inner_state)
+        return updates, ProtectState(heal, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

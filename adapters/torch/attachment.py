@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -66,10 +65,10 @@ def attach(
             make the same decisions.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
-            and the global norm, which costs one all_reduce of 96 bytes per step. "auto": the ranks
+            and the global norm, which costs one all_reduce of 80 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
-            group, if torch.distributed is initialized. None: the ranks exchange nothing. Use it
-            only if every rank has the same loss and gradients, or trains its own model.
+            group, if torch.distributed is initialized. None: the ranks exchange nothing, and with a
+            Healer each rank is a run of its own.
         pp_mesh: the stages of a pipeline, `mesh["pp"]`, whose squared norms are summed. By default
             the dimension "pp" of the root mesh of the parameters' meshes.
         console: whether lines are printed to standard error. "auto": unless the program has set up
@@ -79,7 +78,7 @@ def attach(
             `healcore.policy.Overrides`.
 
     Returns:
-        The handle: `observe`, `metrics`, `state_dict`, `report`, `detach`.
+        The handle: `observe`, `metrics`, `state_dict`, `detach`.
 
     Raises:
         AttachError: not an optimizer, already attached, no parameters, an unknown value of an
@@ -151,16 +150,10 @@ def heal_optimizer(
             "different parameters: use a policy with one limit for all, clip={'kind': 'zclip'}"
         )
     enforcer = Enforcer(optimizer)
-    obstacle = enforcer.kernel_obstacle
-    if engine != "auto":
-        reason = f"set by engine={engine!r}{f'; {obstacle}' if obstacle else ''}"
-    elif home.type == "cpu":
-        engine = "host"
-        reason = "the parameters are on the CPU, where reading a tensor costs nothing"
-    elif obstacle:
-        engine, reason = "host", f"{obstacle}: the host needs the decision anyway"
-    else:
-        engine, reason = "device", f"{name} is fused: the decision stays on {home}"
+    if engine == "auto":
+        # On a CPU reading a tensor costs nothing, and without a fused kernel the host needs the
+        # decision anyway.
+        engine = "device" if home.type != "cpu" and enforcer.has_kernel else "host"
     if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
         live_engine = DeviceEngine(core, len(params), home, compile=compiled)
@@ -168,7 +161,7 @@ def heal_optimizer(
         live_engine = HostEngine(core, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)
     step = healed_step(optimizer, live_engine, measured, enforcer, SignalAllReduce(ranks, home))
-    return Healing(step, engine_reason=reason)
+    return Healing(step)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -202,33 +195,6 @@ def healing_of(optimizer: Optimizer) -> Healing | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """How one optimizer is healed. `str()` formats the report as lines for printing."""
-
-    engine: str
-    """Where the engine runs: host (NumPy) or device (torch)."""
-    engine_reason: str
-    skip: str
-    """How a step is skipped: found_inf (in the fused kernel) or not run."""
-    syncs_per_step: int
-    """Host syncs that healcore adds to each step."""
-    ranks: int
-    """Number of ranks that decide together, by one all_reduce per step."""
-    compiled: bool
-    """Whether the engine's step runs through torch.compile."""
-
-    def __str__(self) -> str:
-        lines = [
-            f"engine  {self.engine}{', compiled' if self.compiled else ''}: {self.engine_reason}",
-            f"skip    {self.skip}",
-            f"syncs   {self.syncs_per_step} per step",
-        ]
-        if self.ranks > 1:
-            lines.append(f"ranks   {self.ranks} decide together, by one all_reduce per step")
-        return "\n".join(lines)
-
-
 class Healing:
     """Handle of an optimizer that a policy heals. Created by `attach`, not directly.
 
@@ -237,13 +203,12 @@ class Healing:
         healed_step: the optimizer's healed step.
     """
 
-    def __init__(self, healed_step: HealedStep, *, engine_reason: str) -> None:
+    def __init__(self, healed_step: HealedStep) -> None:
         self.optimizer = healed_step.optimizer
         self.live_engine = healed_step.live_engine
         self.engine = healed_step.live_engine.engine
         self.healed_step = healed_step
         self._measurer = healed_step.measurer
-        self._engine_reason = engine_reason
         healed_step.check.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
@@ -277,16 +242,6 @@ class Healing:
             SignalError: as for `observe`.
         """
         self._measurer.eval_loss = measurement.one_number("eval_loss", eval_loss)
-
-    def observe_update_norm(self, update_norm: Tensor | float) -> None:
-        """Reports the L2 norm of the last update, for policies that read it.
-
-        healcore does not measure this norm.
-
-        Raises:
-            SignalError: as for `observe`.
-        """
-        self._measurer.update_norm = measurement.one_number("update_norm", update_norm)
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).
@@ -370,21 +325,6 @@ class Healing:
             loss = found["heal/loss"]  # 0 at the start, unlike in a loaded state
             found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
         return found
-
-    def report(self) -> Report:
-        """Returns how this optimizer is healed: engine, skips and clips, their reasons and cost."""
-        live_engine = self.live_engine
-        on_host = live_engine.name == "host"
-        by_flag = not on_host and not self.healed_step.enforcer.kernel_obstacle
-        reads = on_host or (not by_flag and self.engine.mode != "observe")
-        return Report(
-            engine=live_engine.name,
-            engine_reason=self._engine_reason,
-            skip="found_inf" if by_flag else "not run",
-            syncs_per_step=int(reads) * (self._measurer.home.type != "cpu"),
-            ranks=self.ranks,
-            compiled=live_engine.compiled,
-        )
 
     # -- saving ---------------------------------------------------------------------------------
 

@@ -31,12 +31,11 @@ class Enforcer:
     """Enforces orders on one optimizer.
 
     Attributes:
-        kernel_obstacle: reason why the optimizer cannot clip and skip inside its fused kernel, or
-            an empty string.
+        has_kernel: whether the optimizer can clip and skip inside its fused kernel.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.kernel_obstacle = _kernel_obstacle(optimizer)
+        self.has_kernel = _has_kernel(optimizer)
         self._optimizer = optimizer
         self._home = gradients.parameters(optimizer)[0].device
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -128,7 +127,7 @@ class Enforcer:
         self._replaced.clear()
 
     def _uses_kernel(self) -> bool:
-        return not self.kernel_obstacle and _all_fused(self._optimizer)
+        return self.has_kernel and _all_fused(self._optimizer)
 
     def _scale_lr(self, factor: float | Tensor) -> None:
         """Multiplies the learning rate of every group that has one.
@@ -153,22 +152,16 @@ class Enforcer:
         values[name] = value
 
 
-def _kernel_obstacle(optimizer: Optimizer) -> str:
-    """See `Enforcer.kernel_obstacle`.
+def _has_kernel(optimizer: Optimizer) -> bool:
+    """See `Enforcer.has_kernel`.
 
     For GradScaler, fused Adam, AdamW, SGD and Adagrad divide the gradients by
     `optimizer.grad_scale`, and change nothing if `optimizer.found_inf` is 1. torch marks them by
-    `_step_supports_amp_scaling`.
+    `_step_supports_amp_scaling`. A third-party step() may compute the update itself, or change the
+    update of super().step().
     """
-    name = type(optimizer).__name__
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return f"{name} was not built with fused=True"
-    if not _all_fused(optimizer):
-        return f"a parameter group of this {name} has fused off"
-    if _is_third_party(optimizer):
-        # Its step() may compute the update itself, or change the update of super().step().
-        return f"{name} has a step() of its own, which may not honour found_inf"
-    return ""
+    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and _all_fused(optimizer) and not _is_third_party(optimizer)
 
 
 def _all_fused(optimizer: Optimizer) -> bool:

@@ -93,7 +93,7 @@ def decisions() -> dict[str, Any]:
                     with device.no_waits(asleep=compile and step >= WARM):
                         run.step()
                         run.heal.metrics()
-            assert run.heal.report().compiled is compile, "the compiler has failed"
+            assert run.heal.live_engine.compiled is compile, "the compiler has failed"
             run.compare(wanted, f"{policy}, compile={compile}")
     return {"policies": list(POLICIES), "compiled": compiled, "steps": len(SIGNALS)}
 

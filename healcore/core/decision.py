@@ -25,7 +25,6 @@ class Cause(enum.IntFlag):
     GRAD_VANISHING = 32
     PLATEAU = 64
     OVERFIT = 128
-    UPDATE_SPIKE = 256
     INSTABILITY = 512
     RECORDS = 1024
     OOM = 1 << 16

@@ -221,10 +221,6 @@ class Driver(Protocol):
     def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
         """Holds numbers in their healthy range within each step. The program reads its own."""
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Optimizer name -> dataclass whose `str()` says how it is healed. Empty in JAX."""
-        return {}
-
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,6 @@ class HealingReport:
     probation: int | None  # healthy steps after which a checkpoint is known-good
     postmortem: Path | None  # path of this process's postmortem, or None without such a file
     diagnosis: str  # diagnosis of the stop, or an empty string if the policy did not stop the run
-    optimizers: Mapping[str, object]
-    """Name -> `Healing.report()`: how the optimizer is healed. Empty in JAX."""
 
     @classmethod
     def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:
@@ -86,7 +83,6 @@ class HealingReport:
             probation=end.probation,
             postmortem=written if ending and written and written.exists() else None,
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
-            optimizers=loop.driver.optimizer_reports(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +103,4 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
-        return "\n".join(
-            [*lines, *filter(None, [self.diagnosis]), *map(str, self.optimizers.values())]
-        )
+        return "\n".join([*lines, *filter(None, [self.diagnosis])])

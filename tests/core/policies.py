@@ -64,7 +64,7 @@ RULES_OF_ALL_KINDS = (
     RuleConfig(_BAD, action=int(Action.ROLLBACK | Action.CUT_LR), count=5, within=20),
     RuleConfig(_SPIKES, action=int(Action.ROLLBACK | Action.CUT_LR), sustained=True),
     RuleConfig(int(Cause.DIVERGENCE), action=int(Action.ROLLBACK | Action.SAVE)),
-    RuleConfig(int(Cause.UPDATE_SPIKE), action=int(Action.CUT_LR), count=2, within=7),
+    RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR), count=2, within=7),
     RuleConfig(int(Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING), action=int(Action.ALERT)),
     RuleConfig(int(Cause.GRAD_VANISHING), action=int(Action.STOP), consecutive=9),
     RuleConfig(int(Cause.INSTABILITY), action=int(Action.ROLLBACK | Action.CUT_LR)),

@@ -15,10 +15,9 @@ from healcore.core.engine import RuleConfig
 from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60
-SPIKES = "update_spike", "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
+SPIKES = "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
 BOUNDS = {
     "grad_spike": 80,
-    "update_spike": 80,
     "grad_window": 40,
     "grad_ema": 25,
     "grad_ceiling": 100,

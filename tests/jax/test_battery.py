@@ -28,7 +28,6 @@ OPTIMIZERS = {
     "protect": protect(ADAM, policies.CUT_LR),
     "protect_everything": protect(ADAM, policies.EVERYTHING),
     "protect_adagc": protect(ADAM, policies.ADAGC),
-    "protect_updates": protect(ADAM, policies.UPDATES),
 }
 LOSS = jnp.float32(1.0)
 

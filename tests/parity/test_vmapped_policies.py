@@ -69,7 +69,6 @@ def test_vmap_over_policies_equals_one_run_each():
     trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)._replace(
         loss=(2 + 0.05 * rng.normal(size=STEPS) + grown).astype(np.float32),
         grad_norm=((1 + 10 * grown) * np.exp(0.2 * rng.normal(size=STEPS))).astype(np.float32),
-        update_norm=np.ones(STEPS, np.float32),
         learning_rate=(1e-3 * (1.01 - t / STEPS) * np.where(t < 38, 0.5, 1)).astype(np.float32),
         change_expected=np.zeros(STEPS, bool),
     )

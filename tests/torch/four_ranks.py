@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from healcore import Healer
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
@@ -21,7 +22,7 @@ from healcore.errors import RanksDisagreeError
 from healcore.torch import attach
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
-from tests.torch.forked_ranks import serve
+from tests.torch.forked_ranks import folder, serve
 from tests.torch.layouts import digest, held, part, shard, spread, whole
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
 
@@ -245,6 +246,40 @@ def pipeline(kind: str) -> dict[str, Any]:
     return {**outcome, "added": added, "skips": skips, "unmoved": unmoved}
 
 
+def out_of_memory(limit: str) -> dict[str, Any]:
+    """A part that does not fit, in a run whose record has a `limit` of samples for one rank."""
+    net = small_net()
+    state = {"model": net, "optimizer": SGD(net.parameters(), lr=0.1)}
+    rows: list[int] = []
+    try:
+        with Healer(state=state) as healer:
+            healer._loop.record.part_limit = int(limit)
+            for batch in healer.batches([torch.ones(ROWS, 4)]):
+                for part in healer.microbatches(batch):
+                    with part:
+                        rows.append(len(part.batch))
+                        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError as error:
+        return {"rows": rows, "said": " ".join(error.__notes__)}
+    return {"rows": rows}
+
+
+def alone(where: str) -> dict[str, Any]:
+    """Each rank trains a model of its own, into a store of its own; rank 1 has a NaN."""
+    net, rank = small_net(), dist.get_rank()
+    state = {"model": net, "optimizer": SGD(net.parameters(), lr=0.01)}
+    store = folder() / f"alone-{rank}" if where == "disk" else None
+    with Healer(state=state, store=store, attach={"process_group": None}) as healer:
+        for number in healer.batches(range(6 + rank)):
+            factor = NAN if (rank, number) == (1, 2) else 1.0
+            loss = net(torch.ones(ROWS, 4)).square().mean() * factor
+            healer.observe(loss)
+            loss.backward()
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+    return {"steps": healer.step, "skips": healer.report().counts["skips"]}
+
+
 # -- earlier weights -------------------------------------------------------------------------------
 
 EVALUATED = (
@@ -325,6 +360,8 @@ KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
     fused: HOST_AND_DEVICE,
     scaled: ("fused", "not fused"),
     pipeline: ("four stages", "two stages"),
+    out_of_memory: ("1",),
+    alone: ("memory", "disk"),
     evaluated: EVALUATED,
 }
 CASES: dict[str, tuple[Any, ...]] = {

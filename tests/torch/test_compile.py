@@ -32,14 +32,14 @@ def fresh_dynamo():
 
 
 def run(case: Case, policy: Any, *, compiles_step: bool = False, **options: Any) -> Any:
-    """Snapshot, state and report after the steps of `FACTORS`."""
+    """Snapshot, state and handle after the steps of `FACTORS`."""
     optimizer = case.build()
     heal = attach(optimizer, policy, **options)
     if compiles_step:
         optimizer.step = torch.compile(optimizer.step)  # type: ignore[method-assign]
     for i, factor in enumerate(FACTORS):
         case.step(optimizer, i, heal=heal, factor=factor)
-    return snapshot(optimizer), heal.state_dict(), heal.report()
+    return snapshot(optimizer), heal.state_dict(), heal
 
 
 @host_and_device
@@ -59,12 +59,12 @@ def test_a_compiled_step_clips_and_skips_as_an_eager_one(case: Case, where: Any)
 
 
 def test_the_compiled_engine_decides_as_the_eager_one():
-    (eager, state, report), (compiled, its_state, its_report) = (
+    (eager, state, heal), (compiled, its_state, its_heal) = (
         run(CASES[0], Engine(policies.CUTS.config), engine="device", compile=compiles)
         for compiles in (False, True)
     )
-    assert not report.compiled
-    assert its_report.compiled  # has not fallen back
+    assert not heal.live_engine.compiled
+    assert its_heal.live_engine.compiled  # has not fallen back
     assert_same(eager, compiled)
     assert state == its_state
 
@@ -82,5 +82,5 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)
     case.step(optimizer, 1, heal=heal, factor=NAN)
-    assert not heal.report().compiled
+    assert not heal.live_engine.compiled
     assert heal.state_dict()["state"]["tally"]["skips"] == 1

@@ -11,7 +11,7 @@ from tests.torch.driver.sharded_ranks import OPTIMIZERS, ROLLBACK
 from tests.torch.forked_ranks import Worlds, worlds_of
 from tests.torch.optimizer_cases import host_and_device
 
-BYTES = 96
+BYTES = 80
 """Of the one all_reduce of each step."""
 COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}
 TOLERANCE = 1e-5
@@ -89,6 +89,18 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         assert judged == pytest.approx(norm, rel=1e-6)
         assert each["loss"] == outcomes[-1]["loss"]
         assert (each["added"], each["skips"], each["unmoved"]) == ([BYTES], 1.0, True)
+
+
+def test_no_rank_splits_a_batch_alone(of: Of):
+    for each in of("out_of_memory: 1"):
+        assert each["rows"] == [program.ROWS]
+        assert "accumulate the gradients of more batches" in each["said"]
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_ranks_without_a_group_are_runs_of_their_own(where: str, of: Of):
+    found = [(each["steps"], each["skips"]) for each in of(f"alone: {where}")]
+    assert found == [(6, 0), (7, 1), (8, 0), (9, 0)]
 
 
 @pytest.mark.parametrize("kind", program.EVALUATED)

@@ -54,7 +54,7 @@ class JaxDriver(Driver):
         self._live = live_state_of(state)
         tree = self._live.read()
         self._engines = in_state.find_engines(tree, self._live.trained(), self._engine)
-        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
+        self._weights = JaxWeights(self._live, self._engines)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
         self._not_finite = set(self.nonfinite_weights())
@@ -310,14 +310,6 @@ class SummedGradients:
         del clear_cache
         held.clear()
         gc.collect()  # an exception and its frames refer to each other
-
-    def between_ranks(self, ranks: Ranks) -> str:
-        """Reason why several processes cannot repeat a step together."""
-        del ranks
-        return (
-            "the other processes wait in collectives of the compiled step, which this process has "
-            "left"
-        )
 
 
 def _differ(arrays: list[Any], others: list[Any]) -> bool:

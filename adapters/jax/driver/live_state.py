@@ -23,8 +23,8 @@ from healcore.runtime.store.saved import StateMismatch
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
-_PROTECT = ("heal_update_norm", "heal_reset_moments")
-"""Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
+_RESETS = "heal_reset_moments"
+"""Field of `ProtectState` that belongs to the moments, not to the engine."""
 _SHOWN = 3
 """Largest number of differences in a message."""
 
@@ -144,7 +144,7 @@ class LiveState:
         def with_side_state(path: Any, live: Any) -> Any:
             if not _is_of_protect(path):
                 return live
-            # The initial value, 0 or False, if the checkpoint lacks this field.
+            # The initial value, False, if the checkpoint lacks this field.
             return restored(path, np.zeros((), live.dtype), live)
 
         saved = found if self._named else found[STATE]
@@ -264,7 +264,7 @@ def _is_variable(node: Any) -> bool:
 
 
 class SideState:
-    """What the other items cannot hold: Python numbers, `_PROTECT` fields and widened leaves."""
+    """What the other items cannot hold: Python numbers, `_RESETS` fields and widened leaves."""
 
     optional = True  # checkpoints of a run without healcore lack this item
 
@@ -349,7 +349,7 @@ def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsSt
 
 
 def _is_of_protect(path: tuple[Any, ...]) -> bool:
-    return bool(path) and getattr(path[-1], "name", None) in _PROTECT
+    return bool(path) and getattr(path[-1], "name", None) == _RESETS
 
 
 def _is_number(leaf: Any) -> bool:

@@ -34,7 +34,7 @@ from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle, numbers_of
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
-from healcore.torch.store.gloo import GlooRanks, initialized
+from healcore.torch.store.gloo import GlooRanks
 
 WITHOUT_POLL = 100
 """Steps before the first call of `steps` after which a line says so."""
@@ -92,13 +92,9 @@ class TorchDriver(Driver):
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         scaler = live_state.scaler(self._state)
-        self.window = self._window = GradientWindow(
-            self._accumulations, self._statistics, scaler, modules
-        )
+        self.window = GradientWindow(self._accumulations, self._statistics, scaler)
         self._ranks: Ranks | None = None
-        self._wants_vote = False
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -156,10 +152,7 @@ class TorchDriver(Driver):
                 if loss is not None and not bool(loss.isfinite()):
                     healing.drop_losses()
             return None
-        # Engines that decide alone exchange no signals, so the Healer compares their decisions.
-        several = self._ranks is not None and self._ranks.world > 1
-        alone = several and any(healing.ranks == 1 for healing in self.healings.values())
-        return PendingStep(entries, early, self._ranks if alone else None, lambda: self._wants_vote)
+        return PendingStep(entries, early)
 
     def has_stepped(self) -> bool:
         """See `Driver.has_stepped`."""
@@ -167,7 +160,7 @@ class TorchDriver(Driver):
 
     def request_vote(self, wanted: bool) -> bool:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
-        self._wants_vote, everyone = wanted, len(self._members)
+        everyone = len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.healed_step.all_reduce
             all_reduce.requests_vote = wanted and all_reduce.world == everyone
@@ -312,31 +305,29 @@ class TorchDriver(Driver):
                 name, healthy()
             )
 
-    def optimizer_reports(self) -> dict[str, object]:
-        """Optimizer name -> `Report`."""
-        return {name: healing.report() for name, healing in self.healings.items()}
-
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
         """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
         if where is None:
             return MemoryStore()
-        ranks = GlooRanks(members=self._members) if initialized() else None
-        return DCPStore(where, in_memory=IN_MEMORY, ranks=ranks)
+        return DCPStore(where, in_memory=IN_MEMORY, ranks=self._new_ranks())
 
     def ranks(self) -> Ranks:
-        """The ranks that step together, or all ranks if the engines decide alone.
+        """The ranks that step together.
 
         The first call creates a gloo group, so all of these ranks have to call it.
         """
         if self._ranks is None:
-            self._ranks = GlooRanks(members=self._members) if initialized() else Alone()
+            self._ranks = self._new_ranks()
         return self._ranks
+
+    def _new_ranks(self) -> Ranks:
+        return GlooRanks(members=self._members) if len(self._members) > 1 else Alone()
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for part in (self._window, *self._statistics, *self._accumulations):
+        for part in (*self._statistics, *self._accumulations):
             part.close()
         for healing in self.healings.values():
             healing.healed_step.on_judged = None
@@ -380,7 +371,7 @@ class TorchDriver(Driver):
 
     @property
     def _members(self) -> list[int]:
-        """Default-group numbers of the ranks that step together; empty if the engines decide alone.
+        """Default-group numbers of the ranks that step together; empty for this rank alone.
 
         The longest list of any optimizer, because other optimizers may have fewer of the ranks.
         """

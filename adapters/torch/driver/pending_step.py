@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from healcore.core.decision import Evidence, StepRecord, evidence
-from healcore.core.errors import RanksDisagreeError
-from healcore.runtime.store.ranks import Ranks
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
@@ -108,47 +106,19 @@ class PendingStep:
     Args:
         entries: the judged steps to read, in order.
         early: records of earlier steps, which are read already.
-        ranks: the ranks whose decisions to compare, or None if the engines exchange signals.
-        vote_wanted: whether this rank asks for a vote. Called only with `ranks`.
     """
 
     count = 1
 
-    def __init__(
-        self,
-        entries: Sequence[PendingEntry],
-        early: Sequence[StepRecord],
-        ranks: Ranks | None,
-        vote_wanted: Callable[[], bool],
-    ) -> None:
-        self._early = early
-        self._entries, self._ranks, self._vote_wanted = entries, ranks, vote_wanted
+    def __init__(self, entries: Sequence[PendingEntry], early: Sequence[StepRecord]) -> None:
+        self._entries, self._early = entries, early
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
 
     def steps(self) -> list[list[StepRecord]]:
-        """The records. Waits only for records that have not arrived yet.
-
-        Raises:
-            RanksDisagreeError: on all ranks, if one rank decided differently. A rank that rolls
-                back alone would wait forever.
-        """
+        """The records. Waits only for records that have not arrived yet."""
         if self._records is None:
-            if self._ranks is not None:
-                self._compare(self._ranks)
-            self.vote_requested |= any(requests_vote(entry.marks) for entry in self._entries)
+            self.vote_requested = any(requests_vote(entry.marks) for entry in self._entries)
             self._records = [*self._early, *(each.recorder.read(each) for each in self._entries)]
             self._entries = ()
         return [self._records]
-
-    def _compare(self, ranks: Ranks) -> None:
-        mine = [*self._early, *(each.record() for each in self._entries)]
-        decided = [(n.engine, n.step, n.action, n.cause, n.skip, n.lr_scale) for n in mine]
-        of_ranks = ranks.gather((decided, self._vote_wanted()))
-        if any(other != decided for other, _ in of_ranks):
-            raise RanksDisagreeError(
-                "the ranks have decided differently, and with process_group=None they exchange no "
-                "losses: leave process_group out, or observe the same loss and step with the same "
-                "gradients on every rank"
-            )
-        self.vote_requested = any(wanted for _, wanted in of_ranks)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -27,7 +26,7 @@ from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, on_each
+from healcore.runtime.store.ranks import Alone, Ranks, on_each
 from healcore.runtime.store.saved import IN_MEMORY
 from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
@@ -57,8 +56,8 @@ class DCPStore(CheckpointStore):
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
         in_memory: copies to keep in host memory too, for fast rollbacks, or None for no copies.
-        ranks: the ranks that save together, or None for all ranks of the program. Every rank has to
-            create the store.
+        ranks: the ranks that save together, `Alone()` for this rank, or None for all ranks of the
+            program. All of these ranks have to create the store.
 
     Raises:
         StoreError: the directory cannot be used.
@@ -71,9 +70,9 @@ class DCPStore(CheckpointStore):
         root: str | os.PathLike[str],
         *,
         in_memory: Keep | None = None,
-        ranks: GlooRanks | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        ranks = ranks or (GlooRanks() if initialized() else None)
+        ranks = ranks or (GlooRanks() if initialized() else Alone())
         super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
@@ -81,17 +80,16 @@ class TorchFormat(ArrayFormat):
     """Copies torch states, and writes and reads their arrays with DCP.
 
     Args:
-        ranks: the ranks that save together, or None if each rank saves by itself.
+        ranks: the ranks that save together.
     """
 
     name = "dcp"
 
-    def __init__(self, ranks: GlooRanks | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Alone()
         # DCP warns at every save and load of a program with one process. The filter is not set
         # around the calls, because they run in the background and warning filters are global.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
-        self._rank = ranks.rank if ranks else dist.get_rank() if initialized() else 0
 
     def flatten(self, state: Mapping[str, Any]) -> Flat:
         """Splits a state into JSON and tensors, with the identities of optimizers."""
@@ -102,7 +100,7 @@ class TorchFormat(ArrayFormat):
 
     def add(self, flat: Flat, name: str, value: Any) -> None:
         """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
-        add_entry(flat, name, value, self._rank)
+        add_entry(flat, name, value, self._ranks.rank)
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -152,7 +150,7 @@ class TorchFormat(ArrayFormat):
     @property
     def _options(self) -> dict[str, Any]:
         """The arguments of DCP for the ranks."""
-        group = self._ranks and self._ranks.group
+        group = getattr(self._ranks, "group", None)
         return {"process_group": group, "no_dist": group is None}
 
     def write(self, copy: HostCopy, folder: Path) -> None:
@@ -173,7 +171,7 @@ class TorchFormat(ArrayFormat):
 
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
         """Reads tensors, sharded like the live tensors, with DCP's index parsed without pickle."""
-        nodes, ranks = target.arrays, self._ranks or Alone()
+        nodes, ranks = target.arrays, self._ranks
         # If one rank rejects the index, all ranks raise.
         index = on_each(ranks, lambda: _checked_index(checkpoint, nodes))
         reader = FileSystemReader(checkpoint.folder / manifest.DATA)

@@ -29,7 +29,7 @@ class NonFiniteState(NamedTuple):
 
 
 class NonFiniteConfig(NamedTuple):
-    """NaN or infinite loss, gradient or update, and norms that overflowed float32.
+    """NaN or infinite loss or gradient, and norms that overflowed float32.
 
     Every such step is an alarm. The rule's `when` sets how many are too many, in a row or within a
     window. The window detects a run in which every other step is NaN.
@@ -42,9 +42,10 @@ class NonFiniteConfig(NamedTuple):
     def update(
         self, state: NonFiniteState, seen: Observed, *, xp: Any
     ) -> tuple[NonFiniteState, Reading]:
-        """Reads the flags of `seen`. A bad update counts as a bad gradient."""
-        grads = (each for each in (seen.bad_grad, seen.bad_update) if each is not None)
-        flags = [flag(each, Cause.NONFINITE_GRAD, xp=xp) for each in grads]
+        """Reads the flags of `seen`."""
+        flags = []
+        if seen.bad_grad is not None:
+            flags.append(flag(seen.bad_grad, Cause.NONFINITE_GRAD, xp=xp))
         if seen.bad_loss is not None:  # combined with other flags, a bool would be the flag 1
             flags.append(seen.bad_loss if flags else flag(seen.bad_loss, 1, xp=xp))
         return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
@@ -247,20 +248,8 @@ class GradSpikeConfig(NamedTuple):
 
     def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
         """Judges the norm, then learns it."""
-        (signal,) = self.NEEDS
-        norm = getattr(seen, signal)
+        norm = seen.grad_norm
         return _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
-
-
-class UpdateSpikeConfig(GradSpikeConfig):
-    """A norm of the last update far above the norms of recent updates.
-
-    Marin 32B had update-norm spikes before its loss spikes, despite clipping and skipping. With a
-    decayed second moment an ordinary gradient makes a huge step, which no gradient norm shows.
-    """
-
-    CAUSE = Cause.UPDATE_SPIKE
-    NEEDS = frozenset({"update_norm"})
 
 
 def _judge(

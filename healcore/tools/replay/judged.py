@@ -106,16 +106,15 @@ def _choose_signals(
 ) -> tuple[np.ndarray, list[tuple[str, ...]], np.ndarray]:
     """Chooses the rows with a loss or a gradient norm, and the signals of each for the engine.
 
-    `update_norm` and `eval_loss` are passed only if the policy reads them, as in the adapters. In a
-    trace with evaluations every row has `eval_loss`, which is NaN without an evaluation, because
-    the signals of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
+    `eval_loss` is passed only if the policy reads it, as in the adapters. In a trace with
+    evaluations every row has `eval_loss`, which is NaN without an evaluation, because the signals
+    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
     signals, and the place of each row's set, int (n,).
     """
-    optional = ("update_norm",) if "update_norm" in engine.needs else ()
-    names = [name for name in (*JUDGED, *optional) if name in rows.logged]
+    names = [name for name in JUDGED if name in rows.logged]
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
     logged = np.array([rows.logged[name] for name in names])
-    index = np.flatnonzero(logged[[name in JUDGED for name in names]].any(axis=0))
+    index = np.flatnonzero(logged.any(axis=0))
     found, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
     more = ("eval_loss",) * bool(has_evaluations)
     combinations = [

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from healcore.tools.traces.columns import EPOCH, JUDGED, SIGNALS, STEP, TraceError
 
-SIGNALS_AND_STEP = (STEP, EPOCH, *SIGNALS)
+KNOWN_COLUMNS = (STEP, EPOCH, *SIGNALS)
 _NAMES = {
     STEP: (
         "step",
@@ -53,10 +53,6 @@ _NAMES = {
         "gnorm train_gnorm "  # fairseq
         "grad_2_0_norm_total "  # Lightning's grad_norm()
         "optim_grad_norm",
-    ),
-    "update_norm": (
-        "update_norm",
-        "updates_norm train_update_norm global_update_norm optim_update_norm",
     ),
     "eval_loss": (
         "eval_loss",
@@ -105,7 +101,7 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
     notes: list[str] = []
     chosen = set(columns.values())
     free = [(normalize(name), name) for name in names if name not in chosen]
-    for signal in SIGNALS_AND_STEP:
+    for signal in KNOWN_COLUMNS:
         if signal in columns:
             name = found[signal] = columns[signal]
             if name not in names:

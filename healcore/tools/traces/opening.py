@@ -21,7 +21,7 @@ from healcore.tools.traces.columns import (
     read_head,
 )
 from healcore.tools.traces.formats import read_tables
-from healcore.tools.traces.names import SIGNALS_AND_STEP, is_known, quote_names
+from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -48,10 +48,10 @@ def open_traces(
     """
     columns = columns or {}
     for signal in columns:
-        if signal not in SIGNALS_AND_STEP:
+        if signal not in KNOWN_COLUMNS:
             raise TraceError(
                 f"--column {signal}=...: '{signal}' is not a signal. Use one of "
-                f"{', '.join(SIGNALS_AND_STEP)}"
+                f"{', '.join(KNOWN_COLUMNS)}"
             )
     runs: list[tuple[str, list[RawLog]]] = []
     parts: list[RawLog] = []

@@ -153,7 +153,7 @@ def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path)
 
 def test_evaluations_are_signals_of_the_whole_run(tmp_path):
     """NaN where there was none; the detector goes on learning the training loss there."""
-    change = {"overfit": {"max_gap": 0.5}, "update_spike": {}}
+    change = {"overfit": {"max_gap": 0.5}}
     policy = load("autoclip", clip={"window": 50}, detect=change)
     run = logs.noisy(300)
     run["eval_loss"] = [5.5 if row % 50 == 49 else "" for row in range(300)]
