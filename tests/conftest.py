@@ -86,6 +86,7 @@ SLOW = (
     "tests/jax/test_several_processes.py",
     "tests/jax/test_signals.py::test_inside_shard_map_on_four_devices",
     "tests/runtime/test_hang_guard.py",
+    "tests/torch/driver/test_out_of_memory_on_ranks.py",
     "tests/torch/test_four_ranks.py",
     # The same bits once more: `tests/parity/test_fuzz.py` is in `make test`.
     "tests/parity/test_fuzz.py::test_the_same_bits_in_numpy_jax_and_torch[catalogue",

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from healcore import Healer
 from healcore.core.clipping import ZClipConfig
 from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
@@ -246,24 +245,6 @@ def pipeline(kind: str) -> dict[str, Any]:
     return {**outcome, "added": added, "skips": skips, "unmoved": unmoved}
 
 
-def out_of_memory(limit: str) -> dict[str, Any]:
-    """A part that does not fit, in a run whose record has a `limit` of samples for one rank."""
-    net = small_net()
-    state = {"model": net, "optimizer": SGD(net.parameters(), lr=0.1)}
-    rows: list[int] = []
-    try:
-        with Healer(state=state) as healer:
-            healer._loop.record.part_limit = int(limit)
-            for batch in healer.batches([torch.ones(ROWS, 4)]):
-                for part in healer.microbatches(batch):
-                    with part:
-                        rows.append(len(part.batch))
-                        raise torch.OutOfMemoryError("CUDA out of memory")
-    except torch.OutOfMemoryError as error:
-        return {"rows": rows, "said": " ".join(error.__notes__)}
-    return {"rows": rows}
-
-
 def alone(where: str) -> dict[str, Any]:
     """Each rank trains a model of its own, into a store of its own; rank 1 has a NaN."""
     net, rank = small_net(), dist.get_rank()
@@ -360,7 +341,6 @@ KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
     fused: HOST_AND_DEVICE,
     scaled: ("fused", "not fused"),
     pipeline: ("four stages", "two stages"),
-    out_of_memory: ("1",),
     alone: ("memory", "disk"),
     evaluated: EVALUATED,
 }

@@ -91,12 +91,6 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         assert (each["added"], each["skips"], each["unmoved"]) == ([BYTES], 1.0, True)
 
 
-def test_no_rank_splits_a_batch_alone(of: Of):
-    for each in of("out_of_memory: 1"):
-        assert each["rows"] == [program.ROWS]
-        assert "accumulate the gradients of more batches" in each["said"]
-
-
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_ranks_without_a_group_are_runs_of_their_own(where: str, of: Of):
     found = [(each["steps"], each["skips"]) for each in of(f"alone: {where}")]

@@ -311,6 +311,14 @@ class SummedGradients:
         held.clear()
         gc.collect()  # an exception and its frames refer to each other
 
+    def between_ranks(self, ranks: Ranks) -> str:
+        """Reason why several processes cannot repeat a step together."""
+        del ranks
+        return (
+            "the other processes wait in collectives of the compiled step, which this process has "
+            "left"
+        )
+
 
 def _differ(arrays: list[Any], others: list[Any]) -> bool:
     """Whether any array was replaced by another object."""

@@ -8,12 +8,19 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from healcore.runtime.faults.microbatches import MicrobatchError
+from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.live_state import RngState
+from healcore.torch.ranks import StepRanks
+from healcore.torch.store.gloo import GlooRanks
 
 _MOST, _DEPTH = 1000, 4
 """Maximum length and nesting of containers that are searched for tensors."""
@@ -108,6 +115,7 @@ class GradientWindow:
         accumulations: the gradients of each optimizer.
         statistics: the batch statistics of the state.
         scaler: the GradScaler of the state, or None.
+        modules: the modules of the state.
     """
 
     def __init__(
@@ -115,10 +123,12 @@ class GradientWindow:
         accumulations: Sequence[Accumulation],
         statistics: Sequence[BatchStatistics],
         scaler: torch.amp.GradScaler | None,
+        modules: Sequence[nn.Module],
     ) -> None:
         self._accumulations, self._statistics = accumulations, statistics
-        self._scaler = scaler
+        self._scaler, self._modules = scaler, modules
         self._generators = RngState()
+        self._shared: DDPGradients | None = None
         self.begin_window()
 
     def accumulating(self) -> bool:
@@ -148,6 +158,26 @@ class GradientWindow:
         gc.collect()  # an exception and its frames refer to each other
         if clear_cache and torch.accelerator.is_available():
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+    def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
+        """How the ranks' replicas repeat a window together, or the reason why they cannot."""
+        assert isinstance(ranks, GlooRanks)
+        healings = [accumulation.healing for accumulation in self._accumulations]
+        optimizers = [healing.optimizer for healing in healings]
+        params = [p for optimizer in optimizers for p in gradients.parameters(optimizer)]
+        modules = replicas(params, self._modules)
+        step_ranks = [healing.healed_step.all_reduce.ranks for healing in healings]
+        why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
+        if why_not:
+            return why_not
+        found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._shared = DDPGradients(found, optimizers, ranks)
+        return self._shared
+
+    def close(self) -> None:
+        """Removes hooks."""
+        if self._shared is not None:
+            self._shared.close()
 
     def _steps_and_records(self) -> tuple[int, Any]:
         """Steps so far, and the GradScaler's records.
@@ -181,3 +211,166 @@ def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
         elif depth and isinstance(value, (Mapping, list, tuple)) and len(value) <= _MOST:
             inner = value.values() if isinstance(value, Mapping) else value
             yield from _tensors(list(inner), depth - 1)
+
+
+# -- several ranks ------------------------------------------------------------------------------
+
+_WAITING = "the other ranks wait in a collective that this rank has left: "
+
+
+def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
+    """Reason why ranks that train these modules cannot repeat a step together, or an empty string.
+
+    Args:
+        ranks: the ranks of each optimizer.
+        modules: all modules that the run trains, with their submodules.
+        members: the ranks that vote, in the default group.
+    """
+    if any(rank.has_parts for rank in ranks):
+        return (
+            _WAITING + "the parameters are spread over the ranks (FSDP2, tensor parallel, "
+            "pipeline), which exchange them in the forward and backward passes"
+        )
+    for module in modules:
+        kind = type(module).__name__
+        if isinstance(module, nn.SyncBatchNorm):
+            return _WAITING + "SyncBatchNorm exchanges batch statistics in the forward pass"
+        if kind in ("FullyShardedDataParallel", "DeepSpeedEngine"):
+            return _WAITING + f"{kind} communicates in forward and backward passes"
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        if (
+            module.static_graph
+            or module.mixed_precision is not None
+            or module._delay_all_reduce_params
+            or module._use_python_reducer
+            or module._join_config.enable
+            or module._comm_hooks
+            or hasattr(module, "buffer_hook")
+        ):
+            return (
+                _WAITING + "DistributedDataParallel cannot be delayed with static_graph=True, "
+                "mixed_precision, join(), a communication hook or another reducer"
+            )
+        if not set(dist.get_process_group_ranks(module.process_group)) <= set(members):
+            return (
+                _WAITING + "DistributedDataParallel has ranks that this Healer does not have: "
+                "pass its group, Healer(..., attach={'process_group': group})"
+            )
+    return ""
+
+
+def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules with their submodules, and the DDP modules that train any of `params`.
+
+    A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
+    """
+    trained = {*map(id, params)}
+    found = {id(m): m for root in roots for m in root.modules()}
+    for module in gc.get_objects():
+        if not issubclass(type(module), DistributedDataParallel) or id(module) in found:
+            continue
+        if any(id(p) in trained for p in module.parameters()):
+            found.update((id(m), m) for m in module.modules())
+    return [*found.values()]
+
+
+class DDPGradients:
+    """DistributedDataParallel (DDP) when a part of a batch may run out of memory.
+
+    DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
+    failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the
+    first part of a batch, the parts run as within `no_sync`, and the gradients are reduced after
+    the last part, when all ranks have voted that no part has failed.
+
+    Args:
+        modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
+        optimizers: the optimizers, which must not step within a part.
+        ranks: the ranks that vote.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[DistributedDataParallel],
+        optimizers: Iterable[Optimizer],
+        ranks: GlooRanks,
+    ) -> None:
+        self._modules = modules
+        self._ranks = ranks
+        self._params: list[list[Tensor]] = []
+        """The parameters that each module reduces."""
+        for module in modules:
+            named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+            self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
+        self._syncs = [True] * len(modules)
+        """Whether the loop wants each module's gradients reduced after this batch."""
+        self._broadcasts = [True] * len(modules)
+        """Whether each module was to broadcast its buffers at the start of the window."""
+        self._within_batch = False
+        check: Any = torch.compiler.disable(self._check_step)
+        self._handles = [optimizer.register_step_pre_hook(check) for optimizer in optimizers]
+
+    def begin_batch(self, *, first: bool) -> None:
+        """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges.
+
+        `first`: whether it is the first batch since the last step, or of a repeated window.
+        """
+        if self._within_batch:  # the loop has left the last batch early
+            self._end_batch(self._broadcasts)
+        if first:
+            self._broadcasts = [module.require_forward_param_sync for module in self._modules]
+        self._syncs = [module.require_backward_grad_sync for module in self._modules]
+        self._within_batch = True
+        for module in self._modules:
+            if module.will_sync_module_buffers():
+                module._sync_buffers()
+            module.require_forward_param_sync = module.require_backward_grad_sync = False
+
+    @torch.no_grad()
+    def end_batch(self, failed: bool) -> bool:
+        """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
+
+        Every rank calls it once per batch. Returns whether a part has failed on any rank. One
+        `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient that
+        is missing on this rank only counts as 0.
+        """
+        has_gradient = [p.grad is not None for params in self._params for p in params]
+        votes = self._ranks.largest([failed, *has_gradient])
+        syncs, used = self._syncs, iter(votes[1:])
+        # A repeated window broadcasts buffers as the failed window has.
+        self._end_batch(self._broadcasts if votes[0] else syncs)
+        if votes[0]:
+            return True
+        sums: list[Any] = []
+        for module, params, reduces in zip(self._modules, self._params, syncs, strict=True):
+            group = module.process_group
+            for p in params:
+                if not next(used) or not reduces:
+                    continue
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total = grad.contiguous().div_(dist.get_world_size(group))
+                sums.append((p, grad, total, dist.all_reduce(total, group=group, async_op=True)))
+        for p, grad, total, work in sums:
+            work.wait()
+            p.grad = grad if grad is total else grad.copy_(total)
+        return False
+
+    def close(self) -> None:
+        """Restores the modules."""
+        if self._within_batch:
+            self._end_batch(self._broadcasts)
+        for handle in self._handles:
+            handle.remove()
+
+    def _end_batch(self, broadcasts: list[bool]) -> None:
+        self._within_batch = False
+        for module, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
+            module.require_backward_grad_sync = syncs
+            module.require_forward_param_sync = broadcast
+
+    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._within_batch and self._modules:
+            raise MicrobatchError(
+                "optimizer.step() was called before the end of the loop over healer.microbatches, "
+                "where the gradients are not reduced over the ranks yet: call it after the loop"
+            )

@@ -92,8 +92,11 @@ class TorchDriver(Driver):
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
+        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         scaler = live_state.scaler(self._state)
-        self.window = GradientWindow(self._accumulations, self._statistics, scaler)
+        self.window = self._window = GradientWindow(
+            self._accumulations, self._statistics, scaler, modules
+        )
         self._ranks: Ranks | None = None
 
     @property
@@ -327,7 +330,7 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for part in (*self._statistics, *self._accumulations):
+        for part in (self._window, *self._statistics, *self._accumulations):
             part.close()
         for healing in self.healings.values():
             healing.healed_step.on_judged = None

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.store.ranks import Ranks
 
 Batch = TypeVar("Batch")
 Count = Callable[[Any], Any] | str | None
@@ -49,7 +50,7 @@ class Microbatch(Generic[Batch]):
         weight: share of the batch's samples or tokens in the part: the factor for a mean loss.
         first: whether the part begins a sum of gradients, also when the window is repeated.
         last: whether it is the last part of the batches so far.
-        failed: whether memory ran out, and the window is repeated.
+        failed: whether memory ran out, here or on another rank, and the window is repeated.
     """
 
     batch: Batch
@@ -95,6 +96,9 @@ class Gradients(Protocol):
             held: values that variables of the loop still refer to.
             clear_cache: whether to return unused memory of the framework's allocator.
         """
+
+    def between_ranks(self, ranks: Ranks) -> Any:
+        """The `DDPGradients` of torch, or a sentence why several ranks cannot repeat a window."""
 
 
 def count_samples(batch: Any) -> int:

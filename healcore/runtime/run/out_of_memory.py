@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
 from healcore.runtime.faults import Fault, classify
@@ -23,23 +23,28 @@ from healcore.runtime.faults.microbatches import (
     split,
 )
 from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.store.ranks import RankFailed
 from healcore.runtime.story.postmortem import path_for
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
 
-_OTHER_RANKS = (
-    "the other ranks would wait for this rank: use smaller batches, and accumulate the gradients "
-    "of more batches"
-)
+class _Overrun(NamedTuple):
+    """A part that did not fit into memory."""
+
+    samples: int  # of the part's batch; 0 if smaller parts are impossible
+    parts: int  # number of parts that the batch was split into
+    fault: Fault
+    line: str  # first line of the exception
+    why_not: str  # reason why smaller parts are impossible, or an empty string
 
 
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
     The parts of a batch are halved, and never grow again. Their number is a power of two, so that a
-    compiled step sees few shapes. The run's `Record` has the size for the next process. With
-    several ranks no batch is split.
+    compiled step sees few shapes. Every rank changes the size by the reports of all ranks, so that
+    the size is equal on all ranks. The run's `Record` has it for the next process.
 
     Attributes:
         part: the current part, or None.
@@ -60,6 +65,8 @@ class OutOfMemory:
         self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
         self._redoable = True  # whether all gradients come from the parts of this window
         self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
+        self._joint: Any = None  # torch's `DDPGradients`, or None if each rank decides alone
+        self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
 
     def parts(
         self,
@@ -134,8 +141,7 @@ class OutOfMemory:
         self._batches.clear()
         self._gradients.begin_window()
         self._redoable = not accumulating
-        self._whole = whole or (_OTHER_RANKS if self._ranks.world > 1 else "")
-        self._why_not = self._whole or self._obstacle()
+        self._whole, self._why_not = whole, whole or self._obstacle()
 
     def _obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
@@ -146,8 +152,15 @@ class OutOfMemory:
                 f'policy {self._policy.name} has no rule for out of memory: add to = ["oom"], '
                 'do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self._redoable:
-            return ""
+        if self._ranks.world > 1 and self._joint is None and not self._no_joint:
+            joint = self._gradients.between_ranks(self._ranks)
+            if isinstance(joint, str):
+                advice = "use smaller batches, and accumulate the gradients of more batches"
+                self._no_joint = f"{joint}; {advice}"
+            else:
+                self._joint = joint
+        if self._no_joint or self._redoable:
+            return self._no_joint
         return (
             "gradients existed before the first part of the batch, and a repeated step would "
             "discard them: compute these gradients within a part too, or call "
@@ -161,9 +174,12 @@ class OutOfMemory:
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             weights = part_weights(pieces, count)
             pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
+            if self._joint is not None:
+                self._joint.begin_batch(first=first)
             for i, (piece, weight) in enumerate(pairs, 1):
-                last = i == len(pairs) and number == len(batches)
-                on_exit = partial(self._leave, batch, parts)
+                ends = i == len(pairs)
+                last = ends and number == len(batches)
+                on_exit = partial(self._leave, batch, parts, ends)
                 yield Microbatch(piece, weight, first, last, on_exit)
                 first = False
 
@@ -182,40 +198,64 @@ class OutOfMemory:
 
     # -- out of memory --------------------------------------------------------------------------
 
-    def _leave(self, batch: Any, parts: int, error: BaseException | None) -> bool:
+    def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window.
 
-        Raises RunStopped if there is no smaller part.
+        Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
+        rank's batch cannot be split.
         """
-        if error is None:
-            return False
-        fault = classify(error)
-        if fault.cause is not Cause.OOM:
+        joint = self._joint
+        overrun = None if error is None else self._overrun(batch, parts, error)
+        if error is not None and overrun is None:
             # With several ranks, the other ranks would wait.
             alone = self._ranks.world == 1 and self._redoable
             again = alone and self._retries.wait_after(error)
             self._held = clear_frames(error) if again else []
             return again
-        why_not = self._why_not
+        if error is None and (joint is None or not ends):
+            return False
+        overruns = [overrun]
+        if joint is not None:
+            if error is not None:
+                clear_frames(error)  # the exchange needs a little memory
+            if not joint.end_batch(overrun is not None):
+                return False
+            overruns = self._ranks.gather(overrun)
+        if overrun is not None and error is not None and overrun.why_not:
+            error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
+            return False  # the exception propagates
+        failed = {rank: each for rank, each in enumerate(overruns) if each is not None}
+        for rank, each in failed.items():
+            if each.why_not:
+                raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
+        # The smallest part that did not fit determines the size for all ranks.
+        rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
+        prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
+        error = error or RankFailed(f"rank {rank}: {smallest.line}")
+        self._shrink(smallest, error, prefix)
+        self._held = clear_frames(error)
+        return True
+
+    def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
+        """The part that did not fit into memory, or None if it failed for another reason."""
+        fault = classify(error)
+        if fault.cause is not Cause.OOM:
+            return None
+        samples, why_not = 0, self._why_not
         if not why_not:
             try:
                 samples = count_samples(batch)
             except UnsplittableBatch as reason:
                 why_not = str(reason)
-        if why_not:
-            error.add_note(f"{_NOT_TRIED}: {why_not}")
-            return False  # the exception propagates
-        self._shrink(samples, parts, fault, error)
-        self._held = clear_frames(error)
-        return True
+        line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if not why_not:
+            line += f". {self.profile()}"
+        return _Overrun(samples, parts, fault, line, why_not)
 
-    def _shrink(self, samples: int, parts: int, fault: Fault, error: BaseException) -> None:
-        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part.
-
-        `samples` is the size of the batch, of which one of the `parts` did not fit.
-        """
-        step, record = self._data.step, self._record
-        before, limit, why = -(-samples // parts), self._policy.budget.shrinks, ""
+    def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
+        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
+        step, samples, record = self._data.step, overrun.samples, self._record
+        before, limit, why = -(-samples // overrun.parts), self._policy.budget.shrinks, ""
         if before == 1:
             why = "a single sample does not fit into memory"
         elif record.shrinks >= limit:
@@ -226,17 +266,16 @@ class OutOfMemory:
         if why:
             changed = self._last_resort()
             if not changed:
-                self._recovery.stop(why, error, Cause.OOM)
-            self._log.fault(step, fault, f"{why}: {changed}", answer="clear_cache")
+                self._recovery.stop(rank + why, error, Cause.OOM)
+            self._log.fault(step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache")
             return
         record.shrinks += 1
-        record.part_limit = -(-samples // min(2 * parts, samples))
-        line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        record.part_limit = -(-samples // min(2 * overrun.parts, samples))
         self._log.fault(
             step,
-            fault,
-            f"{before} of {samples} samples do not fit into memory, the step is repeated with "
-            f"{record.part_limit} at a time: {line}. {self.profile()}",
+            overrun.fault,
+            f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
+            f"with {record.part_limit} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,
             size_before=before,

@@ -19,7 +19,7 @@ STEPS, ACCUMULATED, BATCH = 3, 2, 8
 class FailAt(TorchDispatchMode):
     """Raises OutOfMemoryError at some of the operations that may allocate, counted from 1."""
 
-    NO_MEMORY = ("copy_", "mul.out", "zero_", "view", "detach", "div_", "as_strided")
+    NO_MEMORY = ("c10d", "copy_", "mul.out", "zero_", "view", "detach", "div_", "as_strided")
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
@@ -45,49 +45,84 @@ def model_with_everything() -> nn.Module:
     )
 
 
-def data() -> list[tuple[Tensor, ...]]:
-    random = torch.Generator().manual_seed(101)
-    draw = lambda n: torch.randn(BATCH, n, generator=random, dtype=torch.float64)  # noqa: E731
+def plain() -> nn.Module:
+    """Has the same gradients, however the batch is split."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def data(seed: int, samples: int) -> list[tuple[Tensor, ...]]:
+    random = torch.Generator().manual_seed(100 + seed)
+    draw = lambda n: torch.randn(samples, n, generator=random, dtype=torch.float64)  # noqa: E731
     return [(draw(4), draw(2)) for _ in range(STEPS * ACCUMULATED)]
 
 
 def train(
-    folder: Path, fail: Any = None, *, most: Callable[[int], int | None] = lambda step: None
+    folder: Path,
+    fail: Any = None,
+    *,
+    seed: int = 1,
+    samples: int = BATCH,
+    make: Callable[[], nn.Module] = model_with_everything,
+    wrap: Callable[[nn.Module], Any] = lambda net: net,
+    inner: bool = False,
+    no_sync: bool = False,
+    reduce: Callable[[nn.Module], object] = lambda net: None,
+    fits: int | None = None,
+    most: Callable[[int], int | None] = lambda step: None,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this process has then.
 
-    A step begins with parts of at `most` so many samples.
+    `wrap` makes what is called, which is not in the state with `inner`; `reduce` is called before
+    each step of the optimizer; there is memory for `fits` samples, and a step begins with parts of
+    at `most` so many.
     """
     torch.manual_seed(0)
-    model = model_with_everything().double()
-    torch.manual_seed(1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer}
-    metrics = folder / "metrics.jsonl"
+    net = make().double()
+    model = wrap(net)
+
+    def allocate(module: nn.Module, given: Any) -> None:
+        if fits is not None and len(given[0]) > fits:
+            raise out_of_memory()
+
+    model.register_forward_pre_hook(allocate, prepend=True)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    state = {"model": net if inner else model, "optimizer": optimizer}
+    events, metrics = folder / "events.jsonl", folder / "metrics.jsonl"
     sizes: list[list[int]] = [[] for _ in range(STEPS)]
-    with Healer(state=state, logging=Logging(metrics=metrics)) as healer:
-        for number, batch in enumerate(healer.batches(data())):
-            done = sizes[number // ACCUMULATED]
-            if (limit := most(healer.step)) is not None:
-                healer._loop.record.part_limit = limit
-            for part in healer.microbatches(batch):
-                with part, fail or nullcontext():
-                    x, y = part.batch
-                    loss = (model(x) - y).square().mean()
-                    healer.observe(loss)
-                    (loss * part.weight / ACCUMULATED).backward()
-                if part.first:
-                    done.clear()
-                if not part.failed:
-                    done.append(len(x))
-            if number % ACCUMULATED == ACCUMULATED - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-    lines = [json.loads(line) for line in metrics.open()]
+    found: dict[str, Any] = {"sizes": sizes, "raised": {}}
+    try:
+        with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
+            for number, batch in enumerate(healer.batches(data(seed, samples))):
+                done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
+                if (limit := most(healer.step)) is not None:
+                    healer._loop.record.part_limit = limit
+                for part in healer.microbatches(batch):
+                    waits = no_sync and not (last and part.last)
+                    with part, fail or nullcontext(), model.no_sync() if waits else nullcontext():
+                        x, y = part.batch
+                        loss = (model(x) - y).square().mean()
+                        healer.observe(loss)
+                        (loss * part.weight / ACCUMULATED).backward()
+                    if part.first:
+                        done.clear()
+                    if not part.failed:
+                        done.append(len(x))
+                if last:
+                    reduce(net)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    except BaseException as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return {"raised": {"type": type(error).__name__, "said": f"{error} {notes}"}}
+    lines = [
+        json.loads(line) for each in (events, metrics) if each.exists() for line in each.open()
+    ]
     return {
-        "sizes": sizes,
-        "weights": [p.detach().flatten().tolist() for p in model.parameters()],
-        "buffers": [b.flatten().tolist() for b in model.buffers()],
+        **found,
+        "weights": [p.detach().flatten().tolist() for p in net.parameters()],
+        "buffers": [b.flatten().tolist() for b in net.buffers()],
         "losses": [each["loss"] for each in lines if "kind" not in each],
+        "faults": [(e["step"], e["problem"]) for e in lines if e.get("kind") == "fault"],
         "draws": torch.rand(1).item(),
     }

@@ -106,6 +106,7 @@ HALF = BATCH // 2
 
 def outcome(found: dict[str, Any]) -> Any:
     """Weights, batch statistics, the judged losses, sizes of parts, and the next random number."""
+    assert not found["raised"], found["raised"]
     return [found[name] for name in ("weights", "buffers", "losses", "sizes", "draws")]
 
 

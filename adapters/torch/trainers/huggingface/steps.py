@@ -166,6 +166,8 @@ class SplitSteps:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
         name = type(trainer).__name__
+        if trainer.accelerator.num_processes > 1:
+            return "the other ranks would wait for this rank"
         if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
             return f"{name} generates its batches: lower its batch or completion sizes"
         if _is_instance_by_name(trainer, _INDIVISIBLE):
