@@ -22,6 +22,7 @@ from healcore.jax.heal_state import HealState, HealStateError  # noqa: E402
 from healcore.jax.opt_state import (  # noqa: E402
     expect_change,
     from_dict,
+    gradient_norms,
     last_decision,
     metrics,
     to_dict,
@@ -41,6 +42,7 @@ __all__ = [
     "commit",
     "expect_change",
     "from_dict",
+    "gradient_norms",
     "heal",
     "heal_zclip",
     "last_decision",

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import optax
 
 from healcore.core.decision import Decision
 from healcore.jax import heal_state
+from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
@@ -79,6 +81,38 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """
     state = find(opt_state)
     return heal_state.metrics(state.heal_engine, state.heal_records)
+
+
+def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
+    """Returns the norm of each parameter's gradient at the last step, before clipping.
+
+    The step computes these norms for its decision, so they add no cost.
+
+        logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
+
+    Args:
+        opt_state: as in `last_decision`.
+        params: the parameters, or any tree of their structure. Only their names are used.
+
+    Returns:
+        ``"params/Dense_0/kernel"`` -> L2 norm, float32 0-d. Zeros before the first step, and
+        while the caller passes `grad_norm`. 0 for a parameter that the optimizer freezes.
+
+    Raises:
+        HealStateError: as in `last_decision`, or the number of floating tensors in `params` differs
+            from the number of gradients.
+    """
+    norms = jnp.unstack(find(opt_state).heal_leaf_norms)
+    paths = [
+        path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
+    ]
+    if len(paths) != len(norms):
+        raise HealStateError(
+            f"the last step had {len(norms)} gradients, and params has {len(paths)} floating "
+            "tensors: pass the tree that was passed to tx.init"
+        )
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
+    return dict(zip(names, norms, strict=True))
 
 
 # -- the engine's state -------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from healcore.jax import (
     HealStateError,
     expect_change,
     from_dict,
+    gradient_norms,
     heal,
+    heal_zclip,
     last_decision,
     metrics,
     protect,
@@ -97,6 +99,27 @@ def test_an_announcement_opens_the_grace_window():
     for state, announced in ((before, False), (before, True), (expecting, False)):
         _, after = jax.jit(tx.update)(grads, state, change_expected=jnp.bool_(announced))
         assert bool(last_decision(after).skip) is (state is before and not announced)
+
+
+TREE = {"dense": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}, "steps": jnp.int32(3)}
+GRADS = {
+    "dense": {"kernel": jnp.full((2, 2), 3.0), "bias": jnp.asarray([jnp.nan, 1.0])},
+    "steps": np.zeros((), jax.dtypes.float0),
+}
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("tx", [protect(optax.identity(), policies.ZCLIP), heal_zclip()])
+def test_each_gradient_has_its_norm_before_clipping(tx, jit):
+    state = tx.init(TREE)
+    assert set(map(float, gradient_norms(state, TREE).values())) == {0.0}
+    _, state = tx.update(GRADS, state, TREE)
+    found = jit(gradient_norms)(state, TREE)
+    assert list(found) == ["dense/bias", "dense/kernel"]
+    assert float(found["dense/kernel"]) == 6.0
+    assert np.isnan(found["dense/bias"])
+    with pytest.raises(HealStateError, match="2 gradients"):
+        gradient_norms(state, {"w": jnp.ones(2)})
 
 
 # The default policy with one other number: the same names, the same shapes.
