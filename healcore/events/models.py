@@ -212,7 +212,7 @@ class EventRecord(_EventsModel):
     )
     rank: NonNegativeInt = _maybe("Rank of this process in the run.")
     world: PositiveInt = _maybe("Number of processes of the run.")
-    of_ranks: OfRanks = _maybe("Observations or proposal of each process, where they differ.")
+    of_ranks: OfRanks = _maybe("Observations of each process, or its reason to end.")
     ending: EndingName = _maybe("How the process ended.")
     resumes: Boolean = _maybe("The run continues from checkpoints of an earlier process.")
     unreported_alarms: PositiveInt = _maybe("Number of alarms that have no event of their own.")

@@ -128,16 +128,13 @@ class JaxDriver(Driver):
         votes = bool if self._marks is None else self._marks.begin_dispatch()
         return self._reader.dispatch(self._states(), votes)
 
-    def request_vote(self, wanted: bool) -> bool:
+    def request_vote(self, wanted: bool) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes."""
         if self._marks is None:
-            if jax.process_count() == 1:
-                return False
             from healcore.jax.store.coordination import VoteMarks  # loads Orbax
 
             self._marks = VoteMarks()
         self._marks.request(wanted)
-        return True
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""

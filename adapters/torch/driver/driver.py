@@ -165,13 +165,12 @@ class TorchDriver(Driver):
         """See `Driver.has_stepped`."""
         return bool(self._pending)
 
-    def request_vote(self, wanted: bool) -> bool:
+    def request_vote(self, wanted: bool) -> None:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
         self._wants_vote, everyone = wanted, len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.healed_step.all_reduce
             all_reduce.requests_vote = wanted and all_reduce.world == everyone
-        return True
 
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""

@@ -152,8 +152,6 @@ class _End:
         if together:
             self.attempt("checkpoints on probation", saver.poll)
             self.attempt("the last saves", saver.read_nonfinite)
-            if ranks.votes:
-                self.attempt("reports of other ranks", partial(ranks.vote, data.step, loop.log))
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
             self.attempt("the record of the end", partial(saver.commit, data.step))
@@ -312,7 +310,7 @@ class _End:
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
-        if events.path is not None and not self.ranks.rank:
+        if events.path is not None:
             problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
             if problem:
                 loop.log.warning(problem)

@@ -140,9 +140,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         store = driver.store(store)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
     group = RankGroup(ranks, driver, options.stop_file)
-    # A rank whose reports reach rank 0 needs no events file of its own.
-    silent = ranks.rank > 0 and group.votes
-    events = Log(None) if silent else _events(options.logging.events, store.root, ranks)
+    events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     trackers = Trackers(selected)
     log = RunLog(
@@ -152,7 +150,6 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         silent=ranks.rank > 0,
         trackers=trackers,
         hooks=options.hooks,
-        on_local=group.report if group.votes else None,
     )
     loaders, record = LoaderRegistry(), Record()
     loss_fn = options.loss_fn if policy.rolls_back else None
@@ -186,15 +183,11 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     )
 
 
-def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
+def _events(given: Any, folder: Path | None) -> Log:
+    if given is not None:
+        return Log(Path(given).absolute())
     path = None if folder is None else folder / "healcore.events.jsonl"
-    if events is not None:
-        path = Path(events).absolute()
-    if path is not None and ranks.rank:
-        # One file per rank: on a network disk two writers cannot share a file.
-        path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
-    named = events is not None and not ranks.rank
-    return Log(path if named else _unlinked(path, "events"), follow_links=named)
+    return Log(_unlinked(path, "events"), follow_links=False)
 
 
 def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
@@ -227,7 +220,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     """
     log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
     restorer = loop.recovery.restorer
-    events = None if ranks.rank else log.events.path
+    events = log.events.path
     previous = None if events is None else postmortem.last_run(events)
     after_kill = bool(events and previous and postmortem.of_killed(events, previous))
     if any(ranks.gather(ranks.stop_file.found)):
