@@ -135,8 +135,8 @@ class TerminationWatch:
         """The process that watches, or 0. A forked child has the handlers, but not the run."""
         self._replaced: dict[int, tuple[Any, Any]] = {}
         """Signal -> handler that this object has installed, and the previous handler."""
-        self._received = 0.0
-        """Time of the first signal, by the monotonic clock."""
+        self._received: float | None = None
+        """Time of the first signal, by the monotonic clock, or None."""
 
     def start(self) -> None:
         """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
@@ -196,37 +196,30 @@ class TerminationWatch:
         return handler.__self__._previous(number) if ended else handler
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous(number)
-        if os.getpid() != self._pid:  # the previous handler decides
+        previous, watches = self._previous(number), os.getpid() == self._pid
+        since = None if self._received is None else time.monotonic() - self._received
+        if watches and since is not None and since <= REPEATED_S:
+            return
+        if not watches or since is not None:  # the previous handler decides
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
         self._received = time.monotonic()
-        for each in _SIGNALS:
-            if signal.getsignal(each) == self._handle:
-                again = each == number == signal.SIGINT  # a second Ctrl-C is meant
-                self._install(each, self._previous(each) if again else self._handle_next)
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
         # its workers die, which would interrupt the save.
         if hasattr(signal, "SIGCHLD"):
             self._install(signal.SIGCHLD, signal.SIG_DFL)
-        first, self.signal_number = self.signal_number is None, number
-        if self._propose_end is not None and first:
+        self.signal_number = number
+        if self._propose_end is not None:
             self._propose_end(number)
-        if number != signal.SIGINT or _is_of_run(previous):
-            if callable(previous):
-                previous(number, frame)
-        elif not hasattr(sys, "ps1"):
-            self._install(number, signal.SIG_DFL)
         if number == signal.SIGINT:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+        if number == signal.SIGINT and not _is_of_run(previous):  # a second Ctrl-C is meant
+            self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
+        elif callable(previous):
+            previous(number, frame)
         if self._propose_end is None and self._waiting_for_data:
             raise exit_for(number)
-
-    def _handle_next(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._received > REPEATED_S or os.getpid() != self._pid:
-            signal.signal(number, self._previous(number))
-            os.kill(os.getpid(), number)
 
 
 def _is_of_run(handler: Any) -> bool:
