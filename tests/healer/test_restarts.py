@@ -140,26 +140,6 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
     assert faults.seen[13] == 1
 
 
-def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path):
-    """The checkpoint that it went to is damaged by the next start, which takes an older one."""
-    seen: list[Any] = []
-
-    def stumble(healer: Any, number: int) -> None:
-        engine = healer._loop.driver.engines()["optimizer"]["state"]
-        tally = engine["tally"]["rollbacks"]
-        seen.append((healer.step, engine["budget"]["recoveries"], tally))
-        if tally:
-            raise RuntimeError("power")
-
-    for place in (15, 10):
-        loop = loop_of("torch", Faults(always=[23]))
-        with pytest.raises(RuntimeError, match="power"):
-            train(loop, rules(), range(40), store=tmp_path, before=stumble)
-        assert seen[-1] == (place, 2, 1)
-        for folder in tmp_path.glob("step-0000000015.*"):
-            (folder / "state.json").write_text("{}")
-
-
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):
     breaks_off(loop_of("torch"), rules(), range(40), store=tmp_path, at=27)
     train(loop_of("torch"), rules(), range(20), store=tmp_path)

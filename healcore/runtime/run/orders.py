@@ -225,20 +225,14 @@ Rates = Mapping[str, float | None]
 
 
 def after_rollback(
-    engine: Engine, live: Engines, saved: Engines | None, *, counted: bool = False
+    engine: Engine, live: Engines, saved: Engines | None
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback. An engine without a saved state restarts its warm-up.
-
-    `counted` says that the budgets in `live` already include this rollback.
-    """
+    """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
     merged = {}
     for name, state in live.items():
         now, then = engine.from_dict(state), (saved or {}).get(name)
         before = engine.init(groups=state["groups"]) if then is None else engine.from_dict(then)
-        state = engine.on_rollback(now, before, xp=np)
-        if counted:
-            state = state._replace(budget=now.budget, tally=now.tally)
-        merged[name] = engine.to_dict(state)
+        merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
     return merged
 
 

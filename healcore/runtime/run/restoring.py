@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
-from healcore.runtime.driver import check_engines
 from healcore.runtime.faults import classify
 from healcore.runtime.run import record as records
 from healcore.runtime.run.evidence import ComparisonState
@@ -174,34 +173,23 @@ class Restorer:
         Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
         an older checkpoint that fits would lose the steps since then.
         """
-        comparisons, engine = self.saver.comparisons, self.policy.engine
 
         def load(saved: _Checkpoint) -> Record:
             own = saved.record or Record(first_step=saved.step, step=saved.step)
-            engines, source = saved.engines, own
-            if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
-                # The target of the last rollback is damaged: its budgets hold for older ones too.
-                source = newest
-                live, _ = compatible(engine, newest.engines)
-                self.loaders.check(newest.forward)
-                check_engines(live, self.driver.engines())
-                engines = after_rollback(engine, live, engines, counted=True)
             weights = self._copies(own.comparisons, saved.step)
-            repeats = source.repeats(saved.step)
-            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments and repeats)
+            repeats, reset = own.repeats(saved.step), self.policy.rollback.reset_moments
+            self._load_state(saved, saved.engines, reset=reset and repeats)
             if own.comparisons is not None:
-                comparisons.continue_from(own.comparisons, weights)
-                if source is not own:
-                    comparisons.on_rollback(saved.step)
-            self.ledger.continue_from(source.ledger, saved.step, own.ledger)
+                self.saver.comparisons.continue_from(own.comparisons, weights)
+            self.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
-            forward = source.forward if repeats else {}
+            forward = own.forward if repeats else {}
             places = saved.position or {}
             ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
             if ranks:
                 moved = position_of_other_ranks
                 forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
-            self.loaders.resume({**places, **forward}, source.left_out)
+            self.loaders.resume({**places, **forward}, own.left_out)
             return own
 
         try:
