@@ -78,7 +78,6 @@ class IncidentMonitor:
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
-        self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
@@ -123,8 +122,6 @@ class IncidentMonitor:
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
             skips=ledger.skips,
-            undone_incidents=ledger.undone_incidents,
-            undone_skips=ledger.undone_skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
         )
@@ -169,18 +166,12 @@ class IncidentMonitor:
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
-        self._lr_scale_before = dict(self.lr_scales)
         self.metrics.set(engines)
 
     @property
     def lr_scale(self) -> float:
         """The learning-rate multiplier, the smallest of all engines."""
         return min(self.lr_scales.values(), default=1.0)
-
-    @property
-    def lr_scale_before(self) -> float:
-        """`lr_scale` before the last processed step."""
-        return min(self._lr_scale_before.values(), default=1.0)
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
@@ -189,7 +180,7 @@ class IncidentMonitor:
         the schedule is above a limit.
         """
         now, before = record.lr_scale, self.lr_scales.get(record.engine, 1.0)
-        self.lr_scales[record.engine], self._lr_scale_before[record.engine] = now, before
+        self.lr_scales[record.engine] = now
         cut = bool(record.action & Action.CUT_LR)
         if cut and now < before:
             why = "the policy cuts it"

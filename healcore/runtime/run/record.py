@@ -49,8 +49,6 @@ class IncidentRecord:
     lr_scale: float = 1.0
     """Learning-rate multiplier after the latest alarm."""
     over: bool = False
-    undone: bool = False
-    """Whether a later rollback has undone the onset."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
 
@@ -78,9 +76,7 @@ class Ledger:
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
     incident_count: int = 0  # including undone and dropped incidents
-    undone_incidents: int = 0  # whose onset a later rollback has undone
     skips: int = 0  # skipped steps so far, including undone steps
-    undone_skips: int = 0
     untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
     open: bool = False  # whether an incident with more than skipped non-finite steps is open
     accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
@@ -200,12 +196,7 @@ class Ledger:
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         if self.incidents:
             self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
-        for incident in self.incidents:
-            if incident.onset >= step and not incident.undone:
-                incident.undone = True
-                self.undone_incidents += 1
-        if saved is not None:  # skips before the checkpoint are not undone
-            self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
+        if saved is not None:
             self.untrained = saved.untrained
 
 

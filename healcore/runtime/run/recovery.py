@@ -303,7 +303,7 @@ class Recovery:
             lr=done.lr,
             lr_limit=done.lr_limit,
             lr_at_fault=None if done.lr is None else (done.lr_at_fault or {}).get(done.engine),
-            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
             repeated=done.repeated,

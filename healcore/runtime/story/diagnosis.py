@@ -115,7 +115,7 @@ def explain(end: RunEnd) -> str:
 
 def _seen(end: RunEnd) -> Iterator[str]:
     last, counts = end.run.last_incident, end.counts
-    total = with_undone(counted(counts.incidents, "incident"), counts.undone_incidents)
+    total = counted(counts.incidents, "incident")
     if last is None:
         if counts.incidents:
             yield f"{total}, all resolved."
@@ -161,9 +161,8 @@ def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
     clips, lowered = counts.clips or 0, end.lr_scale < 1 and not end.run.observes
-    skips = with_undone(counted(counts.skips, "step"), counts.undone_skips)
     phrases = [
-        (counts.skips, f"skipped {skips}"),
+        (counts.skips, f"skipped {counted(counts.skips, 'step')}"),
         (clips, f"clipped {counted(clips, 'step')}"),
         (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
         *(
@@ -240,11 +239,6 @@ def last_line(end: RunEnd, newest: int | None) -> str:
 
 
 # -- pieces of sentences --------------------------------------------------------------------------
-
-
-def with_undone(count: str, undone: int) -> str:
-    """A count as text, with the number that rollbacks have undone."""
-    return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
 def _first(items: Sequence[str]) -> str:

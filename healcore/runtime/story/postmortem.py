@@ -75,7 +75,6 @@ def write(
         "cause": end.cause | end.fault & Cause.HANG,
         "incidents": counts.incidents,
         **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
-        "undone_skips": counts.undone_skips,
         "metrics": end.metrics,
         "rollbacks": [_rollback(event) for event in run.rollbacks],
         "lr_scale": end.lr_scale,
