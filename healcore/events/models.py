@@ -185,9 +185,7 @@ class EventRecord(_EventsModel):
     size: PositiveInt = _maybe("Samples in the largest part, after the change.")
     hook: Text = _maybe("Name of the hook.")
     seconds: Seconds = _maybe("Duration, or the duration so far of a hang.")
-    stacks: StacksList = _maybe(
-        "Python stacks of a hanging run; ranks with the same stacks share an entry."
-    )
+    stacks: StacksList = _maybe("Python stacks of rank 0 of a hanging run.")
     diagnosis: Text = _maybe("Explanation of the problem for the user.")
     severity: Literal["warning", "error"] = _maybe(
         "`warning`: the run can continue; `error`: the run is lost."

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from functools import partial
 
 from healcore.console import counted
-from healcore.core.decision import Cause, names
+from healcore.core.decision import Cause
 from healcore.events.models import Ending
 from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.failures import causes_of, is_broken_connection
+from healcore.runtime.faults.failures import is_broken_connection
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.termination import (
     EndRequested,
@@ -31,14 +30,10 @@ from healcore.runtime.run_options import error_text
 from healcore.runtime.store import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line
-from healcore.runtime.story.postmortem import RankNote, of_ranks, tracebacks_text
 
-_VISIBLE_S = 2.0
-"""Seconds within which rank 0 sees the note of a rank whose connection has broken."""
 _LENGTH_ADVICE = (
     "give every rank as many batches (torch's DistributedSampler does, or itertools.islice), and "
-    "leave the loop at the same step on all ranks; ranks that train on wait for this rank until "
-    "the time-out of their process group"
+    "leave the loop at the same step on all ranks"
 )
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
@@ -80,8 +75,7 @@ class _End:
         error: the exception that left the block, or its replacement.
         ending: how the run ends, by `error`.
         raised: the exception of the loop, also as the cause of a stop, or None.
-        fault: the classified `raised`, or the exception of another rank, or None.
-        notes: on rank 0 of ranks that end alone, the notes of the ended ranks, the cause first.
+        fault: the classified `raised`, or None.
         problems: errors at the end.
     """
 
@@ -91,7 +85,6 @@ class _End:
         self.ending = ending_of(error, self.ranks.termination.signal_number)
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         self.fault: Fault | None = None
-        self.notes: list[RankNote] = []
         self.problems: list[str] = []
         self.memory = ""  # sentence about an out-of-memory error
 
@@ -112,13 +105,12 @@ class _End:
         completed = self.ending == Ending.COMPLETED
         together = completed or ranks.ends_together or ranks.world == 1
         if completed and ranks.world > 1:
-            self.raised = self.attempt("another rank has left", self.wait_for_ranks)
+            what = f"another rank has not ended its loop ({_LENGTH_ADVICE})"
+            self.raised = self.attempt(what, partial(ranks.gather, None))
             together = self.raised is None
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
-        if not together:
-            self.collect_notes()
         if completed and together:
             self.attempt("the last steps could not be read", loop.read_remaining)
         replacement: BaseException | None = None
@@ -129,10 +121,7 @@ class _End:
                 self.error = replacement = stop
                 self.ending = Ending.STOPPED
         between_steps = data.between_steps and not loop.after_update
-        other = self.notes[0] if self.notes and self.notes[0].rank != ranks.rank else None
-        if other is not None:
-            self.report_fault_of(other)
-        elif self.fault is not None and isinstance(self.raised, Exception):
+        if self.fault is not None and isinstance(self.raised, Exception):
             self.attempt("the fault could not be dealt with", self.save_and_log_fault)
         saved = True
         if together and (completed or (between_steps and self.ending != Ending.STOPPED)):
@@ -161,74 +150,12 @@ class _End:
         if isinstance(self.error, RunStopped) and ranks.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
-        if other is not None and other.ending not in (None, Ending.COMPLETED):
-            self.ending = other.ending  # the first rank to end determines the ending
         self.write()
-        if not ranks.rank:
-            loop.notes.remove()
         parts = [loop.guard.close, ranks.termination.stop, saver.store.join, loop.driver.close]
         for close_part in (*parts, partial(release, loop), loop.log.close):
             with contextlib.suppress(Exception):
                 close_part()
         return replacement
-
-    # -- several ranks --------------------------------------------------------------------------
-
-    def wait_for_ranks(self) -> None:
-        """Waits for the end of all ranks' loops. Raises RuntimeError or OSError without a rank."""
-        if self.ranks.rank:
-            why = f"its loop has ended, and it waits for the other ranks: {_LENGTH_ADVICE}"
-            self.loop.notes.leave(self.own_note(Ending.COMPLETED, None, why))
-        self.ranks.gather(None)
-
-    def collect_notes(self) -> None:
-        """Reads the notes of the ended ranks on rank 0. Other ranks leave a note for rank 0."""
-        found, completed = self.loop.notes.found, self.ending == Ending.COMPLETED
-        error = self.error or self.raised
-        note = self.own_note(Ending.EXCEPTION if completed else self.ending, error)
-        if self.ranks.rank:
-            if all(each.rank != note.rank for each in found()):  # see `wait_for_ranks`
-                self.loop.notes.leave(note)
-            return
-        until = time.monotonic() + (_VISIBLE_S if note.follows else 0.0)
-        while True:
-            others = sorted(found(), key=lambda e: (e.follows, e.ending == Ending.COMPLETED))
-            if completed:  # other completed ranks are not the cause
-                others = [each for each in others if each.ending != Ending.COMPLETED]
-            if any(not each.follows for each in others) or time.monotonic() >= until:
-                break
-            time.sleep(0.1)
-        if others and note.follows and not others[0].follows:
-            self.notes = [*others, note]
-            return
-        if is_broken_connection(error):
-            lost = f"the connection to another rank broke, and no rank has said why: {AFTER_A_KILL}"
-            note = note.model_copy(update={"why": lost})
-        self.notes = [note, *others]
-
-    def own_note(self, ending: Ending, error: BaseException | None, why: str = "") -> RankNote:
-        """The note about the end of this rank."""
-        what, trace = ("", "") if error is None else (error_text(error), _trace(error))
-        fault = self.fault
-        waited = fault is not None and (Cause.HANG in fault.cause or fault.sign.startswith("nccl"))
-        return RankNote(
-            rank=self.ranks.rank,
-            ending=ending,
-            step=self.data.step,
-            why=why or _why(error) or what,
-            trace=trace,
-            cause=[] if fault is None else list(names(fault.cause)),
-            sign="" if fault is None else fault.sign,
-            follows=waited or is_broken_connection(error),
-            time=time.time(),
-        )
-
-    def report_fault_of(self, note: RankNote) -> None:
-        """Logs the exception of another rank, which has ended the run."""
-        self.fault = Fault(causes_of(note.cause), note.sign) if note.cause else None
-        if self.fault is not None:
-            problem = f"the loop raised on rank {note.rank}: {note.why:.600}"
-            self.loop.log.fault(self.data.step, self.fault, problem, answer=None)
 
     # -- the last state -------------------------------------------------------------------------
 
@@ -293,20 +220,18 @@ class _End:
         The postmortem comes first: a start writes a missing postmortem only without the event
         `end`.
         """
-        loop, ending, error, notes = self.loop, self.ending, self.error, self.notes
+        loop, ending, error = self.loop, self.ending, self.error
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             loop.count_last_step()
             loop.recovery.count_last_steps()
             loop.recovery.read_engines()
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
-        first = f"rank {notes[0].rank}: {notes[0].why}" if notes else ""
         exception = trace = None
-        if notes and notes[0].rank != self.ranks.rank and ending != Ending.EXCEPTION:
-            why = first
-        if notes and ending == Ending.EXCEPTION:
-            exception, trace = first, tracebacks_text(notes) or None
-        elif ending == Ending.EXCEPTION and error is not None:
+        if ending == Ending.EXCEPTION and error is not None:
             exception, trace = error_text(error) + self.memory, _trace(error)
+            if is_broken_connection(error):
+                exception += ". Another rank has ended: its output says why, unless it was killed; "
+                exception += f"then {AFTER_A_KILL}"
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
@@ -322,7 +247,6 @@ class _End:
             rollbacks=end.counts.rollbacks,
             last_good=end.last_good,
             unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
-            of_ranks=of_ranks(notes) or None,
         )
         saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
         newest = max((saved.step for saved in saves if saved.path), default=None)

@@ -16,7 +16,6 @@ from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import IncompleteRun
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.story.postmortem import RankNotes
 
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end: fewer may be gradient accumulation."""
@@ -30,8 +29,8 @@ class Loop:
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
     (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
-    console), `notes` (files of the other ranks for rank 0), `claim` (the lock of the store's
-    directory). With `has_trainer`, a loop that ends early was not left by `break`.
+    console), `claim` (the lock of the store's directory). With `has_trainer`, a loop that ends
+    early was not left by `break`.
     """
 
     def __init__(
@@ -39,15 +38,14 @@ class Loop:
         *,
         recovery: Recovery,
         ranks: RankGroup,
-        notes: RankNotes,
         claim: Claim | None,
         has_trainer: bool,
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
         self.record = recovery.saver.record
-        self.ranks, self.notes, self.claim = ranks, notes, claim
-        self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
+        self.ranks, self.claim = ranks, claim
+        self.guard = HangGuard(self.policy, ranks.processes, self.log)
         self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""

@@ -28,7 +28,6 @@ from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.postmortem import RankNotes
 from healcore.runtime.story.run_log import RunLog
 from healcore.runtime.story.trackers import Selection, Trackers
 
@@ -173,11 +172,9 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         log=log,
         options=options.checkpoints,
     )
-    path = events.path
     return Loop(
         recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
         ranks=group,
-        notes=RankNotes(*agreed(ranks, (path and path.absolute(), events.run))),
         claim=own_claim,
         has_trainer=run_settings.has_trainer(options.state),
     )
@@ -264,8 +261,6 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
     log.trackers.start(loop.record.run or log.events.run)
-    if not ranks.rank:
-        loop.notes.remove()  # notes of earlier starts
     loop.guard.start()
     loop.driver.on_step = loop.guard.on_step
     if store.root is not None:

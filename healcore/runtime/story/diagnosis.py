@@ -94,9 +94,6 @@ def explain(end: RunEnd) -> str:
     because = end.exception if end.ending == Ending.EXCEPTION else end.why
     at = f"at step {end.step}{f': {because}' if because else ''}"
     headline = _HEADLINES[Ending(end.ending)].format(at)
-    if end.ending == Ending.KILLED and end.exception:
-        headline = f"The process was killed after another rank had ended; its last event is {at}. "
-        headline += end.exception
     parts = [_wrapped(headline) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else headline]
     sections = {"Seen": _seen, "State": _state, "Tried": _tried, "Storage": _storage}
     for name, sentences in sections.items():
