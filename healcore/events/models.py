@@ -155,8 +155,6 @@ class EventRecord(_EventsModel):
     checkpoint: NonNegativeInt = _maybe(
         "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
-    repeated: Boolean = _maybe("An earlier rollback restored this checkpoint, the oldest.")
-    initial: Boolean = _maybe("The checkpoint is the snapshot from the start of the run.")
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
     outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")

@@ -278,8 +278,7 @@ class Logging:
             bytes, for `healcore replay`, `report` and `events`. "auto" is a file next to the events
             file, thinned in long runs. None is no file.
         console: whether to print lines to standard error. "auto" prints them if the program has
-            set up no logging for the logger `healcore`. True prints them unless the program's
-            logging already prints them to the terminal. False never prints.
+            set up no logging for the logger `healcore`. True always prints, False never.
 
     Raises:
         ValueError: `console` is none of these, or a path has a NUL character.

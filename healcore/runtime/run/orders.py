@@ -103,8 +103,6 @@ class RollbackRecord(Order):
     step: int = 0  # steps done when the rollback began
     target: Step = 0  # step of the restored checkpoint
     skipped: int = 0  # number of skipped batches
-    initial: bool = False  # the first snapshot, because no known-good checkpoint was left
-    repeated: bool = False  # an earlier rollback for this trouble restored the same, oldest one
     engine: str = ""  # the optimizer of the next three: with the lowest multiplier, and a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
@@ -115,14 +113,6 @@ class RollbackRecord(Order):
         return self if self.trial else replace(self, batches=())
 
 
-class CheckpointChoice(NamedTuple):
-    """The checkpoint to restore."""
-
-    steps: tuple[int, ...]  # to try: the choice, then older ones in case it is damaged
-    initial: bool  # whether the choice is an initial snapshot: no known-good checkpoint is left
-    repeated: bool  # whether an earlier rollback for this trouble restored the same, oldest one
-
-
 def choose(
     saves: Sequence[Saved],
     *,
@@ -131,8 +121,10 @@ def choose(
     tried: Sequence[int] = (),
     initial: Sequence[int] = (),
     exact: bool = False,
-) -> CheckpointChoice:
+) -> tuple[int, ...]:
     """Chooses a known-good checkpoint, or as a last resort an initial one.
+
+    Returns the steps to try: the choice, then older ones in case it is damaged.
 
     Args:
         saves: the checkpoints.
@@ -164,11 +156,7 @@ def choose(
     chosen = choices[start]
     if tried and chosen >= min(tried):
         chosen = older[0] if older else min(choices)
-    return CheckpointChoice(
-        steps=tuple(step for step in choices if step <= chosen),
-        initial=chosen not in known_good and (not exact or len(choices) == 1),
-        repeated=chosen in tried,
-    )
+    return tuple(step for step in choices if step <= chosen)
 
 
 class Trial(StrEnum):

@@ -45,9 +45,6 @@ class IncidentRecord:
     """Name of a cause -> first step with this cause."""
     alarms: int = 0
     skips: int = 0
-    rollbacks: int = 0
-    lr_scale: float = 1.0
-    """Learning-rate multiplier after the latest alarm."""
     over: bool = False
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
@@ -120,7 +117,6 @@ class Ledger:
         incident.skips += skip
         self.skips += skip
         self.untrained += all(record.skip for record in records)
-        incident.lr_scale = min((record.lr_scale for record in records), default=incident.lr_scale)
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
@@ -178,8 +174,6 @@ class Ledger:
             held |= {name: n for name, n in earlier.numbers.items() if n is None or repeated}
         self.numbers = {name: healthy for name, healthy in held.items() if healthy is not None}
         self._rewind(rollback.target, saved)
-        if self.incidents:
-            self.incidents[-1].rollbacks += 1
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""

@@ -306,8 +306,6 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
-            repeated=done.repeated,
-            initial=done.initial,
             why=done.numbers_text or None,
             moments_reset=self.policy.rollback.reset_moments or None,
         )

@@ -85,10 +85,10 @@ class Restorer:
         saver.prove(before=order.onset)
         self.find_damage()
         if order.better is not None:
-            choice = choose(self.saves(), onset=order.better, exact=True)
+            steps = choose(self.saves(), onset=order.better, exact=True)
         else:
             past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-            choice = choose(
+            steps = choose(
                 self.saves(),
                 onset=order.onset,
                 depth=order.depth,
@@ -121,15 +121,13 @@ class Restorer:
                 step=step,
                 target=saved.step,
                 skipped=len(order.batches),
-                initial=choice.initial,
-                repeated=choice.repeated,
                 engine=lowest,
                 lr=rates.get(lowest),
                 lr_limit=limits.get(lowest),
                 lr_scale=scales.get(lowest, 1.0),
             )
 
-        done, saved = self._load_first_intact(choice.steps, load, step)
+        done, saved = self._load_first_intact(steps, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
         why_not = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
