@@ -165,7 +165,7 @@ class EventRecord(_EventsModel):
         "recover; unknown: the losses fit both damage and different data, or do not show that the "
         "current weights are worse."
     )
-    by: Literal["weights", "state", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
+    by: Literal["weights", "state", "earlier_weights", "budget", "nothing"] = _maybe(
         "Basis of the verdict, or of the rollback."
     )
     rise: NullableNumber = _maybe(
@@ -211,7 +211,6 @@ class EventRecord(_EventsModel):
     of_ranks: OfRanks = _maybe("Observations of each process, or its reason to end.")
     ending: EndingName = _maybe("How the process ended.")
     resumes: Boolean = _maybe("The run continues from checkpoints of an earlier process.")
-    unreported_alarms: PositiveInt = _maybe("Number of alarms that have no event of their own.")
     incidents: NonNegativeInt = _maybe("Incidents so far.")
     rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")

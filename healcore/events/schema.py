@@ -148,7 +148,6 @@ _ASSESSMENTS = {
     ("damage", "weights"): "evidence of damage: the weights are not finite",
     ("damage", "state"): "evidence of damage: the state is not finite",
     ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
-    ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
     ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
     ("recovered", "earlier_weights"): "the run has recovered",
 }

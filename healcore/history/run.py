@@ -116,7 +116,6 @@ class Run:
     incident_count: int = 0  # including incidents whose events were rotated away
     skips: int = 0  # skipped steps, including undone steps
     clips: int | None = None  # steps with clipped gradients, or None without a postmortem
-    unreported_alarms: int = 0  # alarms without an event
     lost: int = 0  # events that could not be written
 
     def __post_init__(self) -> None:
@@ -170,7 +169,6 @@ class Run:
             self.lr_scale = record.lr_scale
         self.settings |= record.settings or {}
         self.lost += record.lost or 0
-        self.unreported_alarms += record.unreported_alarms or 0
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(record, step)
@@ -183,7 +181,6 @@ class Run:
             incidents=self.incident_count,
             skips=self.skips,
             clips=self.clips,
-            alarms=self.numbers["alarm"] + self.unreported_alarms,
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:

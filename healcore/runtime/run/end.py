@@ -246,7 +246,6 @@ class _End:
             incidents=end.counts.incidents,
             rollbacks=end.counts.rollbacks,
             last_good=end.last_good,
-            unreported_alarms=loop.recovery.monitor.unreported_alarms or None,
         )
         saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
         newest = max((saved.step for saved in saves if saved.path), default=None)

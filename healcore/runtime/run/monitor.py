@@ -50,7 +50,6 @@ class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
     Attributes:
-        unreported_alarms: number of alarms without an event of their own.
         nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
             no step was read.
         nonfinite_record: newest record of a step that was not finite, or None.
@@ -68,7 +67,6 @@ class IncidentMonitor:
         self._quiet_steps = int(config.incident.quiet_steps)
         per_tensor, observes = self.policy.engine.per_tensor, self.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
@@ -273,7 +271,6 @@ class IncidentMonitor:
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
-            self.unreported_alarms += 1
             return
         rate = None
         if has_line:

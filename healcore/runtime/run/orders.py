@@ -225,32 +225,53 @@ def after_rollback(
 
 
 def limited(
-    engine: Engine, engines: Engines, broken: Mapping[str, float], rates: Rates, *, healthy: bool
-) -> dict[str, dict[str, Any]]:
-    """Engine states with a limit on the learning rate, if the policy has a cut left.
+    engine: Engine,
+    engines: Engines,
+    at_fault: Mapping[str, float] | None,
+    rates: Rates,
+    *,
+    healthy: bool,
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+    """Engine states with learning rates that fit the schedule at the restored step.
 
-    The limit is the last healthy rate, for each optimizer whose rate at the fault was higher. If no
-    such rate is known, the limit of each is the policy's factor times the rate at the fault.
+    With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
+    higher is limited to its last healthy rate. If no such rate is known, the limit of each is the
+    policy's factor times the rate at the fault. A multiplier stays as it is if the rate is unknown,
+    or if the policy's cuts do not depend on it.
 
     Args:
         engine: engine of the policy.
         engines: states after the rollback, with the multipliers of the live run.
-        broken: learning rates in force at the fault, or the multiplier where it is unknown.
+        at_fault: learning rates in force at the fault, or the multiplier where it is unknown; None
+            for no new limit.
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
+
+    Returns:
+        The states, the limits of the learning rates as far as they are known and set, and the
+        multipliers.
     """
     states = {name: engine.from_dict(state) for name, state in engines.items()}
     at = {name: _rate_at(engine, rates.get(name)) for name in states}
-    before = {
-        name: rate * float(states[name].lr.scale)
-        for name, rate in rates.items()
-        if healthy and rate and at[name] is not None
-    }
-    factor = float(engine.config.lr.factor)
-    limits = {name: rate for name, rate in before.items() if rate < broken[name]}
-    for name, limit in (limits or {n: factor * broken[n] for n in states}).items():
-        states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
-    return {name: engine.to_dict(state) for name, state in states.items()}
+    if at_fault is not None:
+        before = {
+            name: rate * float(states[name].lr.scale)
+            for name, rate in rates.items()
+            if healthy and rate and at[name] is not None
+        }
+        factor = float(engine.config.lr.factor)
+        lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
+        for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():
+            states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
+    limits = dict[str, float]()
+    for name, rate in at.items():
+        if rate is not None:
+            states[name] = engine.apply_rate(states[name], rate, xp=np)
+            lr, ceiling = states[name].lr, engine.config.lr.ceiling
+            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
+    scales = {name: float(state.lr.scale) for name, state in states.items()}
+    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
+    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
@@ -266,26 +287,6 @@ def with_lr_states(
         name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
         for name, each in engines.items()
     }
-
-
-def apply_rate(
-    engine: Engine, engines: Engines, rates: Rates
-) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
-    """Adapts engine states to the schedule's restored rates.
-
-    A multiplier stays as it is if the rate is unknown, or if the policy's cuts do not depend on it.
-    Returns the states, the limits of the learning rates as far as they are known and set, and the
-    multipliers.
-    """
-    limits, states = dict[str, float](), {n: engine.from_dict(each) for n, each in engines.items()}
-    for name, state in states.items():
-        if (at := _rate_at(engine, rates.get(name))) is not None:
-            states[name] = engine.apply_rate(state, at, xp=np)
-            lr, ceiling = states[name].lr, engine.config.lr.ceiling
-            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
-    scales = {name: float(state.lr.scale) for name, state in states.items()}
-    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
-    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
 def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:

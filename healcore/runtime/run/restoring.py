@@ -23,7 +23,6 @@ from healcore.runtime.run.orders import (
     RollbackRecord,
     Trial,
     after_rollback,
-    apply_rate,
     choose,
     compatible,
     limited,
@@ -96,11 +95,12 @@ class Restorer:
                 initial=(self.record.first_step, saver.started_from),
                 exact=order.exact,
             )
-        live, rates, broken = self.driver.engines(), self.driver.learning_rates(), order.lr_at_fault
-        if broken is not None:  # of other optimizers the rate in force, or the multiplier alone
+        live, rates = self.driver.engines(), self.driver.learning_rates()
+        at_fault = order.lr_at_fault
+        if at_fault is not None:  # of other optimizers the rate in force, or the multiplier alone
             scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
             given = {n: each for n, each in rates.items() if each is not None}
-            broken = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**broken}
+            at_fault = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**at_fault}
 
         def load(saved: _Checkpoint) -> RollbackRecord:
             engines = after_rollback(engine, live, saved.engines)
@@ -108,15 +108,13 @@ class Restorer:
                 engines = with_lr_states(engines, order.lr_states)
             self._load_state(saved, engines, reset=reset)
             now = self.driver.learning_rates()  # the schedules are at the restored step
-            if broken is not None:
-                # No step has been trained at the rate of the very first state.
-                trained = saved.step > self.record.first_step
-                engines = limited(engine, engines, broken, now, healthy=trained)
-            engines, limits, scales = apply_rate(engine, engines, now)
+            # No step has been trained at the rate of the very first state.
+            trained = saved.step > self.record.first_step
+            engines, limits, scales = limited(engine, engines, at_fault, now, healthy=trained)
             lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
             self.driver.load(None, engines)
             return RollbackRecord(
-                **vars(replace(order, lr_at_fault=broken)),
+                **vars(replace(order, lr_at_fault=at_fault)),
                 number=len(self.ledger.rollbacks) + 1,
                 step=step,
                 target=saved.step,
