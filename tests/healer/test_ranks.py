@@ -84,11 +84,11 @@ def loses_a_shard(healer: Any) -> None:
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._loop.ranks.propose(Proposal(why))
+        healer._loop.group.propose(Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
-    found = healer._loop.ranks.stop_file
+    found = healer._loop.group.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)

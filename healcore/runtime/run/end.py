@@ -81,8 +81,8 @@ class _End:
 
     def __init__(self, loop: Loop, error: BaseException | None) -> None:
         self.loop, self.error = loop, error
-        self.ranks, self.saver, self.data = loop.ranks, loop.saver, loop.data
-        self.ending = ending_of(error, self.ranks.termination.signal_number)
+        self.group, self.saver, self.data = loop.group, loop.saver, loop.data
+        self.ending = ending_of(error, self.group.termination.signal_number)
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         self.fault: Fault | None = None
         self.problems: list[str] = []
@@ -99,14 +99,14 @@ class _End:
 
     def close(self) -> BaseException | None:
         """See `close`."""
-        loop, ranks, saver, data = self.loop, self.ranks, self.saver, self.data
+        loop, group, saver, data = self.loop, self.group, self.saver, self.data
         loop.guard.pause()
         # A rank that ends alone, or a step before the others, must not wait for them.
         completed = self.ending == Ending.COMPLETED
-        together = completed or ranks.ends_together or ranks.world == 1
-        if completed and ranks.world > 1:
+        together = completed or group.ends_together or group.world == 1
+        if completed and group.world > 1:
             what = f"another rank has not ended its loop ({_LENGTH_ADVICE})"
-            self.raised = self.attempt(what, partial(ranks.gather, None))
+            self.raised = self.attempt(what, partial(group.gather, None))
             together = self.raised is None
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
@@ -147,11 +147,11 @@ class _End:
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(data.step)
-        if isinstance(self.error, RunStopped) and ranks.rank:
+        if isinstance(self.error, RunStopped) and group.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         self.write()
-        parts = [loop.guard.close, ranks.termination.stop, saver.store.join, loop.driver.close]
+        parts = [loop.guard.close, group.termination.stop, saver.store.join, loop.driver.close]
         for close_part in (*parts, partial(release, loop), loop.log.close):
             with contextlib.suppress(Exception):
                 close_part()
@@ -165,7 +165,7 @@ class _End:
         assert fault is not None
         assert self.raised is not None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
-        alone = self.ranks.world == 1 and self.saver.store.durable
+        alone = self.group.world == 1 and self.saver.store.durable
         if alone and "save" in loop.policy.answers(fault.cause):
             why_not = "the exception interrupted the optimizer's update"
             try:
@@ -193,7 +193,7 @@ class _End:
         """
         lost = self.saver.store.durable and (self.data.step in self.saver.unsaved or not saved)
         try:
-            return any(self.ranks.gather(lost))
+            return any(self.group.gather(lost))
         except Exception as problem:
             self.problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
             return True

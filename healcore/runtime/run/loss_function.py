@@ -120,7 +120,7 @@ class LossFunction:
             losses = iter(self._driver.losses_of(self.function, batches, weights))
         means = []
         for step in steps:
-            parts = [(batch.weight, _number(next(losses))) for batch in step.batches]
+            parts = [(batch.weight, _checked_loss(next(losses))) for batch in step.batches]
             total = sum(weight * loss for weight, loss in parts)
             means.append(total / sum(weight for weight, _ in parts))
         return means
@@ -137,7 +137,7 @@ class LossFunction:
             for redraw in (False, False, True):
                 with isolated():
                     losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
-            first, second, third = map(_number, losses)
+            first, second, third = map(_checked_loss, losses)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 kind = "state"
@@ -169,7 +169,7 @@ class LossFunction:
         return not problem
 
 
-def _number(loss: Any) -> float:
+def _checked_loss(loss: Any) -> float:
     return float(check_scalar("loss_fn(batch)", loss))
 
 

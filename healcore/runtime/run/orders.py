@@ -29,7 +29,7 @@ MAX_LEFT_OUT = 2
 """Trials that leave out steps at one place."""
 MAX_ACCEPTED = 3
 """Places accepted one after another; then a verdict only alerts."""
-ABOVE = 1.0001
+RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 
@@ -193,7 +193,9 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
     * Undo what was tried, and accept.
     """
     healthy = facts.healthy_rates
-    higher = (r > healthy.get(n, 0.0) * ABOVE for rates in facts.rates for n, r in rates.items())
+    higher = (
+        r > healthy.get(n, 0.0) * RATE_TOLERANCE for rates in facts.rates for n, r in rates.items()
+    )
     raised = any(higher) if facts.rates else bool(tried)
     if (raised or facts.from_start) and tried.count(Trial.RATE) < facts.may_limit:
         return Trial.RATE

@@ -3,7 +3,7 @@
 A signal or a stop file may reach one rank only. This rank must not end alone: the others would wait
 for it in their next collective. Instead it makes a proposal:
 
-    loop.ranks.propose(Proposal("signal 15", signal=15))
+    loop.group.propose(Proposal("signal 15", signal=15))
 
 The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
 all_reduce), and every rank reads the mark with the step's record, `LAG` steps later. Then the ranks

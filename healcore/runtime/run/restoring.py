@@ -181,10 +181,10 @@ class Restorer:
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}
             places = saved.position or {}
-            ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
-            if ranks:
+            worlds = [each["ranks"] for each in _places(places).values() if "ranks" in each]
+            if worlds:
                 moved = position_of_other_ranks
-                forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
+                forward = {name: moved(each, worlds[0]) for name, each in forward.items()}
             self.loaders.resume({**places, **forward}, own.left_out)
             return own
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.evidence import MAX_SHARE
 from healcore.runtime.run.record import ITEM, Record
+from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        data: Data,
+        data: RunBatches,
         record: Record,
         *,
         policy: HostPolicy,

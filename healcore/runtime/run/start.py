@@ -14,12 +14,12 @@ from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.run import run_settings
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.rank_group import RankGroup
 from healcore.runtime.run.record import HostState, Record
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
@@ -152,7 +152,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     )
     loaders, record = LoaderRegistry(), Record()
     loss_fn = options.loss_fn if policy.rolls_back else None
-    data = Data(
+    data = RunBatches(
         loaders=loaders,
         host=HostState(loaders.position, driver.generators),
         policy=policy,
@@ -174,7 +174,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     )
     return Loop(
         recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
-        ranks=group,
+        group=group,
         claim=own_claim,
         has_trainer=run_settings.has_trainer(options.state),
     )
@@ -215,18 +215,18 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
 
     `warning` is the problem of the directory's claim, or None.
     """
-    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
+    log, policy, group, store = loop.log, loop.policy, loop.group, loop.saver.store
     restorer = loop.recovery.restorer
     events = log.events.path
     previous = None if events is None else postmortem.last_run(events)
     after_kill = bool(events and previous and postmortem.of_killed(events, previous))
-    if any(ranks.gather(ranks.stop_file.found)):
-        log.info(f"nothing was done: {ranks.stop_file.why} exists; remove the file to train")
-        raise EndRequested(ranks.stop_file.why)
+    if any(group.gather(group.stop_file.found)):
+        log.info(f"nothing was done: {group.stop_file.why} exists; remove the file to train")
+        raise EndRequested(group.stop_file.why)
     saves, newest = restorer.saves(), restorer.newest_record()
-    settings = run_settings.settings_of(loop.driver, policy, options.state, ranks.world)
+    settings = run_settings.settings_of(loop.driver, policy, options.state, group.world)
     saved = {} if newest is None else newest.settings
-    changes = agreed(ranks.processes, run_settings.changes_since(saved, settings))
+    changes = agreed(group.processes, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         _check_resume(loop, options.resume, newest, saves, changes)
     if saves and previous is not None:
@@ -239,8 +239,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         policy_toml=policy.text,
         mode=policy.engine.mode,
         framework=loop.driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=group.rank,
+        world=group.world,
         save_every=loop.saver.every,
         store=str(store.root or type(store).__name__),
         settings=run_settings.named(settings, next(iter(loop.driver.learning_rates().values()))),
@@ -257,7 +257,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         problem, step = f"the run did not start: {error_text(error)}", loop.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
-        ranks.termination.stop()
+        group.termination.stop()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
     log.trackers.start(loop.record.run or log.events.run)
@@ -309,7 +309,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     else:
         if saver.damage:
             raise _no_usable_checkpoint(loop, {})
-        record.run = agreed(loop.ranks.processes, loop.log.events.run)
+        record.run = agreed(loop.group.processes, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
     record.settings = record.settings or dict(settings)
@@ -326,7 +326,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
             shown = ", ".join(record.nonfinite_ok[:5])
             loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
-    loop.ranks.termination.start()
+    loop.group.termination.start()
 
 
 def _resume(loop: Loop, newest: Record | None) -> None:

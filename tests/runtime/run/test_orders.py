@@ -15,8 +15,8 @@ from healcore.policy import load
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
-    ABOVE,
     MAX_LEFT_OUT,
+    RATE_TOLERANCE,
     Facts,
     Trial,
     choose,
@@ -110,7 +110,9 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
     """The issue's words, one line for each trial."""
     if trial is Trial.RATE:
         known = {"a": 0.0, "b": 0.0} | dict(facts.healthy_rates)
-        above = any(rate > known[n] * ABOVE for rates in facts.rates for n, rate in rates.items())
+        above = any(
+            rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()
+        )
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.LEAVE_OUT:

@@ -1,4 +1,4 @@
-"""`Data`: the batches of a run, from its loaders to the steps that use them."""
+"""`RunBatches`: the batches of a run, from its loaders to the steps that use them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Unreadable(NamedTuple):
     error: Exception
 
 
-class Data:
+class RunBatches:
     """Reads batches, counts steps, and assigns batches to steps.
 
     `host` has the random generators that loaders draw from, and `record` the loaders' batch sizes.
