@@ -12,7 +12,6 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.end import release
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore, files
@@ -38,9 +37,9 @@ class Crash(BaseException):
 def end_without_log(run: Any, error: BaseException | None) -> None:
     """Ends a run as its process's death does, without a word in its log."""
     run.saver.wait()
-    run.ranks.termination.stop()
+    run.group.termination.stop()
     run.driver.close()
-    release(run)
+    run.claim.release()
     assert error is None or isinstance(error, Crash)
 
 

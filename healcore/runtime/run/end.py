@@ -62,12 +62,6 @@ def close(loop: Loop, error: BaseException | None) -> BaseException | None:
     return _End(loop, error).close()
 
 
-def release(loop: Loop) -> None:
-    """Releases the store's directory."""
-    if loop.claim is not None:
-        loop.claim.release()
-
-
 class _End:
     """The end of one run.
 
@@ -100,6 +94,7 @@ class _End:
     def close(self) -> BaseException | None:
         """See `close`."""
         loop, group, saver, data = self.loop, self.group, self.saver, self.data
+        error = self.error
         loop.guard.pause()
         # A rank that ends alone, or a step before the others, must not wait for them.
         completed = self.ending == Ending.COMPLETED
@@ -112,13 +107,12 @@ class _End:
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         if completed and together:
-            self.attempt("the last steps could not be read", loop.read_remaining)
-        replacement: BaseException | None = None
+            self.attempt("the last steps could not be read", self.read_last_steps)
         if together and isinstance(self.error, Terminated | Interrupted | EndRequested):
             try:  # a restart from a later state would not see the orders of the last steps
                 self.attempt("the last steps could not be read", loop.act_on_last_steps)
             except RunStopped as stop:
-                self.error = replacement = stop
+                self.error = stop
                 self.ending = Ending.STOPPED
         between_steps = data.between_steps and not loop.after_update
         if self.fault is not None and isinstance(self.raised, Exception):
@@ -131,10 +125,10 @@ class _End:
         self.attempt("checkpoints being written", saver.wait)
         if completed and (not together or self.is_lost_on_any_rank(saved)):
             # Not "completed", so that the next start resumes and saves the run.
-            self.error = replacement = LastStateNotSaved(self.unsaved_state_text())
+            self.error = LastStateNotSaved(self.unsaved_state_text())
             self.ending = Ending.EXCEPTION
         elif completed:
-            self.error = replacement = _incomplete_run_error(loop)
+            self.error = _incomplete_run_error(loop)
             self.ending = ending_of(self.error)
             if self.error is None and loop.break_place:
                 self.ending = Ending.REQUESTED
@@ -152,10 +146,21 @@ class _End:
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         self.write()
         parts = [loop.guard.close, group.termination.stop, saver.store.join, loop.driver.close]
-        for close_part in (*parts, partial(release, loop), loop.log.close):
+        if loop.claim is not None:
+            parts.append(loop.claim.release)
+        for close_part in (*parts, loop.log.close):
             with contextlib.suppress(Exception):
                 close_part()
-        return replacement
+        return self.error if self.error is not error else None
+
+    def read_last_steps(self) -> None:
+        """Reads the last steps of a completed run. Warns if it has taken none."""
+        data = self.data
+        self.loop.report_last_steps()
+        if data.resumed_here and not data.had_completed:
+            exhausted = data.loader_exhausted and data.between_steps
+            why = "the data were exhausted" if exhausted else "the loop ended without a step"
+            self.loop.warn(f"no step was taken: {why} at step {data.step}")
 
     # -- the last state -------------------------------------------------------------------------
 
@@ -170,7 +175,7 @@ class _End:
             why_not = "the exception interrupted the optimizer's update"
             try:
                 if loop.count_last_step():
-                    loop.read_last_steps()
+                    loop.report_last_steps()
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
                     why_not = why_not if loop.after_update else self.saver.save_emergency()
             except StoreError as problem:

@@ -258,20 +258,11 @@ class Loop:
         if self.count_last_step():
             self.read(all=True)
 
-    def read_last_steps(self) -> list[tuple[StepResult, Order | None]]:
-        """Reads the unread steps without carrying out their orders."""
-        return list(self._steps(all=True))
-
-    def read_remaining(self) -> None:
+    def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self._count_dispatch()
         self.log_warnings()
-        data = self.data
-        if data.resumed_here and not data.had_completed:
-            exhausted = data.loader_exhausted and data.between_steps
-            why = "the data were exhausted" if exhausted else "the loop ended without a step"
-            self.warn(f"no step was taken: {why} at step {data.step}")
-        for step, order in self.read_last_steps():
+        for step, order in self._steps(all=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
