@@ -281,7 +281,7 @@ class Logging:
             set up no logging for the logger `healcore`. True always prints, False never.
 
     Raises:
-        ValueError: `console` is none of these, or a path has a NUL character.
+        ValueError: `console` is none of these.
     """
 
     events: str | os.PathLike[str] | None = None
@@ -290,9 +290,6 @@ class Logging:
 
     def __post_init__(self) -> None:
         console.checked_console(self.console)
-        for name in ("events", "metrics"):
-            if "\0" in str(path := vars(self)[name]):
-                raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
 
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()

@@ -101,13 +101,6 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     Returns the claim and a warning for the log; both are None without a directory. Raises
     StoreInUse if another run is using the directory.
     """
-    if given is not None and not isinstance(given, CheckpointStore | str | os.PathLike):
-        raise StoreError(
-            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}: a store "
-            "of your own is a subclass of healcore.CheckpointStore"
-        )
-    if "\0" in str(given):
-        raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
     folder: Path | None = None
     if given is not None:
         folder = given.root if isinstance(given, CheckpointStore) else Path(given)
