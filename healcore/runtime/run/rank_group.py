@@ -51,11 +51,8 @@ class RankGroup:
         self._driver = driver
         self._pending: list[Proposal] = []
         self._due_at: int | None = None
-        self._voted_at = 0
         self._proposed_end = False
         """Whether this rank has proposed to end because of the stop file."""
-        if self.votes:  # in JAX all processes begin to exchange marks
-            driver.request_vote(False)
 
     def raise_if_asked(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
@@ -75,33 +72,25 @@ class RankGroup:
     def propose(self, proposal: Proposal) -> None:
         """Makes a proposal to all ranks, from the training thread or its signal handler."""
         self._pending.append(proposal)
-        self._driver.request_vote(True)
+        self._driver.request_vote()
 
     def _propose_end(self, number: int) -> None:
         self.propose(Proposal(f"signal {number}", signal=number))
 
     def read(self, step: StepResult) -> None:
-        """Schedules a vote if a step is marked. Marks from before the last vote are outdated.
+        """Schedules a vote if a step is marked.
 
         The vote is due at a fixed step, because a rank that evaluates alone reads the mark earlier.
         """
-        if step.vote_requested and self._due_at is None and step.index >= self._voted_at:
+        if step.vote_requested and self._due_at is None:
             self._due_at = step.index + 1 + LAG
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
-        """Votes if a vote is due after `step` steps. Raises the exception that ends the run."""
-        if self._due_at is not None and step >= self._due_at:
-            self._vote(step, log)
-
-    def _vote(self, step: int, log: RunLog) -> None:
-        """Exchanges the proposals of all ranks (collective), and ends the run if there is one."""
-        self._due_at, self._voted_at = None, step
-        mine, self._pending = self._pending, []
-        of_ranks: list[list[Proposal]] = self.gather(mine)
-        self._driver.request_vote(bool(self._pending))  # a signal may have come meanwhile
-        found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
-        if not found:
+        """Votes if a vote is due after `step` steps (collective): raises what ends the run."""
+        if self._due_at is None or step < self._due_at:
             return
+        of_ranks: list[list[Proposal]] = self.gather(self._pending)
+        found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
         first = found[0][1]
         listed = [{"rank": rank, "outcome": "end", "why": each.why} for rank, each in found]
         log.event("vote", step=step, outcome="end", why=first.why, of_ranks=listed)
@@ -111,5 +100,5 @@ class RankGroup:
         raise EndRequested(first.why) if first.signal is None else exit_for(first.signal)
 
     def on_rollback(self) -> None:
-        """Forgets the marks of undone steps; the next steps are marked for pending proposals."""
-        self._due_at, self._voted_at = None, 0
+        """Forgets the mark of an undone step. The next steps are marked until the vote."""
+        self._due_at = None
