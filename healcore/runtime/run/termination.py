@@ -122,6 +122,7 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Several runs of a process each install their handler, and each handler calls the previous one.
+    The run that has begun last has to end first.
     `propose_end` proposes to all ranks to end, with the number of the signal. It is None for a
     process that ends by itself.
     """
@@ -155,9 +156,9 @@ class TerminationWatch:
         """
         self._pid = 0
         if threading.current_thread() is threading.main_thread():
-            for number, (handler, _) in self._replaced.items():
+            for number, (handler, previous) in self._replaced.items():
                 if signal.getsignal(number) == handler:
-                    signal.signal(number, self._previous(number))
+                    signal.signal(number, previous)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -189,14 +190,8 @@ class TerminationWatch:
         previous = signal.signal(number, handler) or signal.SIG_DFL
         self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
 
-    def _previous(self, number: int) -> Any:
-        """The previous handler, without the handlers of runs that have ended."""
-        handler = self._replaced[number][1]
-        ended = _is_of_run(handler) and handler.__self__._pid != os.getpid()
-        return handler.__self__._previous(number) if ended else handler
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous, watches = self._previous(number), os.getpid() == self._pid
+        previous, watches = self._replaced[number][1], os.getpid() == self._pid
         since = None if self._received is None else time.monotonic() - self._received
         if watches and since is not None and since <= REPEATED_S:
             return
