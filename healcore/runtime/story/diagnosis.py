@@ -95,7 +95,7 @@ def explain(end: RunEnd) -> str:
     at = f"at step {end.step}{f': {because}' if because else ''}"
     headline = _HEADLINES[Ending(end.ending)].format(at)
     parts = [_wrapped(headline) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else headline]
-    sections = {"Seen": _seen, "State": _state, "Tried": _tried, "Storage": _storage}
+    sections = {"Seen": _seen, "State": _state, "Tried": _tried}
     for name, sentences in sections.items():
         if text := " ".join(sentences(end)):
             parts.append(_wrapped(text, first=f"{name}: ", then="  "))
@@ -178,16 +178,6 @@ _ANSWERS = {
     "retry": "repeated a network call {}",
 }
 """Response to a fault -> phrase with a count."""
-
-
-def _storage(end: RunEnd) -> Iterator[str]:
-    if damaged := list(end.run.newest["damaged"])[-_SHOWN:]:
-        steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged))
-        yield f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
-        yield "Check the disk, or for a copy in memory the RAM."
-    if failed := end.run.newest["save_failed"]:
-        times = counted(end.run.numbers["save_failed"], "checkpoint was", "checkpoints were")
-        yield f"{times} not saved; the last one: {failed[-1].problem}."
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
