@@ -17,8 +17,7 @@ from healcore.core.errors import clean
 Console = bool | Literal["auto"]
 """Whether healcore prints its lines itself.
 
-"auto": only if no logging handler receives them. True: unless a handler prints them to the
-terminal. False: never.
+"auto": only if no logging handler receives them. True: always. False: never.
 """
 
 _logger = logging.getLogger("healcore")
@@ -47,15 +46,10 @@ def error(line: str, console: Console = "auto") -> None:
 
 
 def _log(level: int, line: str, console: Console) -> None:
-    line, handlers = clean(line), _handlers()
-    if handlers:
+    line, is_logged = clean(line), bool(_handlers())
+    if is_logged:
         _logger.log(level, "%s", line, stacklevel=3)
-        shown = _logger.isEnabledFor(level) and any(
-            _is_terminal(handler) and level >= handler.level for handler in handlers
-        )
-        if console is True and not shown:
-            _print(line)
-    elif console and _is_enabled(level):
+    if console is True or (console == "auto" and not is_logged and _is_enabled(level)):
         _print(line)
 
 
@@ -90,14 +84,6 @@ def _is_basic_config(handler: logging.Handler) -> bool:
         and type(formatter) is logging.Formatter
         and formatter._fmt == logging.BASIC_FORMAT
     )
-
-
-def _is_terminal(handler: logging.Handler) -> bool:
-    """Whether a handler writes to standard output or standard error."""
-    if "rich" in type(handler).__module__:
-        return True
-    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return isinstance(handler, logging.StreamHandler) and handler.stream in streams
 
 
 def _print(line: str) -> None:

@@ -155,8 +155,6 @@ class EventRecord(_EventsModel):
     checkpoint: NonNegativeInt = _maybe(
         "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
-    repeated: Boolean = _maybe("An earlier rollback restored this checkpoint, the oldest.")
-    initial: Boolean = _maybe("The checkpoint is the snapshot from the start of the run.")
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
     outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")
@@ -167,7 +165,7 @@ class EventRecord(_EventsModel):
         "recover; unknown: the losses fit both damage and different data, or do not show that the "
         "current weights are worse."
     )
-    by: Literal["weights", "state", "earlier_weights", "repetition", "budget", "nothing"] = _maybe(
+    by: Literal["weights", "state", "earlier_weights", "budget", "nothing"] = _maybe(
         "Basis of the verdict, or of the rollback."
     )
     rise: NullableNumber = _maybe(
@@ -185,9 +183,7 @@ class EventRecord(_EventsModel):
     size: PositiveInt = _maybe("Samples in the largest part, after the change.")
     hook: Text = _maybe("Name of the hook.")
     seconds: Seconds = _maybe("Duration, or the duration so far of a hang.")
-    stacks: StacksList = _maybe(
-        "Python stacks of a hanging run; ranks with the same stacks share an entry."
-    )
+    stacks: StacksList = _maybe("Python stacks of rank 0 of a hanging run.")
     diagnosis: Text = _maybe("Explanation of the problem for the user.")
     severity: Literal["warning", "error"] = _maybe(
         "`warning`: the run can continue; `error`: the run is lost."
@@ -212,10 +208,9 @@ class EventRecord(_EventsModel):
     )
     rank: NonNegativeInt = _maybe("Rank of this process in the run.")
     world: PositiveInt = _maybe("Number of processes of the run.")
-    of_ranks: OfRanks = _maybe("Observations or proposal of each process, where they differ.")
+    of_ranks: OfRanks = _maybe("Observations of each process, or its reason to end.")
     ending: EndingName = _maybe("How the process ended.")
     resumes: Boolean = _maybe("The run continues from checkpoints of an earlier process.")
-    unreported_alarms: PositiveInt = _maybe("Number of alarms that have no event of their own.")
     incidents: NonNegativeInt = _maybe("Incidents so far.")
     rollbacks: NonNegativeInt = _maybe("Rollbacks so far.")
     last_good: NonNegativeInt = _maybe("Step of the newest known-good checkpoint.")

@@ -114,8 +114,6 @@ def _rollback(event: EventRecord) -> str:
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "moments reset" if event.moments_reset else "",
         (event.by == "earlier_weights" and event.why) or "",
-        "the snapshot that the run started from" if event.initial else "",
-        "the same checkpoint again, because none is older" if event.repeated else "",
     )
     return ", ".join(filter(None, parts))
 
@@ -150,7 +148,6 @@ _ASSESSMENTS = {
     ("damage", "weights"): "evidence of damage: the weights are not finite",
     ("damage", "state"): "evidence of damage: the state is not finite",
     ("damage", "earlier_weights"): "evidence of damage: earlier weights are better",
-    ("damage", "repetition"): "evidence of damage: steps are not finite again and again",
     ("worse", "earlier_weights"): "earlier weights are better; the run has time to recover",
     ("recovered", "earlier_weights"): "the run has recovered",
 }
@@ -191,7 +188,6 @@ class Trait(enum.Flag):
     DURABLE = enum.auto()
     """The log waits for the disk. A power cut loses other lines, on Linux about 30 s of them."""
     SEVERE = enum.auto()  # trackers alert on the event
-    LOCAL = enum.auto()  # the event may occur on one rank only, which then reports it to rank 0
 
 
 class EventKind(NamedTuple):
@@ -257,14 +253,14 @@ KINDS: dict[str, EventKind] = {
         "A checkpoint could not be written; training continues.",
         ("problem",),
         "a checkpoint was not written: {problem}",
-        Trait.CHECKPOINT | Trait.SEVERE | Trait.LOCAL,
+        Trait.CHECKPOINT | Trait.SEVERE,
     ),
     "good": EventKind("A checkpoint is known-good from now on.", traits=Trait.CHECKPOINT),
     "damaged": EventKind(
         "The bytes of a checkpoint have changed since the save.",
         ("problem",),
         "a checkpoint is damaged: {problem}",
-        Trait.CHECKPOINT | Trait.SEVERE | Trait.LOCAL,
+        Trait.CHECKPOINT | Trait.SEVERE,
     ),
     "rollback": EventKind(
         "A rollback is done. `step` is the number of steps done when it began, up to one step "
@@ -284,19 +280,16 @@ KINDS: dict[str, EventKind] = {
         _lr,
         Trait.JUDGED,
     ),
-    "hook": EventKind(
-        "A hook overrode an order, or raised.", (), _hook, Trait.JUDGED | Trait.LOCAL
-    ),
+    "hook": EventKind("A hook overrode an order, or raised.", (), _hook, Trait.JUDGED),
     "fault": EventKind(
         "An exception was classified, or a step does not return. `answer` is the action; without "
         "`answer` the exception propagates.",
         ("cause", "problem"),
         _fault,
-        Trait.SEVERE | Trait.LOCAL,
+        Trait.SEVERE,
     ),
     "vote": EventKind(
-        "The processes of the run have exchanged their observations. Rank 0 reports the result, or "
-        "all processes end the run.",
+        "One of several processes was asked to end, and all of them end the run.",
         ("outcome", "why", "of_ranks"),
         "the ranks agreed: {outcome} ({why})",
     ),
@@ -311,7 +304,7 @@ KINDS: dict[str, EventKind] = {
         "A problem; the run continues.",
         ("problem",),
         "problem: {problem}",
-        Trait.SEVERE | Trait.LOCAL,
+        Trait.SEVERE,
     ),
     "end": EventKind(
         "The process ends. A killed process does not write this event.",

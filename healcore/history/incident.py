@@ -139,8 +139,6 @@ class Counts(NamedTuple):
     incidents: int = 0
     rollbacks: int = 0  # incidents with a rollback, and rollbacks without an incident
     skips: int = 0  # skipped steps, including undone steps
-    undone_incidents: int = 0  # incidents whose onset a rollback or a restart has undone
-    undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
     lr_cuts: int = 0  # cuts of the learning rate, which only a live run counts
@@ -158,5 +156,4 @@ def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> C
         incidents=sum(incident.number > 0 for incident in incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
         skips=sum(incident.skipped for incident in incidents),
-        undone_incidents=sum(incident.undone for incident in incidents if incident.number),
     )._replace(**counts)

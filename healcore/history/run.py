@@ -115,13 +115,10 @@ class Run:
     declined: int = 0  # orders that were declined
     incident_count: int = 0  # including incidents whose events were rotated away
     skips: int = 0  # skipped steps, including undone steps
-    undone_skips: int = 0  # skipped steps that a rollback or a restart has undone
     clips: int | None = None  # steps with clipped gradients, or None without a postmortem
-    unreported_alarms: int = 0  # alarms without an event
     lost: int = 0  # events that could not be written
 
     def __post_init__(self) -> None:
-        self._skipped: list[float] = []  # skipped steps that were not undone
         self._good: set[int] = set()  # steps of the known-good checkpoints in the store
         self._store: str | None = None
 
@@ -172,7 +169,6 @@ class Run:
             self.lr_scale = record.lr_scale
         self.settings |= record.settings or {}
         self.lost += record.lost or 0
-        self.unreported_alarms += record.unreported_alarms or 0
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(record, step)
@@ -184,14 +180,12 @@ class Run:
             self.incidents,
             incidents=self.incident_count,
             skips=self.skips,
-            undone_skips=self.undone_skips,
             clips=self.clips,
-            alarms=self.numbers["alarm"] + self.unreported_alarms,
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
         """Adds the well-formed counts of a postmortem: clips, and skips without an event."""
-        for name in ("skips", "undone_skips", "clips"):
+        for name in ("skips", "clips"):
             count = written.get(f"observed_{name}", written.get(name))
             if type(count) is int:
                 setattr(self, name, max(getattr(self, name) or 0, count))
@@ -214,10 +208,7 @@ class Run:
         self.attempts.append(RunAttempt(len(self.attempts), first, origin, left, skips))
 
     def _undo(self, step: float) -> None:
-        """Marks skips and incidents from `step` on as undone."""
-        standing = [skipped for skipped in self._skipped if skipped < step]
-        self.undone_skips += len(self._skipped) - len(standing)
-        self._skipped = standing
+        """Marks incidents from `step` on as undone."""
         for incident in self.incidents:
             incident.undone |= incident.onset_step >= step
 
@@ -253,9 +244,7 @@ class Run:
             incident.over |= incident.number == event.incident
 
     def _on_alarm(self, event: EventRecord, step: float) -> None:
-        if event.skip:
-            self.skips += 1
-            self._skipped.append(step)
+        self.skips += bool(event.skip)
         if event.incident:
             self._on_order(event, step)
         elif len(self.alarms_outside) < _MAX_OUTSIDE:

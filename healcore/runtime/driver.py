@@ -79,12 +79,11 @@ class Driver(Protocol):
         """Whether there are steps that `steps` has not returned. False in JAX."""
         return False
 
-    def request_vote(self, wanted: bool) -> bool:
-        """Marks the following steps on all ranks, or with False stops marking them.
+    def request_vote(self) -> None:
+        """Marks the following steps on all ranks.
 
         The mark is part of the values that the ranks exchange at each step, and comes back as
-        `PendingDispatch.vote_requested`. Signal handlers call this method too. Returns whether the
-        driver can mark steps.
+        `PendingDispatch.vote_requested`. Only called with several ranks, also by signal handlers.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Reports a step that never returns, with the Python stacks of all threads and ranks.
+"""Reports a step that never returns, with the Python stacks of all threads.
 
 A thread measures the time of the current step once a second. Time-outs of libraries (NCCL, gloo)
 are independent of it. `docs/faults.md` describes which time counts.
@@ -19,18 +19,17 @@ from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import RunEnd, explain
-from healcore.runtime.story.postmortem import RankNote, RankNotes
 from healcore.runtime.story.run_log import RunLog
 
 EXIT_STATUS = 62
 """Exit status of a process that the guard has ended. No shell, torchrun or sysexits.h uses it."""
 _GROWTH = 3.0
 """A step may take this many times the longest step so far."""
-_STACKS_TIMEOUT_S = 5.0
-"""Seconds for which rank 0 waits for the stacks of the other ranks."""
+_REPORTED_S = 10.0
+"""Seconds after which another rank ends: an earlier exit would break a connection of rank 0, which
+writes the report."""
 _REPORT_TIMEOUT_S = 60.0
 """Seconds after which a process that the guard ends does not wait for the report any more."""
-_MAX_RANKS_SHOWN = 8
 
 
 class HangGuard:
@@ -39,10 +38,10 @@ class HangGuard:
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
     """
 
-    def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog, notes: RankNotes) -> None:
+    def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog) -> None:
         self._policy, self._rule = policy, policy.hang
         self._ends = "stop" in policy.answers(Cause.HANG)
-        self._rank, self._world, self._log, self._notes = ranks.rank, ranks.world, log, notes
+        self._rank, self._world, self._log = ranks.rank, ranks.world, log
         self._counting_since = self._longest_s = 0.0
         """Start of the time that counts, or 0; and the longest step so far, in seconds."""
         self._has_stepped, self._step = False, 0
@@ -112,21 +111,18 @@ class HangGuard:
         """Reports this rank's stacks, and ends the process if the policy says so."""
         stacks = self._stacks()
         why = f"rank {self._rank} has been within one step for {waited:.0f} s"
-        note = RankNote(rank=self._rank, step=self._step, why=why, trace=stacks, time=time.time())
         ending = f"; it ends with exit status {EXIT_STATUS}" if self._ends else ""
-        console.warning(f"{why}{ending}")
+        # The event has the stacks of rank 0 only, and another rank may be the cause.
+        of_rank = f"\n{stacks}" if self._world > 1 else ""
+        console.warning(f"{why}{ending}{of_rank}")
         if self._ends:  # a failed disk can block the report forever
             timer = threading.Timer(_REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
             timer.daemon = True
             timer.start()
         if not self._rank:
-            self._report(note, waited)
-        if self._rank or self._ends:
-            self._notes.leave(note)
+            self._report(why, stacks, waited)
         if self._ends:
-            # An earlier exit would break a connection of rank 0.
-            while self._rank and all(each.rank for each in self._notes.found(hangs=True)):
-                time.sleep(0.1)
+            time.sleep(_REPORTED_S if self._rank else 0.0)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
 
@@ -141,21 +137,10 @@ class HangGuard:
             for i in order
         )
 
-    def _report(self, own_note: RankNote, waited: float) -> None:
+    def _report(self, why: str, text: str, waited: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
-        until = time.monotonic() + _STACKS_TIMEOUT_S
-        while True:
-            notes = [own_note, *self._notes.found(hangs=True)]
-            missing = sorted({*range(self._world)} - {note.rank for note in notes})
-            if not missing or time.monotonic() >= until:
-                break
-            time.sleep(0.1)
-        step, why = own_note.step, own_note.why
-        if missing:
-            shown, more = missing[:_MAX_RANKS_SHOWN], len(missing) - _MAX_RANKS_SHOWN
-            why += f"; rank {', '.join(map(str, shown))}"
-            why += f"{f' and {more} more' if more > 0 else ''} has not answered"
-        stacks = postmortem.stacks_of(notes)
+        step, events, run = self._step, self._log.events, self._log.run
+        stacks = [{"ranks": [self._rank], "stacks": text}]
         self._log.event(
             "fault",
             step=step,
@@ -167,7 +152,6 @@ class HangGuard:
             seconds=round(waited, 3),
             stacks=stacks,
         )
-        events, run = self._log.events, self._log.run
         if not self._ends or events.path is None:
             return
         counts = run.counts()

@@ -201,7 +201,7 @@ class Healer(Generic[State]):
             RunStopped: more than half of the steps, or of their batches, were skipped.
         """
         run = self._live
-        self._error, self._ending = error, ending_of(error, run.ranks.termination.signal_number)
+        self._error, self._ending = error, ending_of(error, run.group.termination.signal_number)
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
             replacement = close(run, error)
             if replacement is not None:

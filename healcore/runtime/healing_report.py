@@ -16,7 +16,7 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.record import IncidentRecord
 from healcore.runtime.run.termination import RunStopped
-from healcore.runtime.story.diagnosis import why_no_good_checkpoint, with_undone
+from healcore.runtime.story.diagnosis import why_no_good_checkpoint
 from healcore.runtime.story.postmortem import path_for
 
 
@@ -38,7 +38,7 @@ class HealingReport:
     rollbacks: tuple[RollbackRecord, ...]  # the rollbacks, oldest first
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
-    `undone_skips` (skips that a rollback has undone), `lr_cuts`, and `shrinks` (micro-batch).
+    `lr_cuts`, and `shrinks` (micro-batch).
     A policy that observes has `observed_skips`, ..., for what it would have done."""
     skipped_batches: tuple[BatchId, ...]
     """Batches that rollbacks have left out, as (epoch, index) of any loader."""
@@ -71,12 +71,7 @@ class HealingReport:
             recoveries=sum(incident.over for incident in ledger.incidents),
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
-            counts={
-                **causes,
-                **changes,
-                "undone_skips": end.counts.undone_skips,
-                "shrinks": loop.record.shrinks,
-            },
+            counts={**causes, **changes, "shrinks": loop.record.shrinks},
             skipped_batches=tuple(sorted(loop.data.loaders.skipped_ids())),
             lr_scale=end.lr_scale,
             last_good=end.last_good,
@@ -91,14 +86,12 @@ class HealingReport:
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
-        undone = sum(incident.undone for incident in self.history)
-        incidents = with_undone(str(len(self.history)), undone)
         why_none = why_no_good_checkpoint(self.steps, self.probation)
         known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",
-            f"incidents   {incidents}, {self.recoveries} of them over; {counts or 'none'}",
+            f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
             f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",

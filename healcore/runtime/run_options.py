@@ -278,11 +278,10 @@ class Logging:
             bytes, for `healcore replay`, `report` and `events`. "auto" is a file next to the events
             file, thinned in long runs. None is no file.
         console: whether to print lines to standard error. "auto" prints them if the program has
-            set up no logging for the logger `healcore`. True prints them unless the program's
-            logging already prints them to the terminal. False never prints.
+            set up no logging for the logger `healcore`. True always prints, False never.
 
     Raises:
-        ValueError: `console` is none of these, or a path has a NUL character.
+        ValueError: `console` is none of these.
     """
 
     events: str | os.PathLike[str] | None = None
@@ -291,9 +290,6 @@ class Logging:
 
     def __post_init__(self) -> None:
         console.checked_console(self.console)
-        for name in ("events", "metrics"):
-            if "\0" in str(path := vars(self)[name]):
-                raise ValueError(f"{name} is a path without the NUL character, not {str(path)!r}")
 
 
 CHECKPOINTS, LOGGING, NO_HOOKS = Checkpoints(), Logging(), Hooks()

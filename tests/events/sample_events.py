@@ -48,7 +48,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "rollback": {
         "number": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "checkpoint": 300, "outcome": "done",
         "lr": 1e-3, "lr_limit": 5e-4, "lr_scale_before": 1.0, "lr_scale": 0.5,
-        "batches": [(0, 7), (0, 8)], "repeated": False, "initial": False,
+        "batches": [(0, 7), (0, 8)],
     },
     "skipped_batches": {"batches": [(0, 7), (1, 0)]},
     "data": {"outcome": "rewound", "rewound": True},

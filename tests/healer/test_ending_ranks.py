@@ -1,4 +1,4 @@
-"""A rank ends alone: the job ends, the next start repeats few steps, and rank 0 says why.
+"""A rank ends alone: the job ends, and the next start repeats few steps.
 
 The runs of three ranks are this file as a program: python -m tests.healer.test_ending_ranks ROOT.
 In each case something happens to rank 1 in one start, and nothing in the next. Prints a JSON line
@@ -24,12 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints
-from healcore.events import read
 from healcore.runtime.healer import Healer
 from healcore.torch.store import gloo
 from tests.events.processes import run
 from tests.healer.killed_runs import AFTER_ANOTHER, run_ranks
-from tests.healer.run_directory import postmortems
 from tests.healer.training_loops import rules
 
 WORLD, STEPS, AT = 3, 12, 7
@@ -148,15 +146,6 @@ class Ranks:
         assert done.returncode == 0, done.stderr[-3000:]
         self.of: dict[str, dict[str, Any]] = dict(map(json.loads, done.stdout.splitlines()))
 
-    def events(self, case: str) -> list[Any]:
-        """The events of the run that ended on rank 1, by rank 0."""
-        events = read(self.root / case / "store" / "healcore.events.jsonl").events
-        return [each for each in events if each["run"] == events[0]["run"]]
-
-    def postmortem(self, case: str) -> dict[str, Any]:
-        run = self.events(case)[0]["run"]
-        return next(each for each in postmortems(self.root / case / "store") if each["run"] == run)
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
@@ -178,38 +167,6 @@ def test_the_job_ends_and_the_next_run_is_as_if_nothing_had_happened(case: str, 
     done = AT + (case == "between") + 2 * (case == "terminated")
     assert 0 <= done - resumed <= EVERY, "at most the distance of two checkpoints is lost"
     assert (resumed == done) == (case == "terminated"), "a signal is voted on, and saves"
-    notes = [*(ranks.root / case / "store").glob("healcore.*.rank*.json")]
-    assert notes == [], "no note is left once it is read"
-
-
-@pytest.mark.parametrize("case", RAISES)
-def test_the_postmortem_of_rank_0_has_the_exception_of_the_rank_that_raised(case, ranks: Ranks):
-    events, found = ranks.events(case), ranks.postmortem(case)
-    assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "exception")
-    (fault,) = (each for each in events if each["kind"] == "fault")
-    assert fault["problem"].startswith("the loop raised on rank 1: ")
-    of_ranks = {each["rank"]: each for each in events[-1]["of_ranks"]}
-    assert set(of_ranks) >= {0, 1}
-    assert found["exception"].startswith("rank 1:\n"), "of the rank that ended first"
-    assert "rank 0:\n" in found["exception"]
-    assert ("no memory" if case == "loader" else "ZeroDivisionError") in found["diagnosis"]
-
-
-@pytest.mark.parametrize(
-    ("case", "ending", "part"),
-    [
-        ("stop", "stopped", "rank 1: the user has seen enough"),
-        ("terminated", "signal", "signal 15"),
-        ("killed", "exception", "the connection to another rank broke"),
-        ("unequal", "exception", "rank 1: its loop has ended"),
-        ("breaks", "exception", "rank 1: its loop has ended"),
-        ("stopped", "exception", "rank 0: RuntimeError"),
-    ],
-)
-def test_the_postmortem_says_what_has_ended_the_run(case, ending, part, ranks: Ranks):
-    found = ranks.postmortem(case)
-    assert found["ending"] == ending
-    assert part in " ".join(found["diagnosis"].split())
 
 
 if __name__ == "__main__":

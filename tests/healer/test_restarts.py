@@ -12,7 +12,6 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.end import release
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore, files
@@ -38,9 +37,9 @@ class Crash(BaseException):
 def end_without_log(run: Any, error: BaseException | None) -> None:
     """Ends a run as its process's death does, without a word in its log."""
     run.saver.wait()
-    run.ranks.termination.stop()
+    run.group.termination.stop()
     run.driver.close()
-    release(run)
+    run.claim.release()
     assert error is None or isinstance(error, Crash)
 
 
@@ -138,26 +137,6 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
     first, second = events(tmp_path, "rollback")
     assert second["checkpoint"] < first["onset"], "the test needs a deep one"
     assert faults.seen[13] == 1
-
-
-def test_the_budgets_after_a_rollback_hold_for_older_checkpoints_too(tmp_path):
-    """The checkpoint that it went to is damaged by the next start, which takes an older one."""
-    seen: list[Any] = []
-
-    def stumble(healer: Any, number: int) -> None:
-        engine = healer._loop.driver.engines()["optimizer"]["state"]
-        tally = engine["tally"]["rollbacks"]
-        seen.append((healer.step, engine["budget"]["recoveries"], tally))
-        if tally:
-            raise RuntimeError("power")
-
-    for place in (15, 10):
-        loop = loop_of("torch", Faults(always=[23]))
-        with pytest.raises(RuntimeError, match="power"):
-            train(loop, rules(), range(40), store=tmp_path, before=stumble)
-        assert seen[-1] == (place, 2, 1)
-        for folder in tmp_path.glob("step-0000000015.*"):
-            (folder / "state.json").write_text("{}")
 
 
 def test_a_restart_whose_data_are_used_up_is_reported(tmp_path):

@@ -1,17 +1,14 @@
-"""Links, pipes and notes that somebody has planted: nothing is followed, nothing waits."""
+"""Links and pipes that somebody has planted: nothing is followed, nothing waits."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from healcore.events.models import Ending
 from healcore.runtime.store import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import HEALING, MANIFEST
-from healcore.runtime.story.postmortem import RankNote, RankNotes
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
@@ -80,50 +77,3 @@ def in_time(code: str, root: Path) -> str:
     start = f"from pathlib import Path; root = Path({str(root)!r}); "
     done = forked_programs.run("-c", start + code, timeout=120)
     return done.stdout + done.stderr
-
-
-RUN = "20261123T000000Z-0a1b2c3d"
-
-
-def note(rank: int, time: float = 1.0, **more: Any) -> RankNote:
-    fields = {"ending": Ending.EXCEPTION, "step": 7, "why": "ValueError: no"}
-    return RankNote(rank=rank, time=time, **fields, **more)
-
-
-def test_notes_come_back_with_the_cause_first(tmp_path):
-    notes = RankNotes(tmp_path / "healcore.events.jsonl", RUN)
-    given = [note(2, follows=True), note(1, time=2.0, trace="Traceback ..."), note(3, time=3.0)]
-    for each in given:
-        notes.leave(each)
-    assert notes.found() == [given[1], given[2], given[0]]
-    assert notes.found(hangs=True) == []
-    notes.remove()
-    assert notes.found() == []
-
-
-PLANTED = (
-    "", "[]", "null", "{", '{"rank": 1}',
-    json.dumps({**note(1).model_dump(mode="json"), "rank": "1"}),
-    " " * (1 << 20) + note(1).model_dump_json(),
-)  # fmt: skip
-
-
-def test_what_is_no_note_is_ignored_and_nothing_is_followed_or_waited_for(tmp_path):
-    notes = RankNotes(tmp_path / "healcore.events.jsonl", RUN)
-    first, second, third = (tmp_path / f"healcore.end.rank{rank}.{RUN}.json" for rank in (1, 2, 3))
-    notes.leave(note(2))
-    for planted in PLANTED:
-        first.write_text(planted)
-        assert [each.rank for each in notes.found()] == [2]
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    for path in (first, second):
-        path.unlink()
-    os.mkfifo(first)
-    second.symlink_to(precious)
-    third.mkdir()
-    notes.leave(note(2))
-    notes.leave(note(3))
-    assert [each.rank for each in notes.found()] == [2]
-    notes.remove()
-    assert precious.read_text() == "precious"

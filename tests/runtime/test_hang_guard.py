@@ -1,4 +1,4 @@
-"""Steps that never return are reported with the stacks of every rank, and ended on request.
+"""Steps that never return are reported with their stacks, and ended on request.
 
 The runs are this file as a program: python -m tests.runtime.test_hang_guard ROOT. With several
 ranks only rank 1 hangs, and the others wait for it in an all_reduce.
@@ -62,7 +62,7 @@ def train(how: str, folder: Path, rank: int) -> None:
     faulthandler.dump_traceback_later(1000, exit=True)
     limit, world = HEALTHY if how == "healthy" else LIMIT, RUNS[how]
     if world > 1:
-        hang_guard._STACKS_TIMEOUT_S, hang_guard._REPORT_TIMEOUT_S = 10.0, 600.0
+        hang_guard._REPORT_TIMEOUT_S = 600.0
         at = f"file://{folder}.rendezvous"
         dist.init_process_group("gloo", init_method=at, rank=rank, world_size=world)
     torch.manual_seed(0)
@@ -139,19 +139,17 @@ def test_one_process_is_ended_with_its_stack(runs):
 
 def test_all_ranks_are_ended_with_the_stacks_of_each(runs):
     assert runs.ended["sleeps"] == [EXIT_STATUS] * 2
-    stacks = runs.stacks("sleeps")
-    assert sorted(stacks) == [0, 1]
-    assert "in hang" in stacks[1]
-    assert "in all_reduce" in stacks[0]
-    assert "in hang" not in stacks[0]
+    first, second = ((runs.root / f"sleeps.{rank}.log").read_text() for rank in (0, 1))
+    assert "in hang" in second
+    assert runs.stacks("sleeps")[0] in first
+    assert "in all_reduce" in first
+    assert "in hang" not in first
 
 
-def test_a_stopped_rank_is_named_and_left_to_the_launcher(runs):
+def test_a_stopped_rank_is_left_to_the_launcher(runs):
     first, stopped, third = runs.ended["stopped"]
     assert (first, stopped) == (EXIT_STATUS, -signal.SIGKILL)
     assert third in (EXIT_STATUS, 1), "the connection to rank 0 breaks"
-    assert "rank 1 has not answered" in runs.faults("stopped")[-1]["problem"]
-    assert sorted(runs.stacks("stopped")) == [0, 2]
 
 
 @pytest.mark.parametrize(("how", "answer"), [("slow", None), ("preset", "alert")])

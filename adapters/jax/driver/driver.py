@@ -64,7 +64,7 @@ class JaxDriver(Driver):
         accumulators = in_state.accumulators(tree)
         self._reader = StepReader(self._engines, bool(accumulators), self.warnings.append)
         self._marks: VoteMarks | None = None
-        """Created by the first `request_vote` in a program of several processes."""
+        """The votes of a program of several processes, created by `ranks`."""
         self._ranks: Ranks | None = None
         poisoned = any(accumulator.skip_state == () for accumulator in accumulators)
         if poisoned and self._engine.mode != "observe":
@@ -128,16 +128,10 @@ class JaxDriver(Driver):
         votes = bool if self._marks is None else self._marks.begin_dispatch()
         return self._reader.dispatch(self._states(), votes)
 
-    def request_vote(self, wanted: bool) -> bool:
+    def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes."""
-        if self._marks is None:
-            if jax.process_count() == 1:
-                return False
-            from healcore.jax.store.coordination import VoteMarks  # loads Orbax
-
-            self._marks = VoteMarks()
-        self._marks.request(wanted)
-        return True
+        assert self._marks is not None, "only called with several processes"
+        self._marks.request(True)
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -244,9 +238,12 @@ class JaxDriver(Driver):
         if self._ranks is None:
             self._ranks = Alone()
             if jax.process_count() > 1:
-                from healcore.jax.store.coordination import CoordinatedRanks  # loads Orbax
+                from healcore.jax.store.coordination import (  # loads Orbax
+                    CoordinatedRanks,
+                    VoteMarks,
+                )
 
-                self._ranks = CoordinatedRanks()
+                self._ranks, self._marks = CoordinatedRanks(), VoteMarks()
         return self._ranks
 
     def close(self) -> None:

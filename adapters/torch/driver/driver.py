@@ -161,13 +161,12 @@ class TorchDriver(Driver):
         """See `Driver.has_stepped`."""
         return bool(self._pending)
 
-    def request_vote(self, wanted: bool) -> bool:
+    def request_vote(self) -> None:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
         everyone = len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.healed_step.all_reduce
-            all_reduce.requests_vote = wanted and all_reduce.world == everyone
-        return True
+            all_reduce.requests_vote = all_reduce.world == everyone
 
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""

@@ -12,7 +12,6 @@ from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
@@ -27,6 +26,7 @@ from healcore.runtime.run.orders import (
     with_lr_states,
 )
 from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import agreed
 
@@ -39,7 +39,7 @@ class BetterWeights:
 
     def __init__(
         self,
-        data: Data,
+        data: RunBatches,
         restorer: Restorer,
         monitor: IncidentMonitor,
         roll_back: Callable[[Order], RollbackRecord | None],

@@ -16,7 +16,6 @@ from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import IncompleteRun
 from healcore.runtime.store.claim import Claim
-from healcore.runtime.story.postmortem import RankNotes
 
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end: fewer may be gradient accumulation."""
@@ -29,25 +28,24 @@ class Loop:
     """The running part of a `Healer`. Not thread-safe.
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
-    (checkpoints), `recovery` (incidents and rollbacks), `ranks` (requests to end), `log` (files and
-    console), `notes` (files of the other ranks for rank 0), `claim` (the lock of the store's
-    directory). With `has_trainer`, a loop that ends early was not left by `break`.
+    (checkpoints), `recovery` (incidents and rollbacks), `group` (requests to end), `log` (files and
+    console), `claim` (the lock of the store's directory). With `has_trainer`, a loop that ends
+    early was not left by `break`.
     """
 
     def __init__(
         self,
         *,
         recovery: Recovery,
-        ranks: RankGroup,
-        notes: RankNotes,
+        group: RankGroup,
         claim: Claim | None,
         has_trainer: bool,
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
         self.record = recovery.saver.record
-        self.ranks, self.notes, self.claim = ranks, notes, claim
-        self.guard = HangGuard(self.policy, ranks.processes, self.log, notes)
+        self.group, self.claim = group, claim
+        self.guard = HangGuard(self.policy, group.processes, self.log)
         self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
@@ -94,7 +92,8 @@ class Loop:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
-        if not self._evaluates(data.loaders.find(loader)):
+        self._count_dispatch()
+        if not self._is_evaluation(data.loaders.find(loader)):
             self.after_step()  # for the last step of a loop that was left by `break`
         begun = data.begin(loader, *args)
         while True:
@@ -119,16 +118,17 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
-            if not self._evaluates(begun):
+            self._count_dispatch()
+            if not self._is_evaluation(begun):
                 self.after_step()
-        data.end(begun, evaluates=self._evaluates(begun))
+        self._count_dispatch()
+        data.end(begun, evaluates=self._is_evaluation(begun))
 
-    def _evaluates(self, loader: RunLoader | None) -> bool:
+    def _is_evaluation(self, loader: RunLoader | None) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader.
 
         A restart does not repeat the rest of the body, so the work between two steps waits for it.
         """
-        self._has_stepped |= self._count_dispatch()
         in_use = any(each.in_use and each.trains for each in self.data.loaders)
         in_body = in_use or self.data.step > self._number
         return in_body and not (loader is not None and loader.trains)
@@ -152,7 +152,8 @@ class Loop:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
         self.polled = True
-        has_stepped, self._has_stepped = self._count_dispatch() or self._has_stepped, False
+        self._count_dispatch()
+        has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
         if last:
             return self._roll_back_at_end()
@@ -160,7 +161,7 @@ class Loop:
         if has_stepped:
             if self.read() or self._save_when_due():
                 return True
-            self.ranks.vote_when_due(data.step, self.log)
+            self.group.vote_when_due(data.step, self.log)
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
@@ -169,14 +170,15 @@ class Loop:
         if trains and len(data.unused) == _MAX_ITERATIONS:
             why = "the state needs the optimizer whose step() the loop calls"
             self.warn(f"{_MAX_ITERATIONS} batches without a step that the Healer sees: {why}")
-        self.ranks.raise_if_asked(may_end=may_end)
+        self.group.raise_if_asked(may_end=may_end)
         return False
 
-    def _count_dispatch(self) -> bool:
-        """Counts and queues the dispatch since the last call, if there was one."""
+    def _count_dispatch(self) -> None:
+        """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
         pending = self.driver.steps()
         if pending is None:
-            return False
+            return
+        self._has_stepped = True
         self.after_update = self.has_trainer
         loader = self.data.loaders.current
         first = self.data.take(pending)
@@ -185,12 +187,12 @@ class Loop:
         self.recovery.reader.push(pending, first)
         self.guard.stepped(self.data.step)
         self.saver.after_step()
-        return True
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
-        alone, of_training = self.ranks.world == 1, loader in (None, self.data.loaders.current)
-        if not (alone or of_training) or (loader is not None and self._evaluates(loader)):
+        alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.current)
+        self._count_dispatch()
+        if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
             return True
@@ -217,7 +219,7 @@ class Loop:
         for step in self.recovery.reader.due(all=all):
             self.guard.pause()
             order = self.recovery.process(step)
-            self.ranks.read(step)
+            self.group.read(step)
             yield step, order
             self.guard.watch()
         self.guard.pause()
@@ -225,7 +227,7 @@ class Loop:
     def _rewound(self, done: RollbackRecord | None) -> bool:
         """Whether there was a rollback, after which the marks of undone steps mean nothing."""
         if done is not None:
-            self.ranks.on_rollback()
+            self.group.on_rollback()
         return done is not None
 
     def _save_when_due(self) -> bool:
@@ -256,20 +258,11 @@ class Loop:
         if self.count_last_step():
             self.read(all=True)
 
-    def read_last_steps(self) -> list[tuple[StepResult, Order | None]]:
-        """Reads the unread steps without carrying out their orders."""
-        return list(self._steps(all=True))
-
-    def read_remaining(self) -> None:
+    def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self._count_dispatch()
         self.log_warnings()
-        data = self.data
-        if data.resumed_here and not data.had_completed:
-            exhausted = data.loader_exhausted and data.between_steps
-            why = "the data were exhausted" if exhausted else "the loop ended without a step"
-            self.warn(f"no step was taken: {why} at step {data.step}")
-        for step, order in self.read_last_steps():
+        for step, order in self._steps(all=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

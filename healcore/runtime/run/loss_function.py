@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from types import FunctionType, MethodType
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,6 @@ from healcore.runtime.store.ranks import Ranks
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
-_MOST = 1000
-"""Maximum length of a dictionary or list that is restored, and maximum number of these."""
 
 
 class LossFunction:
@@ -124,7 +120,7 @@ class LossFunction:
             losses = iter(self._driver.losses_of(self.function, batches, weights))
         means = []
         for step in steps:
-            parts = [(batch.weight, _number(next(losses))) for batch in step.batches]
+            parts = [(batch.weight, _checked_loss(next(losses))) for batch in step.batches]
             total = sum(weight * loss for weight, loss in parts)
             means.append(total / sum(weight for weight, _ in parts))
         return means
@@ -138,11 +134,10 @@ class LossFunction:
         kind, text, draws, failure = "", "", False, None
         losses: list[Any] = []
         try:
-            with isolated(self.function):
-                for redraw in (False, False, True):
-                    with isolated():
-                        losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
-            first, second, third = map(_number, losses)
+            for redraw in (False, False, True):
+                with isolated():
+                    losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
+            first, second, third = map(_checked_loss, losses)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 kind = "state"
@@ -174,45 +169,16 @@ class LossFunction:
         return not problem
 
 
-def _number(loss: Any) -> float:
+def _checked_loss(loss: Any) -> float:
     return float(check_scalar("loss_fn(batch)", loss))
 
 
 @contextmanager
-def isolated(function: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Restores the global generators of Python and NumPy, and variables, after the block.
-
-    The variables are those that code in the module of the function can reach: globals, closures,
-    defaults, attributes, items of dictionaries and lists. The contents of tensors are not restored.
-    """
-    parts, seen = list[Any]([function]), set[int]()
-    with ExitStack() as undo:
-        undo.callback(random.setstate, random.getstate())
-        undo.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 -- users do
-        for part in parts:  # grows
-            contents: list[Any] = []
-            if isinstance(part, dict | list):
-                refill: Any = part.update if isinstance(part, dict) else part.extend
-                undo.callback(refill, copy.copy(part))
-                undo.callback(part.clear)  # runs first
-            elif isinstance(part, MethodType):
-                contents = [part.__self__, part.__func__]
-            elif isinstance(part, FunctionType):
-                used = part.__globals__.keys() & {*part.__code__.co_names}
-                variables = {name: part.__globals__[name] for name in used}
-                undo.callback(part.__globals__.update, variables)
-                contents = [*variables.values(), *(part.__defaults__ or ())]
-                for cell in part.__closure__ or ():
-                    with suppress(ValueError):  # the variable has no value yet
-                        contents.append(cell.cell_contents)
-                        undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
-            elif hasattr(part, "__dict__"):
-                contents = [vars(part), *vars(part).values(), vars(type(part)).get("__call__")]
-            for content in contents:
-                small = type(content) in (dict, list) and len(content) <= _MOST
-                own = getattr(content, "__module__", None) == getattr(function, "__module__", "")
-                own &= not isinstance(content, type)
-                if (small or own) and id(content) not in seen and len(parts) < _MOST:
-                    seen.add(id(content))
-                    parts.append(content)
+def isolated() -> Iterator[None]:
+    """Restores the global generators of Python and NumPy after the block."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- users do
+    try:
         yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

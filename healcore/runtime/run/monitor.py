@@ -26,11 +26,6 @@ _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
 _LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
 """Causes with an alarm at every step until they end, also if the policy only alerts."""
-_MIN_STEPS_REMEMBERED = 1000
-"""Min number of steps whose batch ids are kept; more if the policy's region is longer."""
-_MIN_INTERVALS_REMEMBERED = 5
-"""Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
-after the restored checkpoint, lasts as long, and is found by comparisons."""
 
 
 class _Judged(NamedTuple):
@@ -50,7 +45,6 @@ class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
     Attributes:
-        unreported_alarms: number of alarms without an event of their own.
         nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
             no step was read.
         nonfinite_record: newest record of a step that was not finite, or None.
@@ -68,17 +62,16 @@ class IncidentMonitor:
         self._quiet_steps = int(config.incident.quiet_steps)
         per_tensor, observes = self.policy.engine.per_tensor, self.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.unreported_alarms = 0
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
-        several = _MIN_INTERVALS_REMEMBERED * saver.every
-        self._kept = max(self.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        # Trouble begins up to two checkpoint intervals after the restored checkpoint, lasts as
+        # long, and is found by comparisons.
+        self._kept = max(self.policy.rollback.region, 5 * saver.every, 1000)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
-        self._lr_scale_before: dict[str, float] = {}
         self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
@@ -123,8 +116,6 @@ class IncidentMonitor:
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
             skips=ledger.skips,
-            undone_incidents=ledger.undone_incidents,
-            undone_skips=ledger.undone_skips,
             clips=total("clips"),
             lr_cuts=total("lr_cuts"),
         )
@@ -169,18 +160,12 @@ class IncidentMonitor:
     def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
-        self._lr_scale_before = dict(self.lr_scales)
         self.metrics.set(engines)
 
     @property
     def lr_scale(self) -> float:
         """The learning-rate multiplier, the smallest of all engines."""
         return min(self.lr_scales.values(), default=1.0)
-
-    @property
-    def lr_scale_before(self) -> float:
-        """`lr_scale` before the last processed step."""
-        return min(self._lr_scale_before.values(), default=1.0)
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
@@ -189,7 +174,7 @@ class IncidentMonitor:
         the schedule is above a limit.
         """
         now, before = record.lr_scale, self.lr_scales.get(record.engine, 1.0)
-        self.lr_scales[record.engine], self._lr_scale_before[record.engine] = now, before
+        self.lr_scales[record.engine] = now
         cut = bool(record.action & Action.CUT_LR)
         if cut and now < before:
             why = "the policy cuts it"
@@ -282,7 +267,6 @@ class IncidentMonitor:
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
-            self.unreported_alarms += 1
             return
         rate = None
         if has_line:

@@ -29,7 +29,7 @@ MAX_LEFT_OUT = 2
 """Trials that leave out steps at one place."""
 MAX_ACCEPTED = 3
 """Places accepted one after another; then a verdict only alerts."""
-ABOVE = 1.0001
+RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 
@@ -103,8 +103,6 @@ class RollbackRecord(Order):
     step: int = 0  # steps done when the rollback began
     target: Step = 0  # step of the restored checkpoint
     skipped: int = 0  # number of skipped batches
-    initial: bool = False  # the first snapshot, because no known-good checkpoint was left
-    repeated: bool = False  # an earlier rollback for this trouble restored the same, oldest one
     engine: str = ""  # the optimizer of the next three: with the lowest multiplier, and a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
@@ -115,14 +113,6 @@ class RollbackRecord(Order):
         return self if self.trial else replace(self, batches=())
 
 
-class CheckpointChoice(NamedTuple):
-    """The checkpoint to restore."""
-
-    steps: tuple[int, ...]  # to try: the choice, then older ones in case it is damaged
-    initial: bool  # whether the choice is an initial snapshot: no known-good checkpoint is left
-    repeated: bool  # whether an earlier rollback for this trouble restored the same, oldest one
-
-
 def choose(
     saves: Sequence[Saved],
     *,
@@ -131,8 +121,10 @@ def choose(
     tried: Sequence[int] = (),
     initial: Sequence[int] = (),
     exact: bool = False,
-) -> CheckpointChoice:
+) -> tuple[int, ...]:
     """Chooses a known-good checkpoint, or as a last resort an initial one.
+
+    Returns the steps to try: the choice, then older ones in case it is damaged.
 
     Args:
         saves: the checkpoints.
@@ -164,11 +156,7 @@ def choose(
     chosen = choices[start]
     if tried and chosen >= min(tried):
         chosen = older[0] if older else min(choices)
-    return CheckpointChoice(
-        steps=tuple(step for step in choices if step <= chosen),
-        initial=chosen not in known_good and (not exact or len(choices) == 1),
-        repeated=chosen in tried,
-    )
+    return tuple(step for step in choices if step <= chosen)
 
 
 class Trial(StrEnum):
@@ -205,7 +193,9 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
     * Undo what was tried, and accept.
     """
     healthy = facts.healthy_rates
-    higher = (r > healthy.get(n, 0.0) * ABOVE for rates in facts.rates for n, r in rates.items())
+    higher = (
+        r > healthy.get(n, 0.0) * RATE_TOLERANCE for rates in facts.rates for n, r in rates.items()
+    )
     raised = any(higher) if facts.rates else bool(tried)
     if (raised or facts.from_start) and tried.count(Trial.RATE) < facts.may_limit:
         return Trial.RATE
@@ -225,50 +215,65 @@ Rates = Mapping[str, float | None]
 
 
 def after_rollback(
-    engine: Engine, live: Engines, saved: Engines | None, *, counted: bool = False
+    engine: Engine, live: Engines, saved: Engines | None
 ) -> dict[str, dict[str, Any]]:
-    """Engine states after a rollback. An engine without a saved state restarts its warm-up.
-
-    `counted` says that the budgets in `live` already include this rollback.
-    """
+    """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
     merged = {}
     for name, state in live.items():
         now, then = engine.from_dict(state), (saved or {}).get(name)
         before = engine.init(groups=state["groups"]) if then is None else engine.from_dict(then)
-        state = engine.on_rollback(now, before, xp=np)
-        if counted:
-            state = state._replace(budget=now.budget, tally=now.tally)
-        merged[name] = engine.to_dict(state)
+        merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
     return merged
 
 
 def limited(
-    engine: Engine, engines: Engines, broken: Mapping[str, float], rates: Rates, *, healthy: bool
-) -> dict[str, dict[str, Any]]:
-    """Engine states with a limit on the learning rate, if the policy has a cut left.
+    engine: Engine,
+    engines: Engines,
+    at_fault: Mapping[str, float] | None,
+    rates: Rates,
+    *,
+    healthy: bool,
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+    """Engine states with learning rates that fit the schedule at the restored step.
 
-    The limit is the last healthy rate, for each optimizer whose rate at the fault was higher. If no
-    such rate is known, the limit of each is the policy's factor times the rate at the fault.
+    With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
+    higher is limited to its last healthy rate. If no such rate is known, the limit of each is the
+    policy's factor times the rate at the fault. A multiplier stays as it is if the rate is unknown,
+    or if the policy's cuts do not depend on it.
 
     Args:
         engine: engine of the policy.
         engines: states after the rollback, with the multipliers of the live run.
-        broken: learning rates in force at the fault, or the multiplier where it is unknown.
+        at_fault: learning rates in force at the fault, or the multiplier where it is unknown; None
+            for no new limit.
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
+
+    Returns:
+        The states, the limits of the learning rates as far as they are known and set, and the
+        multipliers.
     """
     states = {name: engine.from_dict(state) for name, state in engines.items()}
     at = {name: _rate_at(engine, rates.get(name)) for name in states}
-    before = {
-        name: rate * float(states[name].lr.scale)
-        for name, rate in rates.items()
-        if healthy and rate and at[name] is not None
-    }
-    factor = float(engine.config.lr.factor)
-    limits = {name: rate for name, rate in before.items() if rate < broken[name]}
-    for name, limit in (limits or {n: factor * broken[n] for n in states}).items():
-        states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
-    return {name: engine.to_dict(state) for name, state in states.items()}
+    if at_fault is not None:
+        before = {
+            name: rate * float(states[name].lr.scale)
+            for name, rate in rates.items()
+            if healthy and rate and at[name] is not None
+        }
+        factor = float(engine.config.lr.factor)
+        lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
+        for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():
+            states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
+    limits = dict[str, float]()
+    for name, rate in at.items():
+        if rate is not None:
+            states[name] = engine.apply_rate(states[name], rate, xp=np)
+            lr, ceiling = states[name].lr, engine.config.lr.ceiling
+            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
+    scales = {name: float(state.lr.scale) for name, state in states.items()}
+    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
+    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
@@ -284,26 +289,6 @@ def with_lr_states(
         name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
         for name, each in engines.items()
     }
-
-
-def apply_rate(
-    engine: Engine, engines: Engines, rates: Rates
-) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
-    """Adapts engine states to the schedule's restored rates.
-
-    A multiplier stays as it is if the rate is unknown, or if the policy's cuts do not depend on it.
-    Returns the states, the limits of the learning rates as far as they are known and set, and the
-    multipliers.
-    """
-    limits, states = dict[str, float](), {n: engine.from_dict(each) for n, each in engines.items()}
-    for name, state in states.items():
-        if (at := _rate_at(engine, rates.get(name))) is not None:
-            states[name] = engine.apply_rate(state, at, xp=np)
-            lr, ceiling = states[name].lr, engine.config.lr.ceiling
-            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
-    scales = {name: float(state.lr.scale) for name, state in states.items()}
-    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
-    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
 def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:

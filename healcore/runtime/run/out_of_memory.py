@@ -59,7 +59,6 @@ class OutOfMemory:
         self._gradients = self._driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
-        self._absence_reported = False
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
         self._whole = ""  # reason why the run's batches cannot be split, or an empty string
         self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
@@ -126,10 +125,7 @@ class OutOfMemory:
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
         files = [] if path is None else [*path.parent.glob(f"{glob.escape(path.stem)}.*")]
-        if files:
-            return f"{text}; profile: {', '.join(file.name for file in files)}"
-        known, self._absence_reported = self._absence_reported or path is None, True
-        return text if known else f"{text}; this device offers no memory profile"
+        return f"{text}; profile: {', '.join(file.name for file in files)}" if files else text
 
     # -- the window -----------------------------------------------------------------------------
 

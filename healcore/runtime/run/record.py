@@ -45,12 +45,7 @@ class IncidentRecord:
     """Name of a cause -> first step with this cause."""
     alarms: int = 0
     skips: int = 0
-    rollbacks: int = 0
-    lr_scale: float = 1.0
-    """Learning-rate multiplier after the latest alarm."""
     over: bool = False
-    undone: bool = False
-    """Whether a later rollback has undone the onset."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
 
@@ -78,9 +73,7 @@ class Ledger:
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
     incident_count: int = 0  # including undone and dropped incidents
-    undone_incidents: int = 0  # whose onset a later rollback has undone
     skips: int = 0  # skipped steps so far, including undone steps
-    undone_skips: int = 0
     untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
     open: bool = False  # whether an incident with more than skipped non-finite steps is open
     accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
@@ -124,7 +117,6 @@ class Ledger:
         incident.skips += skip
         self.skips += skip
         self.untrained += all(record.skip for record in records)
-        incident.lr_scale = min((record.lr_scale for record in records), default=incident.lr_scale)
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
@@ -182,30 +174,23 @@ class Ledger:
             held |= {name: n for name, n in earlier.numbers.items() if n is None or repeated}
         self.numbers = {name: healthy for name, healthy in held.items() if healthy is not None}
         self._rewind(rollback.target, saved)
-        if self.incidents:
-            self.incidents[-1].rollbacks += 1
 
     def forget(self, before: int) -> None:
         """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
         before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
-    def continue_from(self, other: Ledger, step: int, saved: Ledger | None) -> None:
-        """Continues an earlier process's ledger from a checkpoint of `step` that holds `saved`."""
-        vars(self).update(vars(other))
-        self._rewind(step, saved)
+    def continue_from(self, saved: Ledger, step: int) -> None:
+        """Continues an earlier process from a checkpoint of `step` that holds its ledger."""
+        vars(self).update(vars(saved))
+        self._rewind(step, None)
 
     def _rewind(self, step: int, saved: Ledger | None) -> None:
         self.next_step, self.open = step, False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         if self.incidents:
             self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
-        for incident in self.incidents:
-            if incident.onset >= step and not incident.undone:
-                incident.undone = True
-                self.undone_incidents += 1
-        if saved is not None:  # skips before the checkpoint are not undone
-            self.undone_skips = self.skips - (saved.skips - saved.undone_skips)
+        if saved is not None:
             self.untrained = saved.untrained
 
 
@@ -287,7 +272,6 @@ class HostState:
             return None
         try:
             generators = {name: values.loads(state[name], (ITEM, name)) for name in _GENERATORS}
-            _check_generators(generators["python"], generators["numpy"])
             return HostParts(**generators, data=dict(state[_DATA]))
         except StoreError:
             raise
@@ -313,19 +297,6 @@ class HostState:
 
 def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
     return {name: values.dumps(state, (ITEM, name)) for name, state in states.items()}
-
-
-def _check_generators(python: Any, numpy: Any) -> None:
-    """Sets temporary generators, so that an invalid state fails before any generator is set.
-
-    NumPy does not check the position in the Mersenne Twister's array, which could be out of range.
-    """
-    random.Random().setstate(python)
-    inner = numpy.get("state", {}) if isinstance(numpy, dict) else {"pos": numpy[2]}
-    if not 0 <= int(inner.get("pos", 0)) <= 624:
-        raise ValueError("the position of NumPy's generator is out of range")
-    if not isinstance(numpy, dict):
-        np.random.RandomState().set_state(numpy)
 
 
 SCHEMA = 3

@@ -50,7 +50,7 @@ class Recovery:
         )
         self.comparisons = self.saver.comparisons = self.better_weights.comparisons
         self._checked = 0
-        """Number of `Saver.nonfinite` that led to an order, or were undone."""
+        """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
@@ -211,7 +211,7 @@ class Recovery:
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.read_nonfinite()
-        new, self._checked = len(self.saver.nonfinite) - self._checked, len(self.saver.nonfinite)
+        new, self._checked = len(nonfinite) - self._checked, len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
@@ -274,7 +274,7 @@ class Recovery:
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
         self.reader.clear()
-        self._checked = len(self.saver.nonfinite)
+        self._checked = 0
         self._host_rules.restart()
         self.read_engines()
         return done
@@ -303,11 +303,9 @@ class Recovery:
             lr=done.lr,
             lr_limit=done.lr_limit,
             lr_at_fault=None if done.lr is None else (done.lr_at_fault or {}).get(done.engine),
-            lr_scale_before=self.monitor.lr_scale_before,
+            lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
-            repeated=done.repeated,
-            initial=done.initial,
             why=done.numbers_text or None,
             moments_reset=self.policy.rollback.reset_moments or None,
         )

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
-from healcore.runtime.driver import check_engines
 from healcore.runtime.faults import classify
 from healcore.runtime.run import record as records
 from healcore.runtime.run.evidence import ComparisonState
@@ -24,7 +23,6 @@ from healcore.runtime.run.orders import (
     RollbackRecord,
     Trial,
     after_rollback,
-    apply_rate,
     choose,
     compatible,
     limited,
@@ -86,10 +84,10 @@ class Restorer:
         saver.prove(before=order.onset)
         self.find_damage()
         if order.better is not None:
-            choice = choose(self.saves(), onset=order.better, exact=True)
+            steps = choose(self.saves(), onset=order.better, exact=True)
         else:
             past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-            choice = choose(
+            steps = choose(
                 self.saves(),
                 onset=order.onset,
                 depth=order.depth,
@@ -97,11 +95,12 @@ class Restorer:
                 initial=(self.record.first_step, saver.started_from),
                 exact=order.exact,
             )
-        live, rates, broken = self.driver.engines(), self.driver.learning_rates(), order.lr_at_fault
-        if broken is not None:  # of other optimizers the rate in force, or the multiplier alone
+        live, rates = self.driver.engines(), self.driver.learning_rates()
+        at_fault = order.lr_at_fault
+        if at_fault is not None:  # of other optimizers the rate in force, or the multiplier alone
             scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
             given = {n: each for n, each in rates.items() if each is not None}
-            broken = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**broken}
+            at_fault = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**at_fault}
 
         def load(saved: _Checkpoint) -> RollbackRecord:
             engines = after_rollback(engine, live, saved.engines)
@@ -109,28 +108,24 @@ class Restorer:
                 engines = with_lr_states(engines, order.lr_states)
             self._load_state(saved, engines, reset=reset)
             now = self.driver.learning_rates()  # the schedules are at the restored step
-            if broken is not None:
-                # No step has been trained at the rate of the very first state.
-                trained = saved.step > self.record.first_step
-                engines = limited(engine, engines, broken, now, healthy=trained)
-            engines, limits, scales = apply_rate(engine, engines, now)
+            # No step has been trained at the rate of the very first state.
+            trained = saved.step > self.record.first_step
+            engines, limits, scales = limited(engine, engines, at_fault, now, healthy=trained)
             lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
             self.driver.load(None, engines)
             return RollbackRecord(
-                **vars(replace(order, lr_at_fault=broken)),
+                **vars(replace(order, lr_at_fault=at_fault)),
                 number=len(self.ledger.rollbacks) + 1,
                 step=step,
                 target=saved.step,
                 skipped=len(order.batches),
-                initial=choice.initial,
-                repeated=choice.repeated,
                 engine=lowest,
                 lr=rates.get(lowest),
                 lr_limit=limits.get(lowest),
                 lr_scale=scales.get(lowest, 1.0),
             )
 
-        done, saved = self._load_first_intact(choice.steps, load, step)
+        done, saved = self._load_first_intact(steps, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
         why_not = self.loaders.rewind(saved.position, order.batches, extra, order.read_again)
@@ -174,34 +169,23 @@ class Restorer:
         Raises NoGoodCheckpoint without an intact checkpoint, and StateMismatch for another state:
         an older checkpoint that fits would lose the steps since then.
         """
-        comparisons, engine = self.saver.comparisons, self.policy.engine
 
         def load(saved: _Checkpoint) -> Record:
             own = saved.record or Record(first_step=saved.step, step=saved.step)
-            engines, source = saved.engines, own
-            if newest is not None and len(newest.ledger.rollbacks) > len(own.ledger.rollbacks):
-                # The target of the last rollback is damaged: its budgets hold for older ones too.
-                source = newest
-                live, _ = compatible(engine, newest.engines)
-                self.loaders.check(newest.forward)
-                check_engines(live, self.driver.engines())
-                engines = after_rollback(engine, live, engines, counted=True)
             weights = self._copies(own.comparisons, saved.step)
-            repeats = source.repeats(saved.step)
-            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments and repeats)
+            repeats, reset = own.repeats(saved.step), self.policy.rollback.reset_moments
+            self._load_state(saved, saved.engines, reset=reset and repeats)
             if own.comparisons is not None:
-                comparisons.continue_from(own.comparisons, weights)
-                if source is not own:
-                    comparisons.on_rollback(saved.step)
-            self.ledger.continue_from(source.ledger, saved.step, own.ledger)
+                self.saver.comparisons.continue_from(own.comparisons, weights)
+            self.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
-            forward = source.forward if repeats else {}
+            forward = own.forward if repeats else {}
             places = saved.position or {}
-            ranks = [each["ranks"] for each in _places(places).values() if "ranks" in each]
-            if ranks:
+            worlds = [each["ranks"] for each in _places(places).values() if "ranks" in each]
+            if worlds:
                 moved = position_of_other_ranks
-                forward = {name: moved(each, ranks[0]) for name, each in forward.items()}
-            self.loaders.resume({**places, **forward}, source.left_out)
+                forward = {name: moved(each, worlds[0]) for name, each in forward.items()}
+            self.loaders.resume({**places, **forward}, own.left_out)
             return own
 
         try:

@@ -17,9 +17,9 @@ from typing import Any
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.evidence import MAX_SHARE
 from healcore.runtime.run.record import ITEM, Record
+from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -67,7 +67,7 @@ class Saver:
 
     def __init__(
         self,
-        data: Data,
+        data: RunBatches,
         record: Record,
         *,
         policy: HostPolicy,
@@ -97,7 +97,7 @@ class Saver:
         """Steps of damaged checkpoints without another copy."""
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
-        self._nonfinite_before = 0  # items of `nonfinite` from before this attempt
+        self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
         self._pruned = -1  # `Record.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
@@ -142,7 +142,7 @@ class Saver:
         Drops all findings so far, which are about steps that come again.
         """
         self.store.nonfinite_found()
-        self._nonfinite_before = len(self.nonfinite)
+        self._nonfinite_now = {}
         self._read_deletions()
         if self.started_from < 0:
             self.started_from = step
@@ -385,7 +385,7 @@ class Saver:
         for step, names in self.store.nonfinite_found():
             if step in self._finite:
                 self._finite[step] = False
-            if any(step == known for known, _ in self.nonfinite[self._nonfinite_before :]):
+            if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
             self.log.event("problem", step=step, problem=problem)
@@ -396,7 +396,8 @@ class Saver:
                     "nonfinite_ok"
                 )
             self.nonfinite.append((step, names))
-        return dict(self.nonfinite[self._nonfinite_before :])
+            self._nonfinite_now[step] = names
+        return self._nonfinite_now
 
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""

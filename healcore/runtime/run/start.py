@@ -14,12 +14,12 @@ from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver, driver_for
 from healcore.runtime.run import run_settings
-from healcore.runtime.run.data import Data
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.rank_group import RankGroup
 from healcore.runtime.run.record import HostState, Record
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
@@ -28,7 +28,6 @@ from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.postmortem import RankNotes
 from healcore.runtime.story.run_log import RunLog
 from healcore.runtime.story.trackers import Selection, Trackers
 
@@ -102,13 +101,6 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     Returns the claim and a warning for the log; both are None without a directory. Raises
     StoreInUse if another run is using the directory.
     """
-    if given is not None and not isinstance(given, CheckpointStore | str | os.PathLike):
-        raise StoreError(
-            f"store is a directory, a CheckpointStore or None, not {type(given).__name__}: a store "
-            "of your own is a subclass of healcore.CheckpointStore"
-        )
-    if "\0" in str(given):
-        raise StoreError(f"store is a path without the NUL character, not {str(given)!r}")
     folder: Path | None = None
     if given is not None:
         folder = given.root if isinstance(given, CheckpointStore) else Path(given)
@@ -140,9 +132,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         store = driver.store(store)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
     group = RankGroup(ranks, driver, options.stop_file)
-    # A rank whose reports reach rank 0 needs no events file of its own.
-    silent = ranks.rank > 0 and group.votes
-    events = Log(None) if silent else _events(options.logging.events, store.root, ranks)
+    events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     trackers = Trackers(selected)
     log = RunLog(
@@ -152,11 +142,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         silent=ranks.rank > 0,
         trackers=trackers,
         hooks=options.hooks,
-        on_local=group.report if group.votes else None,
     )
     loaders, record = LoaderRegistry(), Record()
     loss_fn = options.loss_fn if policy.rolls_back else None
-    data = Data(
+    data = RunBatches(
         loaders=loaders,
         host=HostState(loaders.position, driver.generators),
         policy=policy,
@@ -176,25 +165,19 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         log=log,
         options=options.checkpoints,
     )
-    path = events.path
     return Loop(
         recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
-        ranks=group,
-        notes=RankNotes(*agreed(ranks, (path and path.absolute(), events.run))),
+        group=group,
         claim=own_claim,
         has_trainer=run_settings.has_trainer(options.state),
     )
 
 
-def _events(events: Any, folder: Path | None, ranks: Ranks) -> Log:
+def _events(given: Any, folder: Path | None) -> Log:
+    if given is not None:
+        return Log(Path(given).absolute())
     path = None if folder is None else folder / "healcore.events.jsonl"
-    if events is not None:
-        path = Path(events).absolute()
-    if path is not None and ranks.rank:
-        # One file per rank: on a network disk two writers cannot share a file.
-        path = path.with_name(f"{path.stem}.rank{ranks.rank}{path.suffix}")
-    named = events is not None and not ranks.rank
-    return Log(path if named else _unlinked(path, "events"), follow_links=named)
+    return Log(_unlinked(path, "events"), follow_links=False)
 
 
 def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
@@ -225,18 +208,18 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
 
     `warning` is the problem of the directory's claim, or None.
     """
-    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
+    log, policy, group, store = loop.log, loop.policy, loop.group, loop.saver.store
     restorer = loop.recovery.restorer
-    events = None if ranks.rank else log.events.path
+    events = log.events.path
     previous = None if events is None else postmortem.last_run(events)
     after_kill = bool(events and previous and postmortem.of_killed(events, previous))
-    if any(ranks.gather(ranks.stop_file.found)):
-        log.info(f"nothing was done: {ranks.stop_file.why} exists; remove the file to train")
-        raise EndRequested(ranks.stop_file.why)
+    if any(group.gather(group.stop_file.found)):
+        log.info(f"nothing was done: {group.stop_file.why} exists; remove the file to train")
+        raise EndRequested(group.stop_file.why)
     saves, newest = restorer.saves(), restorer.newest_record()
-    settings = run_settings.settings_of(loop.driver, policy, options.state, ranks.world)
+    settings = run_settings.settings_of(loop.driver, policy, options.state, group.world)
     saved = {} if newest is None else newest.settings
-    changes = agreed(ranks.processes, run_settings.changes_since(saved, settings))
+    changes = agreed(group.processes, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         _check_resume(loop, options.resume, newest, saves, changes)
     if saves and previous is not None:
@@ -249,8 +232,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         policy_toml=policy.text,
         mode=policy.engine.mode,
         framework=loop.driver.framework,
-        rank=ranks.rank,
-        world=ranks.world,
+        rank=group.rank,
+        world=group.world,
         save_every=loop.saver.every,
         store=str(store.root or type(store).__name__),
         settings=run_settings.named(settings, next(iter(loop.driver.learning_rates().values()))),
@@ -267,12 +250,10 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         problem, step = f"the run did not start: {error_text(error)}", loop.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
-        ranks.termination.stop()
+        group.termination.stop()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
     log.trackers.start(loop.record.run or log.events.run)
-    if not ranks.rank:
-        loop.notes.remove()  # notes of earlier starts
     loop.guard.start()
     loop.driver.on_step = loop.guard.on_step
     if store.root is not None:
@@ -321,7 +302,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     else:
         if saver.damage:
             raise _no_usable_checkpoint(loop, {})
-        record.run = agreed(loop.ranks.processes, loop.log.events.run)
+        record.run = agreed(loop.group.processes, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
     record.settings = record.settings or dict(settings)
@@ -338,7 +319,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
             shown = ", ".join(record.nonfinite_ok[:5])
             loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
-    loop.ranks.termination.start()
+    loop.group.termination.start()
 
 
 def _resume(loop: Loop, newest: Record | None) -> None:

@@ -122,6 +122,7 @@ class TerminationWatch:
     """The signals that one run has received.
 
     Several runs of a process each install their handler, and each handler calls the previous one.
+    The run that has begun last has to end first.
     `propose_end` proposes to all ranks to end, with the number of the signal. It is None for a
     process that ends by itself.
     """
@@ -135,8 +136,8 @@ class TerminationWatch:
         """The process that watches, or 0. A forked child has the handlers, but not the run."""
         self._replaced: dict[int, tuple[Any, Any]] = {}
         """Signal -> handler that this object has installed, and the previous handler."""
-        self._received = 0.0
-        """Time of the first signal, by the monotonic clock."""
+        self._received: float | None = None
+        """Time of the first signal, by the monotonic clock, or None."""
 
     def start(self) -> None:
         """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
@@ -155,9 +156,9 @@ class TerminationWatch:
         """
         self._pid = 0
         if threading.current_thread() is threading.main_thread():
-            for number, (handler, _) in self._replaced.items():
+            for number, (handler, previous) in self._replaced.items():
                 if signal.getsignal(number) == handler:
-                    signal.signal(number, self._previous(number))
+                    signal.signal(number, previous)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -189,44 +190,31 @@ class TerminationWatch:
         previous = signal.signal(number, handler) or signal.SIG_DFL
         self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
 
-    def _previous(self, number: int) -> Any:
-        """The previous handler, without the handlers of runs that have ended."""
-        handler = self._replaced[number][1]
-        ended = _is_of_run(handler) and handler.__self__._pid != os.getpid()
-        return handler.__self__._previous(number) if ended else handler
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous(number)
-        if os.getpid() != self._pid:  # the previous handler decides
+        previous, watches = self._replaced[number][1], os.getpid() == self._pid
+        since = None if self._received is None else time.monotonic() - self._received
+        if watches and since is not None and since <= REPEATED_S:
+            return
+        if not watches or since is not None:  # the previous handler decides
             signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
         self._received = time.monotonic()
-        for each in _SIGNALS:
-            if signal.getsignal(each) == self._handle:
-                again = each == number == signal.SIGINT  # a second Ctrl-C is meant
-                self._install(each, self._previous(each) if again else self._handle_next)
         # A scheduler signals the whole process group. torch's SIGCHLD handler raises anywhere when
         # its workers die, which would interrupt the save.
         if hasattr(signal, "SIGCHLD"):
             self._install(signal.SIGCHLD, signal.SIG_DFL)
-        first, self.signal_number = self.signal_number is None, number
-        if self._propose_end is not None and first:
+        self.signal_number = number
+        if self._propose_end is not None:
             self._propose_end(number)
-        if number != signal.SIGINT or _is_of_run(previous):
-            if callable(previous):
-                previous(number, frame)
-        elif not hasattr(sys, "ps1"):
-            self._install(number, signal.SIG_DFL)
         if number == signal.SIGINT:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
+        if number == signal.SIGINT and not _is_of_run(previous):  # a second Ctrl-C is meant
+            self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
+        elif callable(previous):
+            previous(number, frame)
         if self._propose_end is None and self._waiting_for_data:
             raise exit_for(number)
-
-    def _handle_next(self, number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - self._received > REPEATED_S or os.getpid() != self._pid:
-            signal.signal(number, self._previous(number))
-            os.kill(os.getpid(), number)
 
 
 def _is_of_run(handler: Any) -> bool:

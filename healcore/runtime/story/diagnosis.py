@@ -94,11 +94,8 @@ def explain(end: RunEnd) -> str:
     because = end.exception if end.ending == Ending.EXCEPTION else end.why
     at = f"at step {end.step}{f': {because}' if because else ''}"
     headline = _HEADLINES[Ending(end.ending)].format(at)
-    if end.ending == Ending.KILLED and end.exception:
-        headline = f"The process was killed after another rank had ended; its last event is {at}. "
-        headline += end.exception
     parts = [_wrapped(headline) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else headline]
-    sections = {"Seen": _seen, "State": _state, "Tried": _tried, "Storage": _storage}
+    sections = {"Seen": _seen, "State": _state, "Tried": _tried}
     for name, sentences in sections.items():
         if text := " ".join(sentences(end)):
             parts.append(_wrapped(text, first=f"{name}: ", then="  "))
@@ -115,7 +112,7 @@ def explain(end: RunEnd) -> str:
 
 def _seen(end: RunEnd) -> Iterator[str]:
     last, counts = end.run.last_incident, end.counts
-    total = with_undone(counted(counts.incidents, "incident"), counts.undone_incidents)
+    total = counted(counts.incidents, "incident")
     if last is None:
         if counts.incidents:
             yield f"{total}, all resolved."
@@ -161,9 +158,8 @@ def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
     clips, lowered = counts.clips or 0, end.lr_scale < 1 and not end.run.observes
-    skips = with_undone(counted(counts.skips, "step"), counts.undone_skips)
     phrases = [
-        (counts.skips, f"skipped {skips}"),
+        (counts.skips, f"skipped {counted(counts.skips, 'step')}"),
         (clips, f"clipped {counted(clips, 'step')}"),
         (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
         *(
@@ -182,16 +178,6 @@ _ANSWERS = {
     "retry": "repeated a network call {}",
 }
 """Response to a fault -> phrase with a count."""
-
-
-def _storage(end: RunEnd) -> Iterator[str]:
-    if damaged := list(end.run.newest["damaged"])[-_SHOWN:]:
-        steps = ", ".join(dict.fromkeys(str(event.step) for event in damaged))
-        yield f"checkpoints found damaged: {steps}; the last one: {damaged[-1].problem}."
-        yield "Check the disk, or for a copy in memory the RAM."
-    if failed := end.run.newest["save_failed"]:
-        times = counted(end.run.numbers["save_failed"], "checkpoint was", "checkpoints were")
-        yield f"{times} not saved; the last one: {failed[-1].problem}."
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
@@ -240,11 +226,6 @@ def last_line(end: RunEnd, newest: int | None) -> str:
 
 
 # -- pieces of sentences --------------------------------------------------------------------------
-
-
-def with_undone(count: str, undone: int) -> str:
-    """A count as text, with the number that rollbacks have undone."""
-    return f"{count} ({undone} undone by a rollback)" if undone else count
 
 
 def _first(items: Sequence[str]) -> str:

@@ -1,22 +1,14 @@
-"""Writes and reads the postmortem, a JSON file about how a run ended, and the notes of its ranks.
-
-A rank that ends alone or hangs cannot use collectives, so it leaves a note next to the events file.
-Rank 0 reads the notes at its end, or the next start after a kill. docs/events.md has the fields.
-"""
+"""Writes and reads the postmortem, a JSON file about how a run ended. Fields: docs/events.md."""
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import re
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from healcore import console, regular_file
 from healcore.core.decision import Cause
@@ -30,21 +22,11 @@ from healcore.runtime.story.diagnosis import RunEnd, explain
 
 SCHEMA = 2
 
-_NOTES = {False: "end.rank", True: "hang.rank"}
-"""Whether a rank hangs -> part of the file name after the stem of the events file."""
-_MAX_NOTE_BYTES = 1 << 20
-_MAX_TEXT = 200_000  # largest number of characters of a traceback or of stacks
-_MAX_TRACES = 4  # largest number of tracebacks in the postmortem
-
-
-def _safe(run: str) -> str:
-    return re.sub(r"[^\w.-]", "_", run)
-
 
 def path_for(events: str | os.PathLike[str], run: str, part: str = "postmortem") -> Path:
     """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
-    path = Path(events)
-    return path.with_name(f"{stem(path)}.{part}.{_safe(run)}.json")
+    path, safe = Path(events), re.sub(r"[^\w.-]", "_", run)
+    return path.with_name(f"{stem(path)}.{part}.{safe}.json")
 
 
 def write(
@@ -53,13 +35,13 @@ def write(
     *,
     trace: str | None = None,
     certain: bool = True,
-    stacks: Iterable[dict[str, Any]] = (),
+    stacks: Sequence[dict[str, Any]] = (),
     lost: int | None = None,
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
 
     Returns the error, if any, and never raises, because the run ends. `trace` is the exception with
-    its traceback, `stacks` is from `stacks_of`; `lost` is None for the number in the events.
+    its traceback, `stacks` are those of a hang; `lost` is None for the number in the events.
     """
     run, counts, process = end.run, end.counts, end.run.processes[-1]
     start, last = process.start or EventRecord(), process.last or EventRecord()
@@ -75,7 +57,6 @@ def write(
         "cause": end.cause | end.fault & Cause.HANG,
         "incidents": counts.incidents,
         **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
-        "undone_skips": counts.undone_skips,
         "metrics": end.metrics,
         "rollbacks": [_rollback(event) for event in run.rollbacks],
         "lr_scale": end.lr_scale,
@@ -140,102 +121,16 @@ def of_killed(events: Path, run: Run) -> bool:
     gone = False if run.end is not None or process is None else process.gone()
     if process is None or gone is False:
         return False
-    notes = RankNotes(events, run.processes[-1].id)
-    raised = notes.found()
-    exception = f"rank {raised[0].rank}: {raised[0].why}" if raised else None
     end = RunEnd(
         run,
         Ending.KILLED,
         run.step or 0,
         run.counts(),
         why="" if gone else f"it ran on {process.host}, which cannot be seen from here",
-        exception=exception if raised and not raised[0].follows else None,
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )
-    stacks = stacks_of(notes.found(hangs=True))
-    problem = write(events, end, trace=tracebacks_text(raised), certain=bool(gone), stacks=stacks)
+    problem = write(events, end, certain=bool(gone))
     if problem is not None:
         console.warning(f"the previous run was killed; {problem}")
     return problem is None
-
-
-# -- notes of ranks -------------------------------------------------------------------------------
-
-
-class RankNote(BaseModel):
-    """How one rank ended, or where it hangs."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-    rank: int
-    ending: Ending | None = None  # None for a rank that hangs
-    step: int  # optimizer steps done
-    why: str  # the exception, the reason of a stop, or the signal, in one line
-    trace: str = ""  # the exception with its traceback, or the stacks of all threads
-    cause: list[str] = []  # names of the causes of the exception
-    sign: str = ""  # evidence for the causes: `Fault.sign`
-    follows: bool = False
-    """Whether another rank is the cause: a connection broke, or a rank was late."""
-    time: float  # Unix time
-
-
-class RankNotes(NamedTuple):
-    """The notes of one run."""
-
-    events: Path | None  # events file of rank 0, or None for no notes
-    run: str  # id of rank 0's run
-
-    def leave(self, note: RankNote) -> None:
-        """Writes the note of this rank. Never raises, because the run is ending."""
-        if self.events is None:
-            return
-        short = note.model_copy(update={"why": note.why[:2000], "trace": note.trace[-_MAX_TEXT:]})
-        path = path_for(self.events, self.run, f"{_NOTES[note.ending is None]}{note.rank}")
-        with suppress(OSError, UnicodeError):
-            files.replace(path, short.model_dump_json().encode())
-
-    def found(self, *, hangs: bool = False) -> list[RankNote]:
-        """Reads the notes of the other ranks. Ranks that failed by themselves come first."""
-        notes = []
-        for path in self._paths(_NOTES[hangs], _safe(self.run)):
-            with suppress(OSError, ValueError):
-                notes.append(RankNote.model_validate_json(regular_file.read(path, _MAX_NOTE_BYTES)))
-        return sorted(notes, key=lambda note: (note.follows, note.time))
-
-    def remove(self) -> None:
-        """Removes the notes of this run and of earlier runs."""
-        for kind in _NOTES.values():
-            for path in self._paths(kind, "*"):
-                with suppress(OSError):
-                    path.unlink()
-
-    def _paths(self, kind: str, run: str) -> list[Path]:
-        if self.events is None:
-            return []
-        start = glob.escape(f"{stem(self.events)}.{kind}")
-        return sorted(self.events.parent.glob(f"{start}*.{run}.json"))
-
-
-def tracebacks_text(notes: Iterable[RankNote]) -> str | None:
-    """The first few tracebacks, each with its rank, as text, or None without one."""
-    shown = [f"rank {note.rank}:\n{note.trace}" for note in notes if note.trace]
-    return "\n".join(shown[:_MAX_TRACES]) or None
-
-
-def stacks_of(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
-    """The stacks of ranks that hang. Ranks whose training threads are at one place share them."""
-    groups: dict[str, list[RankNote]] = {}
-    for note in sorted(notes, key=lambda note: note.rank):
-        groups.setdefault(note.trace.partition("\nThread ")[0], []).append(note)
-    return [
-        {"ranks": [note.rank for note in same], "stacks": same[0].trace} for same in groups.values()
-    ]
-
-
-def of_ranks(notes: Iterable[RankNote]) -> list[dict[str, Any]]:
-    """How each rank ended, for the field `of_ranks` of the event `end`."""
-    return [
-        {"rank": note.rank, "outcome": note.ending, "why": f"step {note.step}: {note.why:.300}"}
-        for note in sorted(notes, key=lambda note: note.rank)
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,6 @@ from healcore.core.decision import Cause, StepRecord, names
 from healcore.events import Log
 from healcore.events.log import Metrics
 from healcore.events.models import EventRecord
-from healcore.events.schema import Trait, has, sentence
 from healcore.history import Run
 from healcore.runtime.faults import Fault
 from healcore.runtime.run_options import Hooks
@@ -30,8 +28,6 @@ class RunLog:
     silent: bool = False  # whether to drop the lines
     trackers: Trackers = field(default_factory=Trackers)  # receive events and metrics
     hooks: Hooks = field(default_factory=Hooks)  # the user's functions for events
-    on_local: Callable[[str], object] | None = None
-    """Called with the sentence of an event that may occur on this rank only, or None."""
     run: Run = field(default_factory=Run)
     """The run by its events, on rank 0 including the events of earlier processes."""
 
@@ -39,8 +35,6 @@ class RunLog:
         """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
         event = self.events.write(kind, step=step, **fields)
         record = self.run.add(event)
-        if self.on_local is not None and has(kind, Trait.LOCAL):
-            self.on_local(sentence(record))
         self.trackers.event(event)
         for problem in self.hooks.on_event(event):
             self.problem(step, problem)

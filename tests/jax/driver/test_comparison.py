@@ -144,10 +144,9 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
     tx = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule), "default")
     state, sizes = tx.init(jnp.ones(1)), []
     engines = {"": to_dict(state, "default")}
-    (limited_to,) = limited(
-        engine_of("default"), engines, {"": 3.0}, {"": 0.1}, healthy=True
-    ).values()
-    state = from_dict(state, limited_to, "default")
+    engine = engine_of("default")
+    limited_to, *_ = limited(engine, engines, {"": 3.0}, {"": 0.1}, healthy=True)
+    state = from_dict(state, limited_to[""], "default")
     step = tx.update if eager else jax.jit(tx.update)
     for _ in range(40):
         updates, state = step(jnp.ones(1), state, jnp.ones(1), value=jnp.float32(1.0))

@@ -15,9 +15,8 @@ from healcore.policy import load
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
-    ABOVE,
     MAX_LEFT_OUT,
-    CheckpointChoice,
+    RATE_TOLERANCE,
     Facts,
     Trial,
     choose,
@@ -42,31 +41,31 @@ GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "c
 @pytest.mark.parametrize(
     ("saves", "facts", "found"),
     [
-        (GOOD, {"onset": 350}, ((300, 200, 100), False, False)),  # a candidate is not known-good
+        (GOOD, {"onset": 350}, (300, 200, 100)),  # a candidate is not known-good
         # Saved before the step of the onset was taken.
-        (GOOD, {"onset": 300}, ((300, 200, 100), False, False)),
-        (GOOD, {"onset": 299, "depth": 0}, ((200, 100), False, False)),
-        (GOOD, {"onset": 350, "depth": 2}, ((200, 100), False, False)),
-        (GOOD, {"onset": 350, "depth": 9}, ((100,), False, False)),  # as deep as it goes
-        (GOOD, {"onset": 360, "tried": [300]}, ((200, 100), False, False)),
+        (GOOD, {"onset": 300}, (300, 200, 100)),
+        (GOOD, {"onset": 299, "depth": 0}, (200, 100)),
+        (GOOD, {"onset": 350, "depth": 2}, (200, 100)),
+        (GOOD, {"onset": 350, "depth": 9}, (100,)),  # as deep as it goes
+        (GOOD, {"onset": 360, "tried": [300]}, (200, 100)),
         # What became good on the way back into the same trouble is not gone back to.
-        ([*GOOD, saved(340)], {"onset": 345, "tried": [300]}, ((200, 100), False, False)),
-        ([*GOOD, saved(340)], {"onset": 345, "tried": [300], "depth": 4}, ((100,), False, False)),
+        ([*GOOD, saved(340)], {"onset": 345, "tried": [300]}, (200, 100)),
+        ([*GOOD, saved(340)], {"onset": 345, "tried": [300], "depth": 4}, (100,)),
         # No deeper checkpoint: the same one again, or the run's first snapshot.
-        (GOOD, {"onset": 160, "tried": [100]}, ((100,), False, True)),
-        (GOOD, {"onset": 160, "tried": [100], "initial": [0]}, ((0,), True, False)),
-        (GOOD, {"onset": 160, "tried": [100, 0], "initial": [0]}, ((0,), True, True)),
-        (GOOD, {"onset": 350, "initial": [0]}, ((300, 200, 100, 0), False, False)),
-        (GOOD[:1], {"onset": 5, "initial": [0]}, ((0,), True, False)),
+        (GOOD, {"onset": 160, "tried": [100]}, (100,)),
+        (GOOD, {"onset": 160, "tried": [100], "initial": [0]}, (0,)),
+        (GOOD, {"onset": 160, "tried": [100, 0], "initial": [0]}, (0,)),
+        (GOOD, {"onset": 350, "initial": [0]}, (300, 200, 100, 0)),
+        (GOOD[:1], {"onset": 5, "initial": [0]}, (0,)),
         (
             [saved(0), saved(100, "abandoned"), saved(200, finite=False)],
             {"onset": 300, "initial": [100]},
-            ((0,), False, False),
+            (0,),
         ),
     ],
 )
 def test_the_choice_of_a_checkpoint(saves, facts, found):
-    assert choose(saves, **facts) == CheckpointChoice(*found)
+    assert choose(saves, **facts) == found
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,9 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
     """The issue's words, one line for each trial."""
     if trial is Trial.RATE:
         known = {"a": 0.0, "b": 0.0} | dict(facts.healthy_rates)
-        above = any(rate > known[n] * ABOVE for rates in facts.rates for n, rate in rates.items())
+        above = any(
+            rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()
+        )
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.LEAVE_OUT:

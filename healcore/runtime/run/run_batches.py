@@ -1,4 +1,4 @@
-"""`Data`: the batches of a run, from its loaders to the steps that use them."""
+"""`RunBatches`: the batches of a run, from its loaders to the steps that use them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import MutableMapping, MutableSequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
+from healcore import console
 from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
@@ -33,7 +34,7 @@ class _Unreadable(NamedTuple):
     error: Exception
 
 
-class Data:
+class RunBatches:
     """Reads batches, counts steps, and assigns batches to steps.
 
     `host` has the random generators that loaders draw from, and `record` the loaders' batch sizes.
@@ -70,7 +71,7 @@ class Data:
         self._log = log
         self._record = record
         self._policy = policy
-        self._single_rank = ranks.world == 1
+        self._single_rank, self._rank = ranks.world == 1, ranks.rank
         self._reads = self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
         self._keeps_batches = keeps_batches
@@ -218,6 +219,8 @@ class Data:
             loader.left_out.add(batch)
         else:
             problem += "; the batch before comes again in its place"
+        if self._rank:  # only rank 0 has a log
+            console.warning(f"rank {self._rank}: step {self.step}: {problem}")
         rows = batch.rows and [batch.rows]
         self._log.fault(
             self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
