@@ -1,5 +1,5 @@
 # Needs Python >= 3.11 with pip, and make. Each target sets up what it needs in .venv, once.
-#   make demo                 watch a policy heal a run in torch
+#   make demo                 watch one policy heal a run in torch and in JAX
 #   make test                 the tests            (ARGS="-k zclip" for some of them)
 #   make test-slow            those that take longer
 #   make test-lowest          a selection, with the lowest versions that pyproject.toml allows

@@ -23,6 +23,7 @@ PROVIDED = {
     },
     "demo_training": {
         "torch": "healcore.torch.demo:train",
+        "jax": "healcore.jax.demo:train",
     },
     "checkpoint_reader": {
         "torch": "healcore.torch.checkpoint_reader",

@@ -169,7 +169,7 @@ class Scenario:
     # -- the model, as plain arrays -------------------------------------------------------------
 
     def initial_weights(self) -> dict[str, np.ndarray]:
-        """Initial weights by name; float32 (inputs, outputs)."""
+        """Initial weights by name, for both frameworks; float32 (inputs, outputs)."""
         random = np.random.default_rng([0, 1 << 32])
         width = self.width
         sizes = {"qkv": (1, 3), "out": (1, 1), "up": (1, 4), "down": (4, 1)}

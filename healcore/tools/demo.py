@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,16 @@ from healcore.tools.report import page
 from healcore.tools.report.page import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, read_reports
 
+FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
 PROBATION = 20
 """Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
 
 
 @dataclass
 class DemoRun:
-    """One run: its arm and its data."""
+    """One run: its framework, its arm and its data."""
 
+    framework: str
     arm: str
     steps: list[Step] = field(default_factory=list)
     """All steps in the order taken, including those that a rollback has undone."""
@@ -64,21 +67,23 @@ class DemoRun:
 def run_demo(
     out: Path,
     *,
+    frameworks: Sequence[str] = tuple(FRAMEWORKS),
     steps: int = 300,
     console: Console | None = None,
     **sizes: int,
 ) -> list[DemoRun]:
-    """Trains one run per arm, prints the outcomes, and returns the runs.
+    """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
-    Writes a picture into `out`, and a folder for the healed run with its checkpoints, events,
-    metrics, postmortem and report. `sizes` are fields of `Scenario`.
+    Writes a picture for each framework into `out`, and a folder for each healed run with its
+    checkpoints, events, metrics, postmortem and report. `sizes` are fields of `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.
         DemoError: the corpus is missing, there are too few steps, or `out` exists.
     """
     require("report", "matplotlib", "jinja2")
-    require("torch", "torch")
+    for framework in frameworks:
+        require(framework, *FRAMEWORKS[framework])
     scenario = Scenario(load_corpus(), steps=steps, **sizes)
     try:
         out.mkdir(parents=True)
@@ -87,13 +92,13 @@ def run_demo(
     console = console or output.console()
     policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
-    runs = [DemoRun(arm) for arm in ARMS]
+    runs = [DemoRun(framework, arm) for framework in frameworks for arm in ARMS]
     columns = TextColumn("{task.description:17}"), BarColumn(bar_width=30), MofNCompleteColumn()
     for run in runs:
         with Progress(*columns, console=console) as bars:
-            bar = bars.add_task(run.arm, total=steps)
+            bar = bars.add_task(f"{run.framework} {run.arm}", total=steps)
             progress = functools.partial(bars.update, bar)
-            _train(run, scenario, policy, out / "healed", progress)
+            _train(run, scenario, policy, out / f"{run.framework}-healed", progress)
     table = Table(
         "",
         *("loss\nbefore", "loss on\nunseen", "skips", "clips", "rollbacks"),
@@ -107,15 +112,16 @@ def run_demo(
         attempts = run.report.attempts[1:] if run.report else ()
         rollbacks = ", ".join(f"{each.left:.0f} → {each.first_step:.0f}" for each in attempts)
         counts = map(str, run.skips_and_clips())
-        table.add_row(run.arm, *losses, *counts, rollbacks)
+        name, is_last = f"{run.framework} {run.arm}", run.arm == ARMS[-1]
+        table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
     console.print(table, "")
     for run in runs:
         if run.report is not None:
-            others = [each for each in runs if not each.report]
+            others = [each for each in runs if each.framework == run.framework and not each.report]
             losses = {each.arm: {step.step: step.loss for step in each.steps} for each in others}
             svg = draw(run.report, WIDTHS["screen"], losses)
-            (out / "losses.svg").write_text(svg, encoding="utf-8")
-    console.print(f"\npicture, page and checkpoints: {out}", soft_wrap=True)
+            (out / f"{run.framework}.svg").write_text(svg, encoding="utf-8")
+    console.print(f"\npictures, pages and checkpoints: {out}", soft_wrap=True)
     return runs
 
 
@@ -138,7 +144,7 @@ def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress
         run.steps.append(step)
         progress(completed=step.batch + 1)
 
-    train = adapter_registry.find("torch", "demo_training")
+    train = adapter_registry.find(run.framework, "demo_training")
     run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
     if run.arm == "healed":
         (run.report,) = read_reports(folder / "events.jsonl")

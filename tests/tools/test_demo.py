@@ -1,4 +1,4 @@
-"""The demo end to end, small: real training, table, picture, pages, events."""
+"""The demo end to end, small: real training in both frameworks, table, picture, pages, events."""
 
 import io
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.events.sample_events import problems
 
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}
+FRAMEWORKS = ("torch", "jax")
 SCENARIO = Scenario(load_corpus())
 SHORT = Scenario(SCENARIO.corpus, steps=STEPS)
 EMPTY = SHORT.empty_batch
@@ -26,12 +27,12 @@ class Demo(NamedTuple):
     out: Path
     printed: str
 
-    def run(self, arm: str) -> DemoRun:
-        (run,) = [run for run in self.runs if run.arm == arm]
+    def run(self, framework: str, arm: str) -> DemoRun:
+        (run,) = [run for run in self.runs if (run.framework, run.arm) == (framework, arm)]
         return run
 
-    def column(self, arm: str, name: str = "loss") -> np.ndarray:
-        return np.asarray([getattr(step, name) for step in self.run(arm).steps])
+    def column(self, framework: str, arm: str, name: str = "loss") -> np.ndarray:
+        return np.asarray([getattr(step, name) for step in self.run(framework, arm).steps])
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +42,29 @@ def demo(tmp_path_factory):
     return Demo(runs, out, printed.getvalue())
 
 
-def test_the_table_has_the_numbers_of_each_run(demo):
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_table_has_the_numbers_of_each_run(demo, framework):
     rows = [line.split() for line in demo.printed.splitlines() if "━" not in line]
-    clipped = (demo.column("fixed clip", "grad_norm") > 1).sum()
-    (row,) = [row for row in rows if row[:2] == ["fixed", "clip"] and len(row) == 6]
-    assert row[3:] == ["NaN", "0", str(clipped)]
-    (row,) = [row for row in rows if row[:1] == ["healed"] and len(row) == 5]
-    assert row[3] == "1"  # skips: the empty batch
+    clipped = (demo.column(framework, "fixed clip", "grad_norm") > 1).sum()
+    (row,) = [row for row in rows if row[:3] == [framework, "fixed", "clip"] and len(row) == 7]
+    assert row[4:] == ["NaN", "0", str(clipped)]
+    (row,) = [row for row in rows if row[:2] == [framework, "healed"] and len(row) == 6]
+    assert row[4] == "1"  # skips: the empty batch
 
 
-def test_nan_is_for_ever_without_healing_and_one_step_with_it(demo):
-    plain, healed = (demo.column(arm) for arm in ("unprotected", "healed"))
-    assert np.isfinite(plain).tolist() == [step < EMPTY for step in range(STEPS)]
-    assert np.isfinite(healed).tolist() == [step != EMPTY for step in range(STEPS)]
+def test_nan_is_for_ever_without_healing_and_one_step_with_it_in_both_frameworks(demo):
+    for framework in FRAMEWORKS:
+        plain, healed = (demo.column(framework, arm) for arm in ("unprotected", "healed"))
+        assert np.isfinite(plain).tolist() == [step < EMPTY for step in range(STEPS)]
+        assert np.isfinite(healed).tolist() == [step != EMPTY for step in range(STEPS)]
+    for column, rtol in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        one, other = (demo.column(name, "healed", column)[:5] for name in FRAMEWORKS)
+        np.testing.assert_allclose(one, other, rtol=rtol)
 
 
-def test_the_events_and_the_postmortem_are_the_healers(demo):
-    folder = demo.out / "healed"
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_events_and_the_postmortem_are_the_healers(demo, framework):
+    folder = demo.out / f"{framework}-healed"
     history = events.read(folder / "events.jsonl")
     assert history.problems == []
     assert [each for event in history.events for each in problems(event)] == []
@@ -67,9 +74,9 @@ def test_the_events_and_the_postmortem_are_the_healers(demo):
     (found,) = folder.glob("events.postmortem.*.json")
     assert postmortem.read(found)["ending"] == "completed"
     assert len(list((folder / "checkpoints").glob("step-*"))) > 1
-    curves, rate = demo.run("healed").report.curves, SHORT.learning_rate
+    curves, rate = demo.run(framework, "healed").report.curves, SHORT.learning_rate
     np.testing.assert_allclose(curves.lr, [*map(rate, curves.step)], rtol=1e-6)
-    assert ">unprotected</text>" in (demo.out / "losses.svg").read_text()
+    assert ">unprotected</text>" in (demo.out / f"{framework}.svg").read_text()
 
 
 def test_a_batch_and_a_learning_rate_depend_on_the_step_alone():

@@ -5,6 +5,7 @@ Exit status of the demo: 0 the runs ended, 2 the demo could not run.
 
 from __future__ import annotations
 
+import enum
 import io
 import sys
 from pathlib import Path
@@ -32,9 +33,16 @@ app.add_typer(events.app, name="events")
 app.add_typer(probe.app, name="probe")
 
 
+class _Framework(enum.StrEnum):
+    TORCH = "torch"
+    JAX = "jax"
+    BOTH = "both"
+
+
 @app.command()
 @reported
 def demo(
+    framework: Annotated[_Framework, typer.Option(help="Framework of the runs.")] = _Framework.BOTH,
     steps: Annotated[
         int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
     ] = 300,
@@ -42,10 +50,11 @@ def demo(
         Path, typer.Option(metavar="DIR", help="New folder for the picture and the healed runs.")
     ] = Path("healcore-demo"),
 ) -> None:
-    """Train a failing run in torch unprotected, clipped and healed, and compare."""
+    """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
     from healcore.tools.demo import run_demo
 
-    run_demo(out, steps=steps)
+    frameworks = ("torch", "jax") if framework is _Framework.BOTH else (framework.value,)
+    run_demo(out, frameworks=frameworks, steps=steps)
 
 
 app.command()(reported(replay.replay))
