@@ -58,7 +58,7 @@ class HealedStep:
         self.enforcer = enforcer
         self.all_reduce = all_reduce
         self._engine = live_engine.engine
-        self.in_update = self._running = False
+        self.in_update = self._running = self._clears = False
         self._order: StepOrder | None = None
         """The order of this step, if its numbers are on the host."""
         self._skipped: bool | Tensor | None = None
@@ -185,6 +185,10 @@ class HealedStep:
             self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._skipped is not None:
+            params = gradients.parameters(self.optimizer)
+            for p in params if skipped and self._clears else ():
+                p.grad = None  # as the last step did; the next backward pass would add to NaN
+            self._clears = self._clears if skipped else all(p.grad is None for p in params)
             self._read_records()
             if self.on_ended is not None:
                 self.on_ended(self._skipped)

@@ -7,6 +7,7 @@ Rejected: a hook in the forward pass, which would be traced into a compiled mode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,9 @@ class BatchStatistics:
         for i, (buffers, saved) in enumerate(self._blocks):
             if skipped is not True:
                 now = torch.cat(buffers)
+                if skipped is False and _is_finite(now):
+                    self._blocks[i] = buffers, now
+                    continue
                 restored = ~torch.isfinite(now)
                 if isinstance(skipped, Tensor):
                     restored |= skipped.to(now.device, non_blocking=True) > 0
@@ -79,6 +83,13 @@ class BatchStatistics:
                 self._blocks[i] = buffers, saved
             parts = list(saved.split([each.numel() for each in buffers]))
             torch._foreach_copy_(buffers, parts)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all values are finite; always False for floats on an accelerator: no sync."""
+    if not values.is_floating_point():
+        return True
+    return values.is_cpu and math.isfinite(values.sum(dtype=torch.float32).numpy())
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -27,9 +27,10 @@ class GlooRanks:
     """
 
     def __init__(self, *, members: Sequence[int] = ()) -> None:
-        some = sorted(members) if 0 < len(members) < dist.get_world_size() else None
-        group: Any = dist.new_group(
-            some, _timeout(), backend="gloo", use_local_synchronization=some is not None
+        group: Any = (
+            _new_group(members, _timeout())
+            if members and len(members) < dist.get_world_size()
+            else dist.new_group(timeout=_timeout(), backend="gloo")
         )
         self._group = group
         self._pool = ThreadPoolExecutor(1, "healcore-exchange")
@@ -66,6 +67,26 @@ class GlooRanks:
         maxima = torch.tensor(values, dtype=torch.uint8)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
+
+
+def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
+    """Creates a gloo group of `members`. Only these ranks have to call it.
+
+    torch (2.13) derives a group's name from the number of groups in the process, so ranks with
+    different numbers would wait forever. Ranks with fewer groups first create groups of one rank.
+    """
+    world: Any = dist.distributed_c10d._world
+    store: Any = dist.distributed_c10d._get_default_store()
+    ranks, rank, groups = sorted(members), dist.get_rank(), len(world.pg_names)
+    name = f"healcore/groups/{ranks}"
+    name = f"{name}/{store.add(f'{name}/calls/{rank}', 1)}"
+    store.set(f"{name}/{rank}", str(groups))
+    keys = [f"{name}/{member}" for member in ranks]
+    store.wait(keys, timeout or MIN_TIMEOUT)
+    most_groups = max(int(store.get(key)) for key in keys)
+    for _ in range(most_groups - groups):
+        dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _timeout() -> timedelta | None:
