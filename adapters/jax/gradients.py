@@ -211,7 +211,7 @@ AxisName = str | tuple[str, ...] | None
 
 NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
 """Keywords of `update` by which a caller reports signals; see `heal`."""
-_MEANS = ("loss", "eval_loss", "update_norm", "learning_rate")
+_MEANS = ("loss", "eval_loss", "learning_rate")
 _FLAGS = ("change_expected", "externally_skipped")
 
 

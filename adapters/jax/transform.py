@@ -27,7 +27,6 @@ from healcore.jax.optax_states import (
     with_lr_scale,
 )
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_keywords
 
 
 def heal(
@@ -61,8 +60,8 @@ def heal(
     Returns:
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
         `eval_loss` (NaN at steps without evaluation), `grad_norm` (if it has to be reduced over a
-        mesh), `update_norm`, `change_expected` and `externally_skipped` (bool), and `learning_rate`
-        (of the schedule, for a policy with an absolute limit). Without `value` the detectors of
+        mesh), `change_expected` and `externally_skipped` (bool), and `learning_rate` (of the
+        schedule, for a policy with an absolute limit). Without `value` the detectors of
         the loss are inactive. Unknown keywords are ignored. `update` raises SignalError, while
         tracing, for a signal that is not a 0-d number or bool.
 
@@ -76,7 +75,6 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    check_keywords(heal, overrides)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     return _transformation(engine_of(policy, overrides), axes, records)
@@ -143,8 +141,6 @@ class ProtectState(NamedTuple):
     """The healing state, and the state of the protected optimizer."""
 
     heal: HealState
-    heal_update_norm: Any
-    """float32 0-d: norm of the last update, 0 after a skip. None if the policy does not read it."""
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
@@ -218,13 +214,12 @@ def protect(
         0
     """
     _check_optimizer(inner)
-    check_keywords(protect, overrides)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
-    reads_update_norm, unread_if_eager = "update_norm" in engine.needs, {}
+    unread_if_eager = {}
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
@@ -232,7 +227,6 @@ def protect(
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), records),
-            heal_update_norm=jnp.zeros((), jnp.float32) if reads_update_norm else None,
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
         )
@@ -254,8 +248,6 @@ def protect(
         arguments = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, inner_update, *arguments)
         reported = dict(given)
-        if reads_update_norm:
-            reported.setdefault("update_norm", state.heal_update_norm)
         reads_rate = engine.limits_lr and "learning_rate" not in given
         rates = injected_rates(state.inner_state) if reads_rate else []
         if len(rates) == 1:
@@ -294,16 +286,13 @@ def protect(
             )
         else:
             updates, inner_state = inner_step(updates, state.inner_state, params)
-        norm = axes.norm(updates) if reads_update_norm else None
         if engine.scales_lr and not observes and not scales_inside:
             updates = gradients.scale(updates, decision.lr_scale)
-            norm = None if norm is None else norm * decision.lr_scale
         if may_skip:
             updates = gradients.fill_where(updates, skip, -0.0)
-            norm = None if norm is None else jnp.where(skip, 0.0, norm)
         if resets is not None:
             resets = jnp.where(skip, resets, (decision.action & Action.CUT_LR) != 0)
-        return updates, ProtectState(heal, norm, resets, inner_state)
+        return updates, ProtectState(heal, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -17,7 +17,6 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_keywords
 from healcore.torch import gradients, measurement
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
@@ -86,7 +85,6 @@ def attach(
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    check_keywords(attach, overrides)
     printed, stored = checked_console(console), scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),
@@ -277,16 +275,6 @@ class Healing:
             SignalError: as for `observe`.
         """
         self._measurer.eval_loss = measurement.one_number("eval_loss", eval_loss)
-
-    def observe_update_norm(self, update_norm: Tensor | float) -> None:
-        """Reports the L2 norm of the last update, for policies that read it.
-
-        healcore does not measure this norm.
-
-        Raises:
-            SignalError: as for `observe`.
-        """
-        self._measurer.update_norm = measurement.one_number("update_norm", update_norm)
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).

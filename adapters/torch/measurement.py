@@ -30,7 +30,6 @@ class Measurer:
 
     Attributes:
         eval_loss: loss of an evaluation since the last step, or None.
-        update_norm: norm of the previous update as reported since the last step, or None.
         has_seen_loss: whether any step has had a loss, including dropped steps.
         norms: norm of each gradient at the last step, 0-d on the gradient's device.
         squares: this rank's terms of the squared norms at the last step, (1,) float64, or
@@ -45,7 +44,6 @@ class Measurer:
         self._optimizer = optimizer
         self.losses = LossMean(home)
         self.eval_loss: Tensor | float | None = None
-        self.update_norm: Tensor | float | None = None
         self.has_seen_loss = False
         self.norms: Sequence[Tensor] = ()
         self.squares: Tensor | None = None
@@ -55,7 +53,7 @@ class Measurer:
     def clear(self) -> None:
         """Drops what the loop has reported since the last step."""
         self.losses.clear()
-        self.eval_loss = self.update_norm = None
+        self.eval_loss = None
 
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
@@ -104,7 +102,6 @@ class Measurer:
             grad_norm=norm,
             group_norms=each,
             eval_loss=self._at_home(evaluation) if "eval_loss" in needs else None,
-            update_norm=self._at_home(self.update_norm) if "update_norm" in needs else None,
             learning_rate=self._learning_rate() if self._live.current.limits_lr else None,
         )
         self.clear()

@@ -215,7 +215,7 @@ def _is_mesh(value: Any) -> bool:
 
 # -- the signals of all ranks ----------------------------------------------------------------------
 
-_COUNTED = ("loss", "update_norm", "grad_norm")
+_COUNTED = ("loss", "grad_norm")
 """Signals that one rank may have while another has not."""
 
 
@@ -266,33 +266,32 @@ class SignalAllReduce:
         if self._unchecked is not None and self._unchecked.has_arrived():
             marks, self._unchecked = self._unchecked, None
             self._raise_if_different(marks)
-        zero, given = self._zero, (*signals[:4], found_inf)
-        loss, norm, update, evals, overflow = (zero if v is None else v for v in given)
+        zero, given = self._zero, (*signals[:3], found_inf)
+        loss, norm, evals, overflow = (zero if v is None else v for v in given)
         evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
         evals = torch.where(evaluated, evals, zero)
         flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
         counts = (torch.full_like(zero, flag) for flag in flags)
-        terms = torch.stack([loss, update, evals, evaluated, overflow > 0, *counts]).double()
+        terms = torch.stack([loss, evals, evaluated, overflow > 0, *counts]).double()
         if squares is None:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
         sums = self._summed(torch.cat([terms, self._mark(last), squares]))
-        self.last_marks = AsyncCopy(sums[8:11])
+        self.last_marks = AsyncCopy(sums[6:9])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
-        loss, update, evals, evaluated, overflows, losses, updates, grads = sums[:8].unbind()
-        total = sums[11:] if self.ranks.has_parts else sums[11:] / grads
+        loss, evals, evaluated, overflows, losses, grads = sums[:6].unbind()
+        total = sums[9:] if self.ranks.has_parts else sums[9:] / grads
         norms = total.sqrt().to(torch.float32)
         found = {name for name in _COUNTED if getattr(signals, name) is not None}
         if len(found) < len(_COUNTED):
-            counts = sums[5:8].cpu().numpy()
+            counts = sums[4:6].cpu().numpy()
             found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
         evaluation = signals.eval_loss
         reduced = signals._replace(
             loss=(loss / losses).to(torch.float32) if "loss" in found else None,
-            update_norm=(update / updates).to(torch.float32) if "update_norm" in found else None,
             grad_norm=norms[0] if "grad_norm" in found else None,
             group_norms=None if signals.group_norms is None else norms[1:],
             eval_loss=None if evaluation is None else (evals / evaluated).to(torch.float32),

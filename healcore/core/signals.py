@@ -32,8 +32,6 @@ class Signals(NamedTuple):
     """Training loss of this step."""
     grad_norm: Any = None
     """Global L2 norm of the gradients, float32, before any clipping; at least 0."""
-    update_norm: Any = None
-    """Global L2 norm of the update, float32; usually of the previous step."""
     eval_loss: Any = None
     """Evaluation loss; NaN at a step without an evaluation."""
     group_norms: Any = None
@@ -52,12 +50,10 @@ class Observed(NamedTuple):
 
     loss: Any
     grad_norm: Any
-    update_norm: Any
     eval_loss: Any
     group_norms: Any
     bad_loss: Any  # bool or None: the loss is NaN or infinite
     bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, too large to clip, or negative
-    bad_update: Any  # bool or None: the update norm is NaN, infinite or negative
     bad: Any  # bool: a signal is bad
     finite: Any  # bool: all signals are finite, so baselines may learn this step
     has_eval: Any  # bool or None: this step has an evaluation
@@ -72,8 +68,8 @@ def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp:
     float32 factor clips a gradient above SIGNAL_LIMIT, so such a norm is bad if the policy clips.
     """
     most = numerics.SIGNAL_LIMIT if clips else numerics.FLOAT32_MAX
-    loss = grad_norm = group_norms = update_norm = eval_loss = None
-    bad_loss = bad_grad = bad_update = has_eval = None
+    loss = grad_norm = group_norms = eval_loss = None
+    bad_loss = bad_grad = has_eval = None
     sanitized = functools.partial(numerics.sanitized, xp=xp)
     if signals.loss is not None:
         loss, bad_loss = sanitized(
@@ -86,22 +82,18 @@ def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp:
         group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, most)
         any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
         bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
-    if signals.update_norm is not None:
-        update_norm, bad_update = sanitized(signals.update_norm, _LEAST_NORM, numerics.FLOAT32_MAX)
     if signals.eval_loss is not None:
         eval_loss, bad = sanitized(signals.eval_loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX)
         has_eval = ~bad
-    found = [each for each in (bad_loss, bad_grad, bad_update) if each is not None]
+    found = [each for each in (bad_loss, bad_grad) if each is not None]
     bad = numerics.shared(functools.reduce(operator.or_, found), xp=xp)
     return Observed(
         loss=loss,
         grad_norm=grad_norm,
-        update_norm=update_norm,
         eval_loss=eval_loss,
         group_norms=group_norms,
         bad_loss=bad_loss,
         bad_grad=bad_grad,
-        bad_update=bad_update,
         bad=bad,
         finite=~bad,
         has_eval=has_eval,

@@ -28,7 +28,6 @@ def signals(
     norm = _norms(rng, shape, wild=wild)
     loss = _losses(rng, shape, wild=wild)
     loss, norm = _grown(rng, loss, norm)
-    update = _norms(rng, shape, wild=wild) * np.float32(1e-3)
     evaluation = np.where(rng.random(shape) < 0.03, loss + rng.normal(1.0, 2.0, shape), np.nan)
     per_group = None
     if groups:
@@ -42,7 +41,6 @@ def signals(
     return Signals(
         loss=_rounded(rng, _disturb(rng, loss, wild=wild)),
         grad_norm=_rounded(rng, _disturb(rng, norm, wild=wild)),
-        update_norm=_disturb(rng, update, wild=wild),
         eval_loss=evaluation,
         group_norms=per_group,
         change_expected=rng.random(shape) < rare,

@@ -2,7 +2,7 @@
 
 from healcore.core.clipping import AdaGCConfig, ZClipConfig
 from healcore.core.decision import Action, Cause
-from healcore.core.detectors import DETECTORS, GradSpikeConfig, NonFiniteConfig, UpdateSpikeConfig
+from healcore.core.detectors import DETECTORS, GradSpikeConfig, NonFiniteConfig
 from healcore.core.engine import EngineConfig, LrConfig, RuleConfig
 from tests.core.policies import full
 
@@ -30,11 +30,6 @@ ADAGC = ZCLIP._replace(clip=("adagc", AdaGCConfig(warmup_steps=WARMUP)))
 CUT_LR = SKIP._replace(
     rules=(RuleConfig(NONFINITE, skip=True, action=int(Action.CUT_LR)),),
     lr=LrConfig(factor=0.5, floor=0.1, hold_steps=4, ramp_steps=4),
-)
-
-UPDATES = EngineConfig(
-    detectors=(("update_spike", UpdateSpikeConfig(window=WARMUP)),),
-    rules=(RuleConfig(int(Cause.UPDATE_SPIKE), skip=True),),
 )
 
 EVERYTHING = full(detectors=tuple((name, each()) for name, each in DETECTORS.items()))

@@ -117,7 +117,7 @@ def test_inside_shard_map_on_four_devices():
 
 
 def test_signals_are_reduced_over_a_named_vmap():
-    tx = protect(optax.sgd(0.1), policies.UPDATES, axis_name="lane")
+    tx = protect(optax.sgd(0.1), policies.SKIP, axis_name="lane")
     params = grads = jnp.ones(2)
     state, yes, no = tx.init(params), jnp.asarray([False, True, False]), jnp.zeros(3, bool)
 
@@ -128,7 +128,6 @@ def test_signals_are_reduced_over_a_named_vmap():
     run, losses = jax.jit(jax.vmap(step, axis_name="lane")), jnp.asarray([1.0, 2.0, 6.0])
     _, new = run(losses, no, yes)
     assert float(metrics(jax.tree.map(lambda x: x[0], new))["heal/loss"]) == 3.0
-    np.testing.assert_allclose(new.heal_update_norm, np.full(3, 0.1 * 2**0.5), rtol=1e-6)
     _, skipped = run(losses, yes, no)
     assert last_decision(skipped).skip.all()
 
@@ -219,7 +218,6 @@ FROZEN = {
         lambda rate: protect(partition(rate), policies.BOTH)
     )(rate=0.1),
     "per tensor": protect(partition(), policies.ADAGC),
-    "update norm": protect(partition(), policies.UPDATES),
 }
 EAGER = ("masked after", "accumulation", "injected outside")
 

@@ -137,15 +137,6 @@ def test_the_lr_is_cut_in_the_same_run_and_comes_back_to_exactly_one():
     np.testing.assert_array_equal(steps, [-s if i != 1 else 0.0 for i, s in enumerate(scales)])
 
 
-def test_an_update_spike_is_seen_one_step_later():
-    tx = protect(optax.scale_by_learning_rate(1.0), policies.UPDATES)
-    update, state, skips = jax.jit(tx.update), tx.init(jnp.zeros(2)), []
-    for g in [1.0, 1.1, 0.9, 1.0, 1.0, 1e4, 1.0, 1.0]:
-        _, state = update(jnp.full(2, g), state)
-        skips.append(bool(last_decision(state).skip))
-    assert skips == [False] * 6 + [True, False]
-
-
 def test_each_tensor_has_its_own_factor_under_adagc():
     tx = protect(optax.sgd(1.0), policies.ADAGC)
     update = jax.jit(tx.update)

@@ -171,7 +171,6 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
         grad_norm=number(1, 1, 50, np.inf),
         group_norms=np.float32(random.random(policies.GROUPS)) if engine.per_tensor else None,
         eval_loss=number(1, np.nan) if "eval_loss" in engine.needs else None,
-        update_norm=number(1, 50) if "update_norm" in engine.needs else None,
         externally_skipped=np.bool_(random.random() < 0.3) if externally_skipped else None,
         learning_rate=number(1) if engine.limits_lr else None,
     )

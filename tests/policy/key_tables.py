@@ -39,7 +39,7 @@ WORDS = {
 }
 """Words of a range, and what the page has instead."""
 HEAD = "key | if missing, range | meaning\n---|---|---"
-TOGETHER = (("loss_spike", "grad_spike", "update_spike"), ("loss_window", "grad_window"))
+TOGETHER = (("loss_spike", "grad_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
 
 

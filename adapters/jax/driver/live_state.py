@@ -23,7 +23,7 @@ from healcore.runtime.store.saved import StateMismatch
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
-_PROTECT = ("heal_update_norm", "heal_reset_moments")
+_PROTECT = ("heal_reset_moments",)
 """Fields of `ProtectState` that belong to the parameters and moments, not to the engine."""
 _SHOWN = 3
 """Largest number of differences in a message."""

@@ -17,7 +17,6 @@ from healcore.core.detectors.thresholds import (
     LossCeilingConfig,
     LossSpikeConfig,
     NonFiniteConfig,
-    UpdateSpikeConfig,
     VanishingConfig,
 )
 from healcore.core.detectors.trends import DivergenceConfig, OverfitConfig, PlateauConfig
@@ -38,7 +37,6 @@ DETECTORS: dict[str, Any] = {
     "vanishing": VanishingConfig,
     "plateau": PlateauConfig,
     "overfit": OverfitConfig,
-    "update_spike": UpdateSpikeConfig,
     "loss_ratio": LossRatioConfig,
     "loss_ceiling": LossCeilingConfig,
     "loss_window": LossWindowConfig,

@@ -137,13 +137,6 @@ FAILURES: dict[Cause, Failure] = {
         "earlier end.",
         (_TABLE,),
     ),
-    Cause.UPDATE_SPIKE: Failure(
-        "update_spike",
-        Severity.WARNING,
-        "The optimizer's update stood out while its gradient did not: its second moments are too "
-        "small or too old (epsilon, beta2), or a restored optimizer state is not this model's.",
-        ("Marin 32B's log: spikes of the update come before those of the loss",),
-    ),
     # Published: half the batch, with accumulation, and gradient checkpointing. healcore cannot add
     # gradient checkpointing to the model's own code, so it only advises it.
     Cause.OOM: Failure(

@@ -23,7 +23,7 @@ from healcore import regular_file
 from healcore.console import counted
 from healcore.core.errors import HealcoreError
 
-SIGNALS = ("loss", "grad_norm", "update_norm", "eval_loss")
+SIGNALS = ("loss", "grad_norm", "eval_loss")
 """Columns that are read from a log: signals of `healcore.core.signals`."""
 
 STEP, EPOCH = "step", "epoch"

@@ -54,10 +54,6 @@ _NAMES = {
         "grad_2_0_norm_total "  # Lightning's grad_norm()
         "optim_grad_norm",
     ),
-    "update_norm": (
-        "update_norm",
-        "updates_norm train_update_norm global_update_norm optim_update_norm",
-    ),
     "eval_loss": (
         "eval_loss",
         "val_loss valid_loss validation_loss evaluation_loss dev_loss lm_loss_validation loss_eval "

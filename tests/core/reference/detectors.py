@@ -12,7 +12,7 @@ from tests.core.reference.limits import (
     LossRatio,
     LossWindow,
 )
-from tests.core.reference.losses import Divergence, LossSpike, NormSpike, UpdateSpike
+from tests.core.reference.losses import Divergence, LossSpike, NormSpike
 from tests.core.reference.records import Instability, Records
 from tests.core.reference.ties import Detector, Finding, Ties
 
@@ -22,12 +22,10 @@ class Step(NamedTuple):
 
     loss: float | None
     norm: float | None
-    update: float | None
     evaluation: float | None
     """None at a step without an evaluation."""
     bad_loss: bool
     bad_grad: bool
-    bad_update: bool
     finite: bool
     restart: bool
     rate: float | None
@@ -38,8 +36,7 @@ class Nonfinite(Detector):
     """Reports what is not finite, at once."""
 
     def see(self, step: Step) -> Finding:
-        bad_grad = step.bad_grad or step.bad_update  # the update is made of gradients
-        flags = Cause.NONFINITE_LOSS * step.bad_loss | Cause.NONFINITE_GRAD * bad_grad
+        flags = Cause.NONFINITE_LOSS * step.bad_loss | Cause.NONFINITE_GRAD * step.bad_grad
         return flags != 0, flags != 0, int(flags)
 
 
@@ -146,7 +143,6 @@ DETECTORS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "vanishing": (Vanishing, ("grad_norm",)),
     "plateau": (Plateau, ("loss",)),
     "overfit": (Overfit, ("loss", "eval_loss")),
-    "update_spike": (UpdateSpike, ("update_norm",)),
     "loss_ratio": (LossRatio, ("loss",)),
     "loss_ceiling": (LossCeiling, ("loss",)),
     "loss_window": (LossWindow, ("loss",)),

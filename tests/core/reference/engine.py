@@ -329,19 +329,16 @@ def _observed(seen: Signals, restart: bool, clips: bool) -> tuple[Step, list[flo
     A policy that clips takes no gradient that it cannot scale in float32.
     """
     most = 1e15 if clips else 3.4028234663852886e38
-    loss, norm, update = seen.loss, seen.grad_norm, seen.update_norm
+    loss, norm = seen.loss, seen.grad_norm
     bad_loss = loss is not None and not math.isfinite(loss)
     bad_grad = not all(_is_norm(each, most) for each in [norm, *(seen.group_norms or [])])
-    bad_update = not _is_norm(update)
     step = Step(
         loss=_bounded(loss),
         norm=_bounded(norm if _is_norm(norm, most) else 0.0),
-        update=_bounded(update if _is_norm(update) else 0.0),
         evaluation=_bounded(seen.eval_loss) if _is_finite(seen.eval_loss) else None,
         bad_loss=bad_loss,
         bad_grad=bad_grad,
-        bad_update=bad_update,
-        finite=not (bad_loss or bad_grad or bad_update),
+        finite=not (bad_loss or bad_grad),
         restart=restart,
         rate=_bounded(seen.learning_rate),
     )

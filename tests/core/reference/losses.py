@@ -93,17 +93,12 @@ class LossSpike(Detector):
 class NormSpike(LossSpike):
     """Outliers of the gradient norm, by the same rule."""
 
-    cause, signal = Cause.GRAD_SPIKE, "norm"
+    cause = Cause.GRAD_SPIKE
 
     def see(self, step: Any) -> Finding:
-        x = getattr(step, self.signal)
-        return self.found(*self.outliers.see(x, step.finite and x > 0, step.restart))
-
-
-class UpdateSpike(NormSpike):
-    """Outliers of the update's norm."""
-
-    cause, signal = Cause.UPDATE_SPIKE, "update"
+        return self.found(
+            *self.outliers.see(step.norm, step.finite and step.norm > 0, step.restart)
+        )
 
 
 class Divergence(Detector):

@@ -43,8 +43,7 @@ def back_to(driver: JaxDriver, store: Any, step: int) -> None:
 )
 def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tmp_path):
     """It also replays in a new process. A TrainState's first step is the number 0, not an array."""
-    detectors = (*POLICY.detectors, *policies.UPDATES.detectors)
-    policy = POLICY._replace(detectors=detectors, clip=policies.ADAGC.clip)
+    policy = POLICY._replace(clip=policies.ADAGC.clip)
     run, driver = driven(RUNS[kind](policy=policy), policy)
     store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, BATCHES[:at])
