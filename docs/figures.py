@@ -28,7 +28,7 @@ def draw(store: Path, name: str) -> None:
     for end, width in {"": 7.2, "-phone": WIDTHS["phone"]}.items():  # inches
         with mpl.rc_context({**STYLE, "svg.hashsalt": f"{name}{end}"}):
             figure = Figure()
-            plot(figure, report, width, {})
+            plot(figure, report, width)
             for axis in figure.axes[1:]:
                 lines = [line for line in axis.lines if line.get_transform() == axis.transData]
                 values = np.concatenate([np.asarray(line.get_ydata(), float) for line in lines])

@@ -129,6 +129,7 @@ SLOW = (
     ),
     "tests/examples/test_jax_data_and_rates.py",
     "tests/tools/probe/test_recorded_runs.py",
+    "tests/tools/replay/test_sweep.py::test_the_spikes_that_pretraining_finds",
     # The other framework, store or optimizer for what `make test` shows with one.
     "tests/healer/test_jax_states.py::test_a_nan",
     "tests/healer/test_unreliable_disks.py",

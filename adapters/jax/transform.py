@@ -27,7 +27,6 @@ from healcore.jax.optax_states import (
     with_lr_scale,
 )
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_keywords
 
 
 def heal(
@@ -76,7 +75,6 @@ def heal(
         >>> bool(jnp.all(updates["w"] == 0))
         True
     """
-    check_keywords(heal, overrides)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     return _transformation(engine_of(policy, overrides), axes, records)
@@ -214,7 +212,6 @@ def protect(
         0
     """
     _check_optimizer(inner)
-    check_keywords(protect, overrides)
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)

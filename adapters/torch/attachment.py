@@ -16,7 +16,6 @@ from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import SignalError
 from healcore.policy import Overrides, PolicyLike, engine_of
-from healcore.policy.loader import check_keywords
 from healcore.torch import gradients, measurement
 from healcore.torch.enforcer import Enforcer
 from healcore.torch.engines import DeviceEngine, HostEngine
@@ -85,7 +84,6 @@ def attach(
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    check_keywords(attach, overrides)
     printed, stored = checked_console(console), scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),

@@ -182,8 +182,6 @@ def out_of_memory() -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
     problem = next(e for e in read(folder / "run.events.jsonl").events if "sign" in e)["problem"]
-    profiles = [each.name for each in folder.glob("run.memory.*.txt") if each.stat().st_size]
-    assert len(profiles) == CUDA, (problem, profiles)
     assert "Largest owner of memory: " in problem, problem
     assert healer.step == 3
     assert failed > 0, "memory did not run out"

@@ -20,15 +20,6 @@ class Mode(enum.StrEnum):
     REPLAY = "replay"  # the orders are from a later replay of recorded rows
 
 
-class IncidentOutcome(enum.StrEnum):
-    """The outcome of an incident."""
-
-    STOP = "stop"
-    ROLLBACK = "rollback"  # includes incidents that later stopped the run
-    SKIP = "skip"
-    ALERT = "alert"
-
-
 @dataclass
 class Incident:
     """Alarms with one onset. Events are added in file order."""
@@ -43,10 +34,7 @@ class Incident:
     alarms: int = 0  # alarms with an event
     skipped: int = 0  # skipped steps
     clipped: int | None = None  # steps with clipped gradients, or None if not counted
-    repeats: int = 0  # rollbacks after the first, in mode REPLAY
     declined: bool = False  # the last order was declined for lack of evidence or budget
-    denied: bool = False  # no budget for the first rollback: the run would stop
-    repeat_denied: bool = False  # no budget for one of the repeats
     responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, stop
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
     checkpoint: int | None = None  # step of the restored checkpoint
@@ -75,15 +63,6 @@ class Incident:
     def stopped(self) -> bool:
         """Whether a stop was ordered and not declined."""
         return "STOP" in self.action and not self.declined
-
-    @property
-    def outcome(self) -> IncidentOutcome:
-        """The most severe action; a rollback ranks above a later stop."""
-        if self.rolled_back:
-            return IncidentOutcome.ROLLBACK
-        if self.stopped:
-            return IncidentOutcome.STOP
-        return IncidentOutcome.SKIP if self.skipped else IncidentOutcome.ALERT
 
     @property
     def end(self) -> float:

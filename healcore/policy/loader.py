@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import inspect
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -101,6 +100,11 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
         raise _error(type(policy).__name__, show_value(policy), rule, write, key="policy")
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
+    keys = Overrides.__annotations__
+    for name in (name for name in overrides if name not in keys):
+        rule = "an option of the function that you call, or a key of a policy"
+        write = f"the option as the function has it, or one of {', '.join(keys)}"
+        raise _error(source, "", rule, write, key=name)
     return from_dict(merged(data, overrides), source=source)
 
 
@@ -227,23 +231,6 @@ def preset_text(name: str) -> str:
     if name not in (*preset_names(), *recipe_names()):
         raise KeyError(name)
     return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
-
-
-def check_keywords(function: Callable[..., Any], overrides: Mapping[str, Any]) -> None:
-    """Raises TypeError for a keyword that looks like a misspelt option of `function`.
-
-    Keywords that resemble a policy key are left to the validation of the policy.
-    """
-    keys = list(Overrides.__annotations__)
-    parameters = inspect.signature(function).parameters.values()
-    options = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-    for name in overrides:
-        close = difflib.get_close_matches(name, [*options, *keys], n=1)
-        if name not in keys and close and close[0] in options:
-            raise TypeError(
-                f"{name!r} is neither an option of {function.__qualname__.split('.')[0]} nor a key "
-                f"of a policy: did you mean {close[0]!r}?"
-            )
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:

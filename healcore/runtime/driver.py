@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from healcore import adapter_registry
@@ -188,11 +187,8 @@ class Driver(Protocol):
         """
         ...
 
-    def memory(self, path: Path | None) -> dict[str, int]:
-        """Bytes by owner after an out-of-memory error; `activations` are all other memory.
-
-        Writes the framework's profile to `path` with another suffix, unless `path` is None.
-        """
+    def memory(self) -> dict[str, int]:
+        """Bytes by owner after an out-of-memory error; `activations` are all other memory."""
         ...
 
     # -- numbers of the program -----------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsFloat, Ty
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.policy.loader import check_keywords
 from healcore.runtime.data.loader_adapters import Loader
 from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
@@ -141,7 +140,6 @@ class Healer(Generic[State]):
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        check_keywords(Healer.__init__, overrides)
         if loss_fn is not None and not callable(loss_fn):
             given = type(loss_fn).__name__
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")

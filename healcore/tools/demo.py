@@ -29,7 +29,6 @@ from healcore.demo import (
 )
 from healcore.tools import output
 from healcore.tools.report import page
-from healcore.tools.report.page import WIDTHS, draw
 from healcore.tools.report.run_report import RunReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
@@ -74,8 +73,8 @@ def run_demo(
 ) -> list[DemoRun]:
     """Trains one run per framework and arm, prints the outcomes, and returns the runs.
 
-    Writes a picture for each framework into `out`, and a folder for each healed run with its
-    checkpoints, events, metrics, postmortem and report. `sizes` are fields of `Scenario`.
+    Writes a folder for each healed run into `out`, with its checkpoints, events, metrics,
+    postmortem and report. `sizes` are fields of `Scenario`.
 
     Raises:
         MissingExtraError: a library is not installed.
@@ -115,13 +114,7 @@ def run_demo(
         name, is_last = f"{run.framework} {run.arm}", run.arm == ARMS[-1]
         table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
     console.print(table, "")
-    for run in runs:
-        if run.report is not None:
-            others = [each for each in runs if each.framework == run.framework and not each.report]
-            losses = {each.arm: {step.step: step.loss for step in each.steps} for each in others}
-            svg = draw(run.report, WIDTHS["screen"], losses)
-            (out / f"{run.framework}.svg").write_text(svg, encoding="utf-8")
-    console.print(f"\npictures, pages and checkpoints: {out}", soft_wrap=True)
+    console.print(f"\npages and checkpoints: {out}", soft_wrap=True)
     return runs
 
 

@@ -1,13 +1,14 @@
-"""Prints untrusted text with control sequences escaped, and writes files whole or not at all."""
+"""Output of the commands: escaped text, errors as sentences, files whole or not at all."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # a local import, so that other commands start fast
     from rich.segment import Segment
 
 AnyPath = str | os.PathLike[str]
+CANNOT_RUN = 2  # exit status
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -44,6 +46,27 @@ def console(**options: Any) -> Console:
                 yield segment._replace(text=text)
 
     return CleanConsole(**options)
+
+
+def fail(why: str, status: int = CANNOT_RUN) -> NoReturn:
+    """Prints the reason on standard error and exits with the status."""
+    echo(why, err=True)
+    raise typer.Exit(status)
+
+
+def reported(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: prints an error of healcore or of the system as a sentence, and exits with 2."""
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        try:
+            command(**options)
+        except BrokenPipeError:  # `| head`: click ends the program without a message
+            raise
+        except (HealcoreError, OSError) as error:
+            fail(str(error))
+
+    return run
 
 
 # -- files ----------------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
-"""Writes the table of docs/events.md from the schema: `python -m tests.events.page_tables`."""
+"""Writes the table of docs/events.md and docs/events.schema.json from the schema.
 
+`python -m tests.events.page_tables`
+"""
+
+import json
 from pathlib import Path
 
-from healcore.events.schema import KINDS
+from healcore.events.schema import KINDS, json_schema
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- kinds: begin (written by python -m tests.events.page_tables) -->"
@@ -23,3 +27,5 @@ def written(page: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
+    schema = json.dumps(json_schema(), indent=2)
+    PAGE.with_name("events.schema.json").write_text(f"{schema}\n")

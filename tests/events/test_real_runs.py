@@ -86,7 +86,7 @@ def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_p
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, tmp_path):
+def test_out_of_memory_names_the_largest_owner(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
         if number == 7:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
@@ -97,9 +97,6 @@ def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, t
     (problem,) = (event["problem"] for event in read(path).events if event["kind"] == "fault")
     for text in (problem, next(tmp_path.glob("run.postmortem.*")).read_text()):
         assert "owner" in text, "the lines of the diagnosis are wrapped"
-    profiles = [each.name for each in tmp_path.glob("run.memory.*.prof") if each.stat().st_size]
-    assert len(profiles) == (framework == "jax")
-    assert all(name in problem for name in profiles)
 
 
 def test_each_smaller_part_names_the_owner(tmp_path):
@@ -115,6 +112,7 @@ def test_each_smaller_part_names_the_owner(tmp_path):
             state["optimizer"].step()
     found = [e["problem"] for e in read(tmp_path / "healcore.events.jsonl").events if "sign" in e]
     assert all("Largest owner of memory: parameters (12 of 24 bytes)" in each for each in found)
+    assert len(found) == 2
 
 
 def test_lines_of_an_error_are_errors_with_their_diagnosis(caplog, tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.events.log import Event
-from healcore.history import IncidentOutcome, Mode, Run, RunState, runs_of
+from healcore.history import Mode, Run, RunState, runs_of
 from healcore.history.curves import thin
 from healcore.runtime.story.diagnosis import STATES
 from healcore.tools.report.page import outcome
@@ -38,7 +38,7 @@ def test_an_incident_with_its_rollback():
     run = run_of(BEGIN, ("alarm", 4, alarm), ("alarm", 5, alarm), rollback, saved)
     (case,) = run.incidents
     assert (case.number, case.onset_step, case.step, case.skipped) == (1, 4.0, 5.0, 2)
-    assert (case.outcome, case.mode) == (IncidentOutcome.ROLLBACK, Mode.HEAL)
+    assert (case.rolled_back, case.mode) == (True, Mode.HEAL)
     assert (case.checkpoint, case.skipped_batches) == (2, ((0, 4), (0, 5)))
     assert case.lr_path == (1.0, 0.5)
     assert case.evidence[0].name == "w"
@@ -53,17 +53,17 @@ def test_a_declined_order_is_shown_as_declined():
     twice = [("order", 5, order), ("assessment", 7, declined)] * 2
     run = run_of(BEGIN, ("alarm", 4, NAN), *twice)
     (case,) = run.incidents
-    assert (case.outcome, case.stopped) == (IncidentOutcome.SKIP, False)
+    assert (case.rolled_back, case.stopped) == (False, False)
     assert (case.action, run.counts().rollbacks, run.rollbacks) == (("ROLLBACK", "STOP"), 0, [])
     assert [each.kind for each in case.responses] == ["assessment"]
     assert outcome(case) == (
         "skipped 1 step; declined: no evidence that the current weights are worse"
     )
     run = run_of(BEGIN, ("alarm", 4, NAN), *twice, ("stop", 9, {"why": "the end"}))
-    assert run.incidents[0].outcome is IncidentOutcome.STOP
+    assert run.incidents[0].stopped
     hook = ("hook", 5, {"hook": "mine", "ordered": ["ROLLBACK"], "action": ["SAVE"]})
     (case,) = run_of(BEGIN, ("order", 5, {**order, "action": ["ROLLBACK"]}), hook).incidents
-    assert (case.action, case.outcome) == (("SAVE",), IncidentOutcome.ALERT)
+    assert (case.action, case.rolled_back) == (("SAVE",), False)
 
 
 def test_a_rollback_without_an_incident_has_no_number():
@@ -72,7 +72,7 @@ def test_a_rollback_without_an_incident_has_no_number():
     back = ("rollback", 7, {**BACK, "onset": 3})
     run = run_of(BEGIN, ("alarm", 4, NAN), back, second, ("alarm", 9, {**NAN, "incident": 2}))
     assert [case.number for case in run.incidents] == [1, 0, 2]
-    assert [case.outcome for case in run.incidents] == ["skip", "rollback", "skip"]
+    assert [case.rolled_back for case in run.incidents] == [False, True, False]
     counts = run.counts()
     assert (counts.incidents, counts.rollbacks) == (2, 1)
 

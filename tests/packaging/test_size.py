@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37928),
-    "tests": (("tests",), 32675),
-    "benchmarks": (("benchmarks",), 8920),
+    "product": (("healcore", "adapters"), 37215),
+    "tests": (("tests",), 32349),
+    "benchmarks": (("benchmarks",), 8918),
 }
 """Part -> its folders, and the most lines."""
 

@@ -22,7 +22,6 @@ from healcore.policy import (
     preset_text,
 )
 from healcore.policy.tables import keys_of
-from healcore.runtime.healer import Healer
 from healcore.runtime.run_options import HostPolicy
 
 
@@ -72,12 +71,6 @@ def test_an_invalid_override_names_key_value_and_rule(overrides, key, value, rul
 
 def test_the_keywords_are_the_keys_of_a_file():
     assert set(get_type_hints(Overrides)) == keys_of(Policy).keys() - {"schema"}
-
-
-def test_a_misspelt_option_of_the_healer_is_suggested():
-    misspelt: Any = {"checkpoint": 3}
-    with pytest.raises(TypeError, match="checkpoints"):
-        Healer("default", state={}, **misspelt)
 
 
 def by_attach(policy, **overrides):

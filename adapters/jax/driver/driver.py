@@ -6,7 +6,6 @@ import gc
 import math
 from collections.abc import Callable, Mapping
 from operator import is_not
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -187,7 +186,7 @@ class JaxDriver(Driver):
         """Whether all parameters are finite that were finite at the start."""
         return set(self.nonfinite_weights()) <= self._not_finite
 
-    def memory(self, path: Path | None) -> dict[str, int]:
+    def memory(self) -> dict[str, int]:
         """See `Driver.memory`. The activations are of the peak, which a failed step may exceed."""
 
         def size(leaves: list[Any]) -> int:  # on one device; of deleted arrays too
@@ -199,8 +198,6 @@ class JaxDriver(Driver):
         sizes = {"parameters": params, "optimizer state": whole - params}
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         sizes["activations"] = max(0, peak - whole)
-        if path is not None:
-            jax.profiler.save_device_memory_profile(str(path.with_suffix(".prof")))
         return sizes
 
     def settings(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -255,8 +254,8 @@ class TorchDriver(Driver):
         found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
         return live_state.parameter_names(self._state, found)
 
-    def memory(self, path: Path | None) -> dict[str, int]:
-        """See `Driver.memory`: CUDA's summary, and its snapshot if its history is recorded."""
+    def memory(self) -> dict[str, int]:
+        """See `Driver.memory`."""
 
         def size(values: Iterable[Any]) -> int:
             return sum(gradients.local_part(t).nbytes for t in values if isinstance(t, Tensor))
@@ -270,10 +269,6 @@ class TorchDriver(Driver):
         owners["optimizer state"] = size(moments)
         if torch.cuda.is_initialized():
             owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
-            if path is not None:
-                path.with_suffix(".txt").write_text(torch.cuda.memory_summary())
-                if any(torch.cuda.memory._snapshot().get("device_traces", ())):
-                    torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         return owners
 
     def settings(self) -> dict[str, Any]:

@@ -61,11 +61,31 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _HasRetries = "default")
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    retries = getattr(policy, "_retries", None)
+    name = getattr(call, "__qualname__", None) or repr(call)[:80]
+    if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
+        raise TypeError(
+            f"{name} is a coroutine or a generator function, which fails only when it is "
+            "awaited or iterated over: pass an ordinary function that does that"
+        )
+    retries: Callable[[str], Retries] | None = getattr(policy, "_retries", None)
     if retries is None:
         host = HostPolicy.of(cast("PolicyLike", policy))
         retries = partial(Retries, policy=host, report=_log, sleep=time.sleep)
-    return with_retries(call, retries)
+
+    @functools.wraps(call)
+    def again(*args: P.args, **kwargs: P.kwargs) -> T:
+        attempts = retries(name)
+        while True:
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:
+                if not attempts.wait_after(error):
+                    raise
+            else:
+                attempts.succeeded()
+                return result
+
+    return again
 
 
 def _log(attempt: CallAttempt) -> None:
@@ -116,28 +136,3 @@ def _delay(rules: Retry, failed: int) -> float:
         return min(rules.base_delay_s * rules.factor ** (failed - 1), rules.max_delay_s)
     except OverflowError:
         return rules.max_delay_s
-
-
-def with_retries(call: Callable[P, T], retries: Callable[[str], Retries]) -> Callable[P, T]:
-    """`retrying` with the `Retries` that `retries` makes for a name."""
-    name = getattr(call, "__qualname__", None) or repr(call)[:80]
-    if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
-        raise TypeError(
-            f"{name} is a coroutine or a generator function, which fails only when it is "
-            "awaited or iterated over: pass an ordinary function that does that"
-        )
-
-    @functools.wraps(call)
-    def again(*args: P.args, **kwargs: P.kwargs) -> T:
-        attempts = retries(name)
-        while True:
-            try:
-                result = call(*args, **kwargs)
-            except Exception as error:
-                if not attempts.wait_after(error):
-                    raise
-            else:
-                attempts.succeeded()
-                return result
-
-    return again

@@ -185,7 +185,7 @@ class _End:
             answer = None if why_not else "save"
         problem = f"the loop raised {error_text(self.raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory = f". {loop.out_of_memory.profile()}"
+            self.memory = f". {loop.out_of_memory.largest_owner()}"
             problem += self.memory
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:

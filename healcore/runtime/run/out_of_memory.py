@@ -5,7 +5,6 @@ A step of one rank is also repeated, unchanged, after a transient failure in the
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from healcore.runtime.faults.microbatches import (
 )
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.store.ranks import RankFailed
-from healcore.runtime.story.postmortem import path_for
 
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
@@ -114,18 +112,14 @@ class OutOfMemory:
         finally:
             self.part = None
 
-    def profile(self) -> str:
-        """Writes the framework's memory profile next to the events. Names the largest owner."""
-        events = self._log.events
-        path = None if events.path is None else path_for(events.path, events.run, "memory")
+    def largest_owner(self) -> str:
+        """A sentence about what holds most of the memory."""
         try:
-            sizes = self._driver.memory(path)
+            sizes = self._driver.memory()
         except Exception as error:  # the device may fail again
-            return f"The memory could not be profiled: {type(error).__name__}: {error:.100}"
+            return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
-        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
-        files = [] if path is None else [*path.parent.glob(f"{glob.escape(path.stem)}.*")]
-        return f"{text}; profile: {', '.join(file.name for file in files)}" if files else text
+        return f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
 
     # -- the window -----------------------------------------------------------------------------
 
@@ -245,7 +239,7 @@ class OutOfMemory:
                 why_not = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not why_not:
-            line += f". {self.profile()}"
+            line += f". {self.largest_owner()}"
         return _Overrun(samples, parts, fault, line, why_not)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:

@@ -15,8 +15,7 @@ import typer
 
 import healcore
 from healcore.tools.cli import events, policy, probe, replay
-from healcore.tools.cli.options import reported
-from healcore.tools.output import echo
+from healcore.tools.output import echo, reported
 
 __all__ = ["app", "main"]
 
@@ -47,7 +46,7 @@ def demo(
         int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
     ] = 300,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="New folder for the picture and the healed runs.")
+        Path, typer.Option(metavar="DIR", help="New folder for the healed runs.")
     ] = Path("healcore-demo"),
 ) -> None:
     """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""

@@ -1,4 +1,4 @@
-"""The commands `healcore events schema | show` and `healcore report run.events.jsonl`.
+"""The commands `healcore events show` and `healcore report run.events.jsonl`.
 
 Exit status: 0 success, 1 `show` found damaged lines or `report` an unreadable run, 2 no file could
 be read, the page could not be written, or the command line is invalid. Of `show --follow`: 0 the
@@ -14,22 +14,20 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.tools.cli.options import CANNOT_RUN, fail, reported
-from healcore.tools.output import check_outputs, echo, echo_json, replacing
+from healcore.tools.output import (
+    CANNOT_RUN,
+    check_outputs,
+    echo,
+    fail,
+    replacing,
+    reported,
+)
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
 POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
-
-
-@app.command("schema")
-def schema_() -> None:
-    """Print the JSON Schema of one line of an events file."""
-    from healcore.events import schema  # a local import, because `show` does not need the models
-
-    echo_json(json.dumps(schema.json_schema(), indent=2))
 
 
 @app.command()

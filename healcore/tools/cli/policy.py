@@ -14,8 +14,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from healcore.tools.cli.options import CANNOT_RUN, SetOption, load_policy, reported
-from healcore.tools.output import console, echo
+from healcore.tools.cli.options import SetOption
+from healcore.tools.output import CANNOT_RUN, console, echo, reported
 
 OK, INVALID = 0, 1
 
@@ -48,9 +48,10 @@ def list_() -> None:
 @reported
 def show(policy: _Named, set_: SetOption = None) -> None:
     """Show a policy as TOML: a preset with its comments, or every key with --set."""
-    from healcore.policy import dumps, preset_names, preset_text, recipe_names
+    from healcore.policy import dumps, load, preset_names, preset_text, recipe_names
+    from healcore.policy.loader import parse_overrides
 
-    loaded = load_policy(policy, set_)
+    loaded = load(policy, **parse_overrides(set_ or (), "--set"))
     if set_ or policy not in (*preset_names(), *recipe_names()):
         echo(dumps(loaded), nl=False)
     else:
@@ -87,9 +88,9 @@ def check(
 @reported
 def diff_(left: _Named, right: _Named) -> None:
     """Show the keys in which two policies differ, including defaults."""
-    from healcore.policy import diff
+    from healcore.policy import diff, load
 
-    differences = diff(load_policy(left), load_policy(right))
+    differences = diff(load(left), load(right))
     if differences:
         table = Table("key", left, right, box=None, pad_edge=False)
         for key, a, b in differences:

@@ -1,25 +1,23 @@
 """The commands `healcore probe loss | optimizer | checkpoint`.
 
-Exit status: 0 pass, 1 warn, 2 fail, 3 no verdict (too short, nothing to judge, unreadable, or an
-invalid command line). For several results it is the first of FAIL, ERROR, WARN, SKIP, PASS.
+Exit status: 0 pass, 1 warn, 2 fail or an invalid command line, 3 no verdict (too short, nothing to
+judge, unreadable). For several results it is the first of FAIL, ERROR, WARN, SKIP, PASS.
 """
 
 from __future__ import annotations
 
 import inspect
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel, ValidationError
-from typer.core import TyperGroup
 
 from healcore import regular_file
-from healcore.tools.cli.options import ColumnOption, JoinOption, fail, parse_columns
-from healcore.tools.output import clean, echo, echo_json
+from healcore.tools.cli.options import ColumnOption, JoinOption
+from healcore.tools.output import clean, echo, echo_json, fail
 from healcore.tools.probe.checks import (
     ERROR,
     Check,
@@ -32,11 +30,7 @@ from healcore.tools.probe.checks import (
     worst,
 )
 
-_NO_VERDICT = 3
 _MAX_SPEC_BYTES = 1 << 20
-
-_UsageError: Any = typer.BadParameter.__bases__[0]
-"""Click's `UsageError`. From typer, because newer releases of typer include a copy of click."""
 
 _Checkpoints = Annotated[
     list[Path],
@@ -51,25 +45,7 @@ _Traces = Annotated[
 ]
 
 
-@contextmanager
-def _no_verdict() -> Iterator[None]:
-    """Makes an invalid command line exit with 3, because click's 2 means FAIL here."""
-    try:
-        yield
-    except _UsageError as error:
-        error.exit_code = _NO_VERDICT
-        raise
-
-
-class Group(TyperGroup):
-    """The group of all probes. The context is made before the probe's name, and invoked after."""
-
-    make_context = _no_verdict()(TyperGroup.make_context)
-    invoke = _no_verdict()(TyperGroup.invoke)
-
-
 app = typer.Typer(
-    cls=Group,
     no_args_is_help=True,
     help="Judge a loss curve, an optimizer state or a checkpoint. "
     "Exit status 0 pass, 1 warn, 2 fail, 3 no verdict.",
@@ -128,12 +104,12 @@ def loss(
 ) -> list[Any]:
     """Judge a loss curve: does it fall, does it stay low, does it end well?"""
     from healcore.tools.probe.loss import probe_loss
-    from healcore.tools.traces import TraceError, open_traces
+    from healcore.tools.traces import TraceError, open_traces, parse_columns
 
     try:
         opened, failed = open_traces(traces, columns=parse_columns(column), join=join)
     except TraceError as error:
-        _fail(str(error))
+        fail(str(error))
     unreadable = [
         ProbeResult("loss", each.path, (Check("readable", ERROR, each.problem),)) for each in failed
     ]
@@ -165,14 +141,14 @@ def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None
         given = tomllib.loads(regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else "")
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        _fail(f"{spec} cannot be read as a TOML spec: {reason}")
+        fail(f"{spec} cannot be read as a TOML spec: {reason}")
     try:
         return model(**{**given, **options})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         option = "--" + key.replace("_", "-") if key in options else f"{key} in {spec}"
-        _fail(f"{option} is {first['input']!r}: {first['msg'].lower()}")
+        fail(f"{option} is {first['input']!r}: {first['msg'].lower()}")
 
 
 def _show(result: ProbeResult) -> None:
@@ -192,7 +168,3 @@ def _show(result: ProbeResult) -> None:
     ]
     lines += [f"  note: {note}" for note in result.notes]
     echo("\n".join(clean(line, keep="") for line in lines))
-
-
-def _fail(why: str) -> NoReturn:
-    fail(f"healcore probe: {why}", _NO_VERDICT)

@@ -7,7 +7,6 @@ command line is invalid, no trace could be replayed, or an output could not be w
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,21 +15,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from healcore.tools.cli.options import (
-    ColumnOption,
-    JoinOption,
-    SetOption,
-    fail,
-    load_policy,
-    parse_columns,
-)
-from healcore.tools.output import check_outputs, console, echo, echo_json, replacing
+from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
+from healcore.tools.output import check_outputs, console, echo, fail, replacing
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
     from rich.table import Table
 
-    from healcore.tools.traces import Trace
+    from healcore.policy import Policy
 
 OK, PARTIAL = 0, 1
 
@@ -57,10 +49,7 @@ def replay(
         ),
     ] = None,
     set_: SetOption = None,
-    jsonl: Annotated[
-        str | None,
-        typer.Option(metavar="OUT", help="Write a JSON object per decision; - is standard output."),
-    ] = None,
+    jsonl: JsonlOption = None,
     report: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write an HTML page.")
     ] = None,
@@ -68,22 +57,70 @@ def replay(
     join: JoinOption = False,
 ) -> None:
     """Show what a policy would have done in recorded runs. Changes no file of a run."""
+    from healcore.policy import load
+    from healcore.policy.loader import parse_overrides
+
+    names = policy or ["default"]
+    values = parse_overrides(set_ or (), "--set")
+    policies = {name: load(name, **values) for name in names}
+    if len(policies) < len(names):
+        fail("a policy is repeated: name each --policy once")
+    _replay(traces, policies, jsonl, report, column, join)
+
+
+def sweep(
+    traces: Annotated[
+        list[str], typer.Argument(metavar="TRACE...", help="Logs of runs, as for replay.")
+    ],
+    vary: Annotated[
+        list[str],
+        typer.Option(
+            metavar="KEY=A,B,C",
+            help="Values of a number: max_skips=5,10,20. Repeatable: all combinations are tried, "
+            "at most 100.",
+        ),
+    ],
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
+    ] = "pretraining",
+    set_: SetOption = None,
+    jsonl: JsonlOption = None,
+    column: ColumnOption = None,
+    join: JoinOption = False,
+) -> None:
+    """Replay variants of a policy, and show the sums of each over all traces."""
+    from healcore.policy import load
+    from healcore.policy.loader import parse_overrides
+    from healcore.tools.replay.vary import variants
+
+    base = load(policy, **parse_overrides(set_ or (), "--set"))
+    _replay(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
+
+
+def _replay(
+    traces: list[str],
+    policies: dict[str, Policy],
+    jsonl: str | None,
+    report: Path | None,
+    column: list[str] | None,
+    join: bool,
+    *,
+    sums_only: bool = False,
+) -> NoReturn:
+    """Replays each policy over each trace; prints and writes the results."""
     from healcore.adapter_registry import require
-    from healcore.runtime.run_options import HostPolicy
     from healcore.tools.replay import ReplayError, table
     from healcore.tools.replay import replay as replay_trace
     from healcore.tools.report import page
+    from healcore.tools.traces import open_traces, parse_columns
 
-    names = policy or ["default"]
-    policies = {name: HostPolicy.of(load_policy(name, set_)) for name in names}
-    if len(policies) < len(names):
-        fail("a policy is repeated: name each --policy once")
     if report:
         require("report", "jinja2")
-    check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *names])
-    opened, problems = _open(traces, column, join)
+    check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *policies])
+    opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
+    problems = [f"{each.path}: {each.problem}" for each in unreadable]
     summaries, reports, lines = [], [], []
-    for trace, name in itertools.product(opened, names):
+    for trace, name in itertools.product(opened, policies):
         try:
             result = replay_trace(trace, policies[name], name=name)
         except ReplayError as error:
@@ -104,28 +141,20 @@ def replay(
         if report:
             with replacing(report) as draft:
                 draft.write_text(page.render(reports), encoding="utf-8")
-        printer = _printer(stderr=jsonl == "-")
-        _print_whole(printer, table.summary_table(summaries))
+        known = sys.stdout.isatty() or os.environ.get("COLUMNS")
+        printer = console(stderr=jsonl == "-", width=None if known else _PIPE_WIDTH)
+        _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
         _print_first(printer, [each for trace in opened for each in trace.problems], "yellow")
         _print_first(printer, table.notes(summaries), "")
         _print_first(printer, [each for trace in opened for each in trace.notes], "dim")
         printer.print(table.LEGEND, style="dim", highlight=False)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
-    _finish(problems, any_result=bool(summaries))
-
-
-def _open(paths: list[str], columns: list[str] | None, join: bool) -> tuple[list[Trace], list[str]]:
-    """Opens the traces. Returns the paths without a trace as problems."""
-    from healcore.tools.traces import open_traces
-
-    opened, unreadable = open_traces(paths, columns=parse_columns(columns), join=join)
-    return opened, [f"{each.path}: {each.problem}" for each in unreadable]
-
-
-def _printer(*, stderr: bool = False) -> Console:
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-    return console(stderr=stderr, width=None if known else _PIPE_WIDTH)
+    for problem in dict.fromkeys(problems):
+        echo(problem, err=True)
+    if not summaries:
+        fail("no trace could be replayed")
+    raise typer.Exit(PARTIAL if problems else OK)
 
 
 def _print_whole(printer: Console, table: Table) -> None:
@@ -143,50 +172,3 @@ def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
         shown.append(f"and {len(lines) - len(shown):,} more like these")
     for line in shown:
         printer.print(line, style=style, markup=False, highlight=False)
-
-
-def _finish(problems: Sequence[str], *, any_result: bool) -> NoReturn:
-    for problem in dict.fromkeys(problems):
-        echo(problem, err=True)
-    if not any_result:
-        fail("no trace could be replayed")
-    raise typer.Exit(PARTIAL if problems else OK)
-
-
-def sweep(
-    traces: Annotated[
-        list[str], typer.Argument(metavar="TRACE...", help="Logs of runs, as for replay.")
-    ],
-    vary: Annotated[
-        list[str],
-        typer.Option(
-            metavar="KEY=A,B,C",
-            help="Values of a number: max_skips=5,10,20. Repeatable: all combinations are tried, "
-            "at most 100.",
-        ),
-    ],
-    policy: Annotated[
-        str, typer.Option("--policy", "-p", help="The base policy: a preset or a TOML file.")
-    ] = "pretraining",
-    set_: SetOption = None,
-    labels: Annotated[
-        Path | None,
-        typer.Option(metavar="LABELS.json", help="Known faults, by which variants are scored."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
-    column: ColumnOption = None,
-    join: JoinOption = False,
-) -> None:
-    """Count what variants of a policy would have done in recorded runs. Writes no file."""
-    from healcore.tools.replay import vary as variation
-
-    base = load_policy(policy, set_)
-    policies = variation.variants(base, vary)
-    known = variation.read_labels(labels) if labels else []
-    opened, problems = _open(traces, column, join)
-    rows = list(variation.count_variants(opened, policies, known, problems))
-    if as_json and rows:
-        echo_json(json.dumps(rows, indent=2, allow_nan=False))
-    elif rows:
-        _print_whole(_printer(), variation.variant_table(rows, base.name))
-    _finish(problems, any_result=bool(rows))

@@ -33,7 +33,7 @@ from healcore.tools.traces import Trace, lineage
 _CURVE_POINTS = 512
 _MIN_VALUES_FOR_SMOOTHNESS = 30
 """Values from which the smoothness counts. For noise, its standard deviation is 2 / sqrt(n)."""
-_LASTING_NORMS, _MIN_EVALUATIONS = 3, 3
+_LASTING_NORMS = 3
 _RARE_NORMS = 0.05  # fraction of the norms that a loss scale may make infinite in a healthy run
 _NEAR_ZERO = 0.05
 """Fraction of the first loss from which a loss may reach exactly 0 by rounding or a margin."""
@@ -116,9 +116,6 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         if finite[-1] == 0:
             trained = norms.step[(norms.value > 0) & (norms.value < np.inf)]
             checks.append(_zero_loss(curve, trained, shape, inputs))
-        evaluations = column("eval_loss")
-        if evaluations.trailing or len(evaluations.finite) >= _MIN_EVALUATIONS:
-            checks.append(_eval_loss(evaluations, shape, inputs))
         checks += [
             _final_loss(shape, inputs),
             _progress(shape, finite, inputs),
@@ -165,28 +162,6 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
     verdict = FAIL if sudden and nonzero.trailing >= inputs.min_steps else PASS
     message = f"the last {nonzero.trailing} losses are exactly 0 or not finite, without a gradient"
     return Check("zero_loss", verdict, message, nonzero.trailing, inputs.min_steps)
-
-
-def _eval_loss(evaluations: Column, training: Shape, inputs: LossInputs) -> Check:
-    """Judges a rise of the evaluation loss while the training loss falls."""
-    if evaluations.trailing:
-        return _finite(evaluations, inputs)._replace(name="eval_loss")
-    values = block_medians(evaluations.finite)
-    shape = measure_shape(values, least=1)
-    fall = training.start - training.end
-    warn, fail = bound = [inputs.warn_regret, inputs.fail_regret]
-    # Three values have no measure of noise.
-    clear = len(values) > 3 and shape.regret > 2 * inputs.trend_sigmas * shape.noise
-    if fall <= 0 or not (clear or (np.diff(values[-3:]) > 0).all()):
-        message = "it does not rise while the training loss falls"
-        return Check("eval_loss", PASS, message, None, bound)
-    lost = shape.regret / fall
-    # A minimum near 0 is no measure.
-    small = shape.regret <= warn * min(fall, max(shape.best, fall / 10))
-    risen = f"it has risen from {shape.best:.4g} to {shape.end:.4g}"
-    message = f"{risen}, while the training loss has fallen by {fall:.4g}"
-    verdict = FAIL if lost > fail else PASS if small else WARN
-    return Check("eval_loss", verdict, message, lost, bound)
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:

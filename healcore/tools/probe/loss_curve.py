@@ -61,12 +61,12 @@ class Shape(NamedTuple):
         return max(0.0, self.end - self.best)
 
 
-def measure_shape(curve: np.ndarray, least: int = 3) -> Shape:
-    """Measures a finite curve, float64 (b,) with b > `least`, the values of each end or more."""
+def measure_shape(curve: np.ndarray) -> Shape:
+    """Measures a finite curve, float64 (b,) with b > 3."""
     # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
-    width = max(least, round(_ENDS * len(curve)))
+    width = max(3, round(_ENDS * len(curve)))
     medians = np.median(sliding_window_view(scaled, width), axis=1)
     single = _deviation(scaled)
     # The larger of two estimates: from single values as if they were independent, and from medians

@@ -1,35 +1,48 @@
 """Replays one policy over one recorded trace, and summarizes the decisions.
 
-A replay cannot restore a checkpoint. Where a rollback is due, the replay reports the rollback and
-continues along the recorded curve. The engine's state is restored only where the recorded run was
-resumed or rolled back.
+A replay cannot restore a checkpoint. It reports a rollback and continues along the recorded curve,
+which does not recover. So an incident may order several rollbacks, and rollbacks do not use up the
+budget of the replay. The engine's state is restored only where the recorded run was resumed or
+rolled back. The engine's step is recorded as a loop, once for each set of signals that rows log
+together.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import listed
 from healcore.core.decision import Action, Cause, names
-from healcore.core.engine import Engine
+from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.errors import HealcoreError
-from healcore.history import Counts, Curves, Incident, Mode
+from healcore.core.numerics import map_leaves
+from healcore.core.recorded import record_loop
+from healcore.core.signals import Signals
+from healcore.history import Curves, Incident, Mode
 from healcore.history.curves import thinned
-from healcore.history.incident import MOST_ALARMS
+from healcore.history.incident import MOST_ALARMS, count_incidents
 from healcore.history.run import RunAttempt
-from healcore.policy import PolicyLike
-from healcore.runtime.run_options import HostPolicy
-from healcore.tools.replay.judged import judge_trace
+from healcore.policy import Policy, PolicyLike, dumps
+from healcore.policy.loader import resolve
 from healcore.tools.report.run_report import RunReport, first_lines
-from healcore.tools.traces.columns import JUDGED, Trace
+from healcore.tools.traces.columns import JUDGED, Rows, Trace
 
-_ROLLBACK, _STOP, _CUT_LR = map(int, (Action.ROLLBACK, Action.STOP, Action.CUT_LR))
+_DECIDED = np.dtype(
+    [
+        *(("cause", "i4"), ("action", "i4"), ("skip", "?"), ("grad_scale", "f4")),
+        *(("lr_scale", "f4"), ("threshold", "f4"), ("z", "f4"), ("z_loss", "f4")),
+        *(("incident", "i4"), ("incident_open", "?")),
+    ]
+)
+"""What the engine returns for a row: fields of `StepRecord`, and the incident."""
+_ROWS = np.dtype([("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECIDED.descr])
+"""A judged row: the row of the trace, and what the engine returned."""
 
 
 class ReplayError(HealcoreError, ValueError):
@@ -43,7 +56,7 @@ class Decided(NamedTuple):
     step: float
     cause: Cause
     action: Action
-    """Orders to the host, with ROLLBACK if a rollback was due."""
+    """Orders to the host."""
     skip: bool
     grad_scale: float
     lr_scale: float
@@ -52,8 +65,6 @@ class Decided(NamedTuple):
     threshold: float | None
     """Gradient norm above which the row would be clipped, or None for no limit."""
     attempt: int
-    spent: bool
-    """Whether the budget denied a due rollback. A live run ends here."""
 
 
 class Summary(NamedTuple):
@@ -75,33 +86,20 @@ class Summary(NamedTuple):
     causes: dict[str, int]
     """Number of rows by cause, lowest flag first."""
     actions: dict[str, int]
-    """Number of rows by order, with ROLLBACK at each row where a rollback was due."""
+    """Number of rows by order."""
     skips: int
     clips: int
     incidents: int
     rollbacks: int
-    """Number of rows where a rollback was due, including repeated and denied rollbacks."""
-    repeats: int
-    """Number of rollbacks after the first of their incident. Live, only failed ones repeat."""
-    spent: int
-    """Number of rollbacks that the budget denied, at most one per incident."""
-    repeat_cuts: int
-    """Number of cuts of the learning rate after the first rollback of their incident."""
+    """Number of incidents with a rollback. Each may order several."""
     lowest_lr: float
     """The smallest learning-rate multiplier."""
-    lowest_lr_first: float
-    """The smallest multiplier without repeat cuts."""
     stopped_step: float | None
-    """Step at which a live run ends: a rule stops it, or an incident's first rollback is denied."""
+    """Step at which a rule stops a live run, or None."""
     inactive: dict[str, tuple[str, ...]]
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
     """Number of lines of the trace that could not be read."""
-
-    @property
-    def first_rollbacks(self) -> int:
-        """Number of rollbacks that are the first of their incident."""
-        return self.rollbacks - self.repeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +107,20 @@ class Replay:
     """A finished replay: an iterable over the rows whose decision is not neutral."""
 
     trace: Trace
-    host: HostPolicy
+    policy: Policy | Engine
+    engine: Engine
     rows: np.recarray
-    """The judged rows, see `healcore.tools.replay.judged`."""
+    """The rows with a loss or a gradient norm, see `_ROWS`."""
     summary: Summary
     incidents: tuple[Incident, ...]
 
     def __iter__(self) -> Iterator[Decided]:
-        rows, config = self.rows, self.host.engine.config
+        rows, config = self.rows, self.engine.config
         decided = (rows.cause != 0) | (rows.action != 0) | rows.skip
         decided |= (rows.grad_scale != 1) | (rows.lr_scale != 1)
         # A score of a row that does not log its signal is the score of an earlier row.
         scores = {}
-        if config.clip is not None and not self.host.engine.per_tensor:
+        if config.clip is not None and not self.engine.per_tensor:
             scores["grad_norm"] = "z"
         if "loss_spike" in dict(config.detectors):
             scores["loss"] = "z_loss"
@@ -140,7 +139,6 @@ class Replay:
                 z=z,
                 threshold=shortest(row["threshold"]) if "grad_norm" in z else None,
                 attempt=int(row["attempt"]),
-                spent=bool(row["spent"]),
             )
 
     def lines(self) -> Iterator[str]:
@@ -148,11 +146,10 @@ class Replay:
         trace, policy, *_ = self.summary
         for row in self:
             line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
-            spent = {"spent": True} if line.pop("spent") else {}
             if row.threshold is None:
                 del line["threshold"]
             line["step"] = _number(row.step)
-            yield _line({"trace": trace, **line, "policy": policy, **spent})
+            yield _line({"trace": trace, **line, "policy": policy})
         fields = {
             name: _number(value) if isinstance(value, float) else value
             for name, value in self.summary._asdict().items()
@@ -174,16 +171,12 @@ class Replay:
             title=summary.trace,
             mode=Mode.REPLAY,
             policy_name=summary.policy,
-            policy_toml=self.host.text or "",
+            policy_toml="" if isinstance(self.policy, Engine) else dumps(self.policy),
             fingerprint=summary.fingerprint,
             curves=thinned(_curves(trace, rows)),
             incidents=self.incidents,
-            counts=Counts(
-                incidents=summary.incidents,
-                rollbacks=summary.first_rollbacks,
-                skips=summary.skips,
-                clips=summary.clips,
-                alarms=summary.alarms,
+            counts=count_incidents(
+                self.incidents, skips=summary.skips, clips=summary.clips, alarms=summary.alarms
             ),
             # The fields of the summary's line of JSON, by the same names.
             facts={name: str(value) for name, value in summary._asdict().items() if value},
@@ -197,53 +190,51 @@ class Replay:
         )
 
 
-def replay(trace: Trace, policy: PolicyLike | HostPolicy, *, name: str | None = None) -> Replay:
+def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
     """Replays a policy over a trace.
 
     Args:
         trace: from `healcore.tools.traces.open_traces`.
-        policy: the name of a preset, a path of a TOML file, a `Policy`, an `Engine` or its config,
-            or a `HostPolicy`, which saves time with several traces.
+        policy: the name of a preset, a path of a TOML file, a `Policy`, or an `Engine` or its
+            config.
         name: name of the policy in the results, or None for the policy's own name.
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    host = policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy)
-    name = name or host.name
-    inactive = _find_inactive(host.engine, trace, name)
-    rows = judge_trace(host.engine, trace)
+    policy = resolve(policy)
+    engine, own = (
+        (policy, "(engine)") if isinstance(policy, Engine) else (policy.engine(), policy.name)
+    )
+    name = name or own
+    inactive = _find_inactive(engine, trace, name)
+    rows = _judge_trace(engine, trace)
     incidents = _find_incidents(rows)
-    steps, lr_scale = trace.rows.step, rows.lr_scale
-    rollbacks, cuts = rows.action & _ROLLBACK != 0, rows.action & _CUT_LR != 0
-    alarms, stops = rows.step[rows.cause != 0], rows.step[rows.ends_run]
+    steps = trace.rows.step
+    alarms, stops = rows.step[rows.cause != 0], rows.step[rows.action & int(Action.STOP) != 0]
     summary = Summary(
         trace=trace.name,
         policy=name,
-        fingerprint=host.engine.fingerprint or "",
+        fingerprint=engine.fingerprint or "",
         rows=len(steps),
         unjudged=len(steps) - len(rows),
         first_step=float(steps[0]),
         last_step=float(steps[-1]),
-        alarms=_count(rows.cause),
+        alarms=len(alarms),
         first_alarm=float(alarms[0]) if alarms.size else None,
         causes=_counts_by_flag(rows.cause, Cause),
         actions=_counts_by_flag(rows.action, Action),
         skips=_count(rows.skip),
-        clips=_count(rows.clipped),
+        clips=_count(_clipped(rows)),
         incidents=len(incidents),
-        rollbacks=_count(rollbacks),
-        repeats=_count(rollbacks & rows.repeated),
-        spent=_count(rows.spent),
-        repeat_cuts=_count(cuts & rows.repeated),
-        lowest_lr=shortest(lr_scale.min(initial=np.float32(1))),
-        lowest_lr_first=shortest(lr_scale[cuts & ~rows.repeated].min(initial=np.float32(1))),
+        rollbacks=sum(incident.rolled_back for incident in incidents),
+        lowest_lr=shortest(rows.lr_scale.min(initial=np.float32(1))),
         stopped_step=float(stops[0]) if stops.size else None,
         inactive=inactive,
         problems=len(trace.problems),
     )
-    return Replay(trace, host, rows, summary, tuple(incidents))
+    return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 
 
 def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple[str, ...]]:
@@ -270,11 +261,16 @@ def inactive_line(signal: str, parts: Sequence[str]) -> str:
     is_of_tensors = signal == "group_norms"
     reason = "in any log (AdaGC reads the norm of every tensor)" if is_of_tensors else "logged"
     verb = "is" if len(parts) == 1 else "are"
-    return f"no {signal} {reason}: {listed(parts)} {verb} inactive"
+    return f"no {signal} {reason}: {', '.join(parts)} {verb} inactive"
 
 
 def _count(rows: np.ndarray) -> int:
     return int(np.count_nonzero(rows))
+
+
+def _clipped(rows: np.recarray) -> np.ndarray:
+    """Whether the gradient of each row is scaled down, and its step is not skipped; bool (n,)."""
+    return (rows.grad_scale < 1) & ~rows.skip
 
 
 def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict[str, int]:
@@ -299,11 +295,9 @@ def _find_incidents(rows: np.recarray) -> list[Incident]:
 
 def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident:
     """Builds an incident from its rows, and the learning-rate multiplier before them."""
-    action = np.where(rows.ends_run, rows.action, rows.action & ~_STOP)
-    orders = np.flatnonzero(action & (_ROLLBACK | _STOP))
-    all_orders = Action(int(np.bitwise_or.reduce(action)))
-    after = [lr_before, *rows.lr_scale[~rows.repeated]][-1]
-    rollback = action & _ROLLBACK != 0
+    orders = np.flatnonzero(rows.action & int(Action.ROLLBACK | Action.STOP))
+    all_orders = Action(int(np.bitwise_or.reduce(rows.action)))
+    after = rows.lr_scale[-1]
     return Incident(
         number=number,
         attempt=int(rows.attempt[0]),
@@ -315,11 +309,7 @@ def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident
         action=tuple(names(all_orders)),
         mode=Mode.REPLAY,
         skipped=_count(rows.skip),
-        clipped=_count(rows.clipped),
-        # A live run repeats a rollback only if the first did not help.
-        repeats=_count(rows.repeated & rollback & ~rows.spent),
-        repeat_denied=bool((rows.repeated & rows.spent).any()),
-        denied=bool((~rows.repeated & rows.spent).any()),
+        clipped=_count(_clipped(rows)),
         lr_path=(shortest(lr_before), shortest(after)) if Action.CUT_LR in all_orders else (),
     )
 
@@ -356,3 +346,101 @@ def _number(number: float) -> float | int:
 
 def _line(line: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
+
+
+# -- the engine on the rows of a trace -------------------------------------------------------------
+
+
+def _judge_trace(engine: Engine, trace: Trace) -> np.recarray:
+    """Judges the rows of a trace that log a loss or a gradient norm. Returns `_ROWS` (n,).
+
+    As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
+    budgets and LR multiplier. An attempt from scratch is a rollback to the first state.
+    """
+    index, combinations, kind = _choose_signals(engine, trace.rows)
+    rows = np.zeros(len(index), _ROWS).view(np.recarray)
+    rows.index, rows.step = index, trace.rows.step[index]
+    rows.attempt = trace.rows.attempt[index]
+    loops = [_recorded_loop(engine.config, names) for names in combinations]
+    inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
+
+    # Numbers of judged rows before each attempt, and up to the row that it resumes after.
+    begins = np.searchsorted(rows.attempt, np.arange(len(trace.attempts))).tolist()
+    last = [-1 if each.resumes_after is None else each.resumes_after for each in trace.attempts]
+    resumes = dict(zip(begins, np.searchsorted(index, last, side="right").tolist(), strict=True))
+    changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
+    state = _first_state(engine)
+    saved = {0: state}  # by number of judged rows
+    with np.errstate(all="ignore"):  # NumPy scalars warn
+        for start, stop in pairwise(sorted({0, *begins, *resumes.values(), *changes, len(index)})):
+            if start and start in resumes:
+                state = _rolled_back(engine, state, saved[resumes[start]])
+            columns = [column[start:stop] for column in inputs[kind[start]]]
+            state, decided = loops[kind[start]](state, zip(*columns, strict=True))
+            decisions = np.fromiter(decided, _DECIDED, stop - start)
+            for name in _DECIDED.names or ():
+                rows[name][start:stop] = decisions[name]
+            saved[stop] = state
+    return rows
+
+
+def _choose_signals(
+    engine: Engine, rows: Rows
+) -> tuple[np.ndarray, list[tuple[str, ...]], np.ndarray]:
+    """Chooses the rows with a loss or a gradient norm, and the signals of each for the engine.
+
+    `eval_loss` is passed only if the policy reads it, as in the adapters. In a trace with
+    evaluations every row has `eval_loss`, which is NaN without an evaluation, because the signals
+    of an engine are fixed for a run. Returns the rows, int (n,), the distinct sets of
+    signals, and the place of each row's set, int (n,).
+    """
+    names = [name for name in JUDGED if name in rows.logged]
+    has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
+    logged = np.array([rows.logged[name] for name in names])
+    index = np.flatnonzero(logged.any(axis=0))
+    found, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
+    more = ("eval_loss",) * bool(has_evaluations)
+    combinations = [
+        (*(name for name, has in zip(names, column, strict=True) if has), *more)
+        for column in found.T.tolist()
+    ]
+    return index, combinations, kind
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
+    """Records the loop over rows that log these signals, once for a policy."""
+    engine = Engine(config)
+    row = tuple(np.float32(0) for _ in names)
+    return record_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
+
+
+def _first_state(engine: Engine) -> EngineState:
+    """The engine's first state as NumPy scalars."""
+    return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, engine.init())
+
+
+def _judge_row(
+    engine: Engine, names: tuple[str, ...], state: EngineState, values: tuple[Any, ...], *, xp: Any
+) -> tuple[EngineState, tuple[Any, ...]]:
+    """Judges one row. Returns the new state, and the fields of `_DECIDED`."""
+    new, _ = engine.step(state, Signals(**dict(zip(names, values, strict=True))), xp=xp)
+    new = _with_recoveries(new, state)
+    incident, last = new.incident, new.last
+    decision = last.decision
+    return new, (
+        *(decision.cause, decision.action, decision.skip, decision.grad_scale, decision.lr_scale),
+        *(last.threshold, last.z, last.z_loss, incident.number, incident.open),
+    )
+
+
+def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> EngineState:
+    """`Engine.on_rollback` at a row where the recorded run rolled back."""
+    state = map_leaves(lambda leaf: leaf[()], engine.on_rollback(live, restored, xp=np))
+    return _with_recoveries(state, live)
+
+
+def _with_recoveries(state: EngineState, before: EngineState) -> EngineState:
+    """The state with as many rollbacks left as before: those of a replay cost nothing."""
+    left = before.budget.recoveries
+    return state._replace(budget=state.budget._replace(recoveries=left))

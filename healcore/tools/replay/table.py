@@ -10,16 +10,16 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from healcore.console import counted, listed
+from healcore.console import counted
 from healcore.tools.replay.replayed import Summary, inactive_line
 
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
 LEGEND = (
-    "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: the "
-    "first of each incident; again: repeated orders, because a recorded curve does not recover; "
-    "denied: beyond the budget. lowest LR: multiplier (cuts). ends at: earliest stop of a live run."
+    "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: "
+    "incidents with a rollback. lowest LR: multiplier (cuts; a recorded curve does not recover, so "
+    "one incident may cut again). ends at: earliest stop of a live run."
 )
 
 
@@ -28,12 +28,12 @@ def total(summaries: Sequence[Summary], name: str) -> int:
     return sum(getattr(summary, name) for summary in summaries)
 
 
-def summary_table(summaries: Sequence[Summary]) -> Table:
+def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> Table:
     """Builds a table with a row for each trace and policy, and the sums over several traces."""
     policies = list(dict.fromkeys(summary.policy for summary in summaries))
     traces = list(dict.fromkeys(summary.trace for summary in summaries))
     folder = _common_folder(traces)
-    subject = f"{len(policies)} policies" if len(policies) > _MAX_NAMED else listed(policies)
+    subject = f"{len(policies)} policies" if len(policies) > _MAX_NAMED else ", ".join(policies)
     title = f"What {subject} would have done" + (f", in {folder}" if folder else "")
     table = Table(
         title=Text(title, "bold"),
@@ -54,9 +54,9 @@ def summary_table(summaries: Sequence[Summary]) -> Table:
         policy = [Text(summaries[0].policy)] if len(policies) > 1 else []
         table.add_row(Text(name), *policy, *_cells(summaries), style=style)
 
-    for summary in summaries:
+    for summary in summaries if not sums_only else ():
         add(summary.trace.removeprefix(folder), [summary])
-    if len(traces) > 1:
+    if len(traces) > 1 or sums_only:
         table.add_section()
         for policy in policies:
             own = [summary for summary in summaries if summary.policy == policy]
@@ -68,20 +68,11 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
     """Returns the cells of one summary, or the sums of several."""
     cells: list[str | Text] = [f"{total(summaries, 'rows'):,}"]
     for name in COUNTS[1:]:
-        count = total(summaries, "first_rollbacks" if name == "rollbacks" else name)
+        count = total(summaries, name)
         style = "" if name in ("skips", "clips") else "yellow"
-        cell = Text(f"{count:,}", style) if count else Text("-", "dim")
-        if name == "rollbacks" and total(summaries, name):
-            cell = Text(f"{count:,}", style)
-            for field, form, color in (
-                ("repeats", " +{:,} again", "dim"),
-                ("spent", " ({:,} denied)", "red"),
-            ):
-                number = total(summaries, field)
-                cell.append(form.format(number) if number else "", color)
-        cells.append(cell)
-    cuts = sum(summary.actions.get("CUT_LR", 0) - summary.repeat_cuts for summary in summaries)
-    lowest = min(summary.lowest_lr_first for summary in summaries)
+        cells.append(Text(f"{count:,}", style) if count else Text("-", "dim"))
+    cuts = sum(summary.actions.get("CUT_LR", 0) for summary in summaries)
+    lowest = min(summary.lowest_lr for summary in summaries)
     ends = [summary.stopped_step for summary in summaries if summary.stopped_step is not None]
     end = f"{ends[0]:.15g}" if ends and len(summaries) == 1 else f"{len(ends)} end"
     return [*cells, f"{lowest:.3g} ({cuts})" if cuts else "-", end if ends else "-"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -86,12 +86,12 @@ def _step_range(first: float, last: float) -> str:
 def outcome(incident: Incident) -> str:
     """The outcome of an incident as text."""
     if incident.mode is Mode.REPLAY:
-        return _replay_text(incident)
+        return _would_text(incident)
     responses = [sentence(event) for event in incident.responses]
     if responses and incident.declined and incident.skipped:
         responses.insert(0, f"skipped {_skipped(incident)}")
     if incident.mode is Mode.OBSERVE:
-        return "; ".join([f"only observed, nothing changed{_would_text(incident)}", *responses])
+        return "; ".join(["only observed, nothing changed", _would_text(incident), *responses])
     if responses:
         return "; ".join(responses)
     return (
@@ -106,33 +106,12 @@ def _skipped(incident: Incident) -> str:
 
 
 def _would_text(incident: Incident) -> str:
+    """What the policy would have done, if its orders had been carried out."""
     parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
+    parts += [f"clipped {counted(incident.clipped, 'step')}"] if incident.clipped else []
     orders = {"ROLLBACK": "rolled back", "STOP": "stopped the run"}
     parts += [done for order, done in orders.items() if order in incident.action]
-    return f"; it would have {', '.join(parts)}" if parts else ""
-
-
-def _replay_text(incident: Incident) -> str:
-    parts: list[str] = []
-    if incident.denied:
-        parts.append("a rollback was due and the budget was exhausted: the run would stop")
-    elif "ROLLBACK" in incident.action:
-        parts.append(f"would roll back{_more_rollbacks(incident)}")
-    if "STOP" in incident.action and not incident.denied:
-        parts.append("would stop")
-    if incident.skipped:
-        parts.append(f"{counted(incident.skipped, 'step')} skipped")
-    if incident.clipped:
-        parts.append(f"{incident.clipped} clipped")
-    return ", ".join(parts) or "alert only"
-
-
-def _more_rollbacks(incident: Incident) -> str:
-    more = "once more" if incident.repeats == 1 else f"{incident.repeats} times more"
-    if not incident.repeat_denied:
-        return f" ({more} if that had not helped)" if incident.repeats else ""
-    first = f"{more}, and then " if incident.repeats else ""
-    return f" (if that had not helped: {first}it would stop)"
+    return f"would have {', '.join(parts)}" if parts else "alert only"
 
 
 # -- the figure of a run ---------------------------------------------------------------------------
@@ -168,18 +147,17 @@ class _Mark(NamedTuple):
     to: float | None = None  # step from which the run continued
 
 
-def draw(report: RunReport, width: float, others: Mapping[str, Any] | None = None) -> str:
+def draw(report: RunReport, width: float) -> str:
     """Draws a run as an SVG element, or raises ImportError without matplotlib.
 
-    The style sheet in the element follows the reader's light or dark setting. `others` are the
-    losses of other runs: name -> step -> loss.
+    The style sheet in the element follows the reader's light or dark setting.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"{report.title} {width}"}):
         figure = Figure()
-        plot(figure, report, width, others or {})
+        plot(figure, report, width)
         return to_svg(figure)
 
 
@@ -195,7 +173,7 @@ def to_svg(figure: Any) -> str:
     return "<svg" + svg.replace('<style type="text/css">', rules, 1)
 
 
-def plot(figure: Any, report: RunReport, width: float, others: Mapping[str, Any]) -> None:
+def plot(figure: Any, report: RunReport, width: float) -> None:
     """As `draw`, into a figure of matplotlib: places timeline and curves top down in inches."""
     curves, panels = report.curves, _panels(report)
     steps = curves.step if len(curves.step) else np.zeros(1)
@@ -209,10 +187,6 @@ def plot(figure: Any, report: RunReport, width: float, others: Mapping[str, Any]
         for name, line in other.items():
             _plot(axis, curves, line, ~curves.undone(), color=_TEXT, ls=":", label=name)
         axis.set_ylabel(label)
-    bottom, top = axes[1].get_ylim()
-    for (name, losses), colour in zip(others.items(), (_QUIET, _TEXT), strict=False):
-        axes[1].plot(*zip(*losses.items(), strict=True), lw=1, ls="--", color=colour, label=name)
-    axes[1].set_ylim(bottom, top)
     if curves.nonfinite is not None and curves.nonfinite.any():
         at, edge = curves.step[curves.nonfinite], axes[1].get_xaxis_transform()
         style = {"color": _BAD, "ms": 5, "transform": edge, "label": "NaN or Inf"}

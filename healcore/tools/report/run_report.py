@@ -17,7 +17,7 @@ from healcore.events import read
 from healcore.events.log import metrics_path
 from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
-from healcore.history import Counts, Curves, Incident, IncidentOutcome, Mode, Run, RunState, runs_of
+from healcore.history import Counts, Curves, Incident, Mode, Run, RunState, runs_of
 from healcore.history.curves import read_metrics, thinned
 from healcore.history.incident import count_incidents
 from healcore.history.run import RunAttempt
@@ -32,15 +32,6 @@ _WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes ru
 
 class ReportError(HealcoreError, ValueError):
     """A file has no report. The message has the file, the rule and the remedy."""
-
-
-_OUTCOMES = {
-    IncidentOutcome.STOP: ("stopped the run", "would have stopped"),
-    IncidentOutcome.ROLLBACK: ("rollback", "would have rolled back"),
-    IncidentOutcome.SKIP: ("skipped", "would have skipped"),
-    IncidentOutcome.ALERT: ("alert only", "alert only"),
-}
-"""Outcome -> its text, and its text in an observed run or a replay."""
 
 
 class RunReport(NamedTuple):
@@ -85,10 +76,6 @@ class RunReport(NamedTuple):
         if self.state is not None:
             return STATES[self.state]
         return "" if self.stop is None else f"would stop at step {self.stop:.0f}"
-
-    def outcome_text(self, outcome: IncidentOutcome) -> str:
-        """The text of an outcome, for an observed run or a replay with "would have"."""
-        return _OUTCOMES[outcome][self.would]
 
 
 def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:

@@ -6,6 +6,15 @@ rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
 from healcore.tools.traces.columns import Attempt, Rows, Trace, TraceError, Unreadable, lineage
-from healcore.tools.traces.opening import open_traces
+from healcore.tools.traces.opening import open_traces, parse_columns
 
-__all__ = ["Attempt", "Rows", "Trace", "TraceError", "Unreadable", "lineage", "open_traces"]
+__all__ = [
+    "Attempt",
+    "Rows",
+    "Trace",
+    "TraceError",
+    "Unreadable",
+    "lineage",
+    "open_traces",
+    "parse_columns",
+]

@@ -27,6 +27,17 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
 
 
+def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
+    """Parses `SIGNAL=NAME` pairs to signal -> name of its column. Raises TraceError."""
+    columns = {}
+    for pair in pairs or ():
+        signal, _, name = pair.partition("=")
+        if not (signal and name):
+            raise TraceError(f"--column must be SIGNAL=NAME, like loss=train/ce, got {pair!r}")
+        columns[signal] = name
+    return columns
+
+
 def open_traces(
     paths: Sequence[str],
     *,

@@ -37,7 +37,7 @@ from healcore import classify
 from healcore.core.decision import Cause
 from healcore.policy import load
 from healcore.runtime.faults import retry
-from healcore.runtime.faults.retry import Retries, with_retries
+from healcore.runtime.faults.retry import Retries, retrying
 from healcore.runtime.run_options import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
 
@@ -222,7 +222,9 @@ def recorded(call: Any, **rules: Any) -> Any:
     policy = HostPolicy.of(load("default", retry={**defaults, "attempts": 5, **rules}))
     found = SimpleNamespace(waits=[], attempts=[])
     report, sleep = found.attempts.append, found.waits.append
-    found.call = with_retries(call, partial(Retries, policy=policy, report=report, sleep=sleep))
+    retries = partial(Retries, policy=policy, report=report, sleep=sleep)
+    healer: Any = SimpleNamespace(_retries=retries)
+    found.call = retrying(call, healer)
     return found
 
 

@@ -23,13 +23,6 @@ def replaced(values: np.ndarray, where: slice | list[int], value: float) -> np.n
     return values
 
 
-def evaluations(*values: float) -> list[float | None]:
-    """A column with one of the values every tenth of the run."""
-    column: list[float | None] = [None] * ROWS
-    column[ROWS // len(values) - 1 :: ROWS // len(values)] = values
-    return column
-
-
 def regret(end: float) -> np.ndarray:
     """A loss that falls to 2 and rises to `end`."""
     rise = np.linspace(2, end, 400)
@@ -54,13 +47,7 @@ CASES = {
     "zero from the start": ("FAIL", 0 * LOSS, {"grad_norm": np.nan * NORM}),
     "zero with gradients": ("PASS", COLLAPSED, {"grad_norm": NORM}),
     "zero by rounding": ("PASS", np.round(2.3 * np.exp(-np.arange(ROWS) / 6), 4), {}),
-    "overfitting": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3.5, 3.3, 3.6, 4, 4.5, 5, 6, 7)}),
-    "evaluations that only rise": ("FAIL", LOSS, {"eval_loss": evaluations(3, 4, 5, 6, 7)}),
-    "a fine-tuning": ("WARN", LOSS, {"eval_loss": evaluations(0.32, 0.36, 0.42)}),
-    "evaluations that rise by 5 %": ("PASS", LOSS, {"eval_loss": evaluations(2.0, 2.05, 2.1)}),
-    "evaluations near 0": ("PASS", LOSS, {"eval_loss": evaluations(0.001, 0.002, 0.003)}),
     "empty cells at the end": ("WARN", LOSS, {"loss": [*LOSS[:60], *[""] * 40]}),
-    "NaN evaluations": ("FAIL", LOSS, {"eval_loss": evaluations(5, 4, 3, np.nan)}),
 }
 
 

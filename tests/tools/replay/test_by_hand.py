@@ -36,9 +36,7 @@ def step(engine: Engine, state, row):
     if "eval_loss" in row:
         signals["eval_loss"] = np.asarray(float(row["eval_loss"] or "nan"), np.float32)
     new, _ = engine.step(state, Signals(**signals), xp=np)
-    if int(new.last.decision.action) & Action.ROLLBACK:  # a live run carries it out
-        new = paid_for(new, int(new.budget.recoveries) - 1)
-    return new, new.last.decision
+    return paid_for(new, state.budget.recoveries), new.last.decision
 
 
 def paid_for(state, recoveries):
@@ -55,19 +53,11 @@ def line_of(decision, action):
 def by_hand(engine: Engine, state, rows, index):
     """(index, decision) of all rows that are not neutral, the states after each row."""
     found, states = [], []
-    over = -1  # the incident at which a live run ends
     for number, row in zip(index, rows, strict=True):
-        before, done = state, step(engine, state, row)
+        done = step(engine, state, row)
         if done is not None:
             state, decision = done
-            action = int(decision.action)
-            now, then = state.incident, before.incident
-            fresh = int(now.number) != int(then.number) or int(then.recovered) != 0
-            paid = bool(action & Action.ROLLBACK)
-            if int(now.recovered) == 0 and fresh and (paid or int(now.number) != over):
-                action |= int(Action.ROLLBACK)
-                over = over if paid else int(now.number)
-            line = line_of(decision, action)
+            line = line_of(decision, int(decision.action))
             if line != (Cause(0), Action(0), False, 1.0, 1.0):
                 found.append((number, line))
         states.append(state)
@@ -98,12 +88,9 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     for place, found, flags in ((0, summary.causes, Cause), (1, summary.actions, Action)):
         counts = {str(flag.name): sum(flag in line[place] for line in decisions) for flag in flags}
         assert found == {name: count for name, count in counts.items() if count}
-    assert summary.rollbacks == summary.actions["ROLLBACK"]
+    assert summary.rollbacks == sum("ROLLBACK" in each.action for each in result.incidents) > 1
     assert summary.lowest_lr == pytest.approx(min(float(line[4]) for line in decisions))
     assert summary.incidents == len(result.incidents) > 2
-    assert summary.stopped_step == next(
-        each.step for each in result.incidents if "STOP" in each.action
-    )
     for row in result:
         logged = {name for name in ("loss", "grad_norm") if rows[row.index][name] != ""}
         assert set(row.z) == logged
@@ -119,36 +106,30 @@ def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     engine = load("pretraining").engine()
     before, states = by_hand(engine, engine.init(), rows_of(first), range(450))
     state = engine.on_rollback(states[-1], states[299], xp=np)
-    state = paid_for(state, states[-1].budget.recoveries)  # what it ordered has been paid for
-    assert int(states[-1].budget.recoveries) < int(states[100].budget.recoveries)
+    state = paid_for(state, states[-1].budget.recoveries)
     after, _ = by_hand(engine, state, rows_of(second), range(450, 850))
     got, result = replayed(logs.trace(first, second), "pretraining")
     assert got == before + after
     assert {each.attempt for each in result.incidents} == {0, 1}
 
 
-def test_the_first_rollback_of_an_incident_is_what_would_have_happened(tmp_path):
-    """The curve does not heal: `patience` alarms later the policy asks and cuts again."""
+def test_rollbacks_use_up_no_budget_and_count_once_for_each_incident(tmp_path):
+    """The curve does not heal: `patience` alarms later the policy orders and cuts again."""
     run = logs.noisy(900)
     for onset in (200, 500):
         run["loss"][onset : onset + 8] = ["nan"] * 8
     policy = rules()
     _, result = replayed(logs.trace(logs.write(tmp_path / "a.csv", run)), policy)
-    summary, budget = result.summary, policy.budget.recoveries
+    summary = result.summary
     orders = [row for row in replay(result.trace, policy) if Action.ROLLBACK in row.action]
     assert [row.index for row in orders] == [200, 206, 500, 506]
-    assert [row.spent for row in orders] == [place >= budget for place in range(4)]
-    assert budget == 3, "the last is denied, and is a repeat"
+    assert policy.budget.recoveries == 3
     assert (summary.first_alarm, summary.incidents) == (result.trace.rows.step[200], 2)
-    assert (summary.rollbacks, summary.repeats) == (4, 2)
-    assert (summary.spent, summary.stopped_step) == (1, None)
-    assert (summary.repeat_cuts, summary.actions["CUT_LR"]) == (2, 4)
-    assert summary.lowest_lr < summary.lowest_lr_first == orders[2].lr_scale
-    first, second = result.incidents
-    assert first.lr_path == (1.0, 0.5)
-    assert "STOP" not in second.action
-    assert "would roll back (once more if that had not helped)" in outcome(first)
-    assert "would roll back (if that had not helped: it would stop)" in outcome(second)
+    assert (summary.rollbacks, summary.actions["ROLLBACK"], summary.actions["CUT_LR"]) == (2, 4, 4)
+    assert summary.lowest_lr == orders[3].lr_scale
+    assert summary.stopped_step is None
+    assert result.incidents[0].lr_path == (1.0, 0.25)
+    assert all("rolled back" in outcome(each) for each in result.incidents)
 
 
 def test_evaluations_are_signals_of_the_whole_run(tmp_path):
@@ -177,7 +158,7 @@ def test_adagc_without_norms_of_tensors(tmp_path):
 
 
 def live_and_replayed(path: Path, policy):
-    """The decisions of a live run and of its replay, without what the replay adds; its summary."""
+    """The decisions of a live run and of its replay; the replay's summary."""
     live = [
         (
             [each.name for each in Cause if each.name in line["cause"]],
@@ -191,9 +172,8 @@ def live_and_replayed(path: Path, policy):
     found = [([], [], False, np.float32(1), np.float32(1))] * len(live)
     result = replay(logs.trace(path), policy)
     for row in result:
-        action = row.action & ~Action.ROLLBACK if row.spent else row.action
         scales = np.float32(row.grad_scale), np.float32(row.lr_scale)
-        found[row.index] = [*names(row.cause)], [*names(action)], row.skip, *scales
+        found[row.index] = [*names(row.cause)], [*names(row.action)], row.skip, *scales
     return live, found, result.summary
 
 
@@ -210,17 +190,3 @@ def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad,
     assert summary.rollbacks == len(bad)
     orders = [row for row in replay(logs.trace(path), rules()) if row.action & Action.ROLLBACK]
     assert [row.attempt for row in orders] == list(range(len(bad)))
-
-
-def test_a_run_that_its_policy_stopped(tmp_path):
-    """The replay marks the last order of a live run as spent."""
-    path = tmp_path / "run.metrics.jsonl"
-    policy = rules(recoveries=1)
-    loop = loop_of("torch", Faults(always=range(20, 60)), policy)
-    with pytest.raises(SystemExit):
-        train(loop, policy, range(60), metrics=path)
-    live, found, summary = live_and_replayed(path, policy)
-    assert found == live
-    assert "budget was exhausted" in outcome(replay(logs.trace(path), policy).incidents[-1])
-    assert (summary.rollbacks, summary.spent) == (2, 1)
-    assert summary.stopped_step is not None

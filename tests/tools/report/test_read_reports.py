@@ -362,7 +362,7 @@ def test_thinned_curves_keep_their_outliers(tmp_path):
 def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request):
     (report,) = read_reports(request.getfixturevalue(run))
     figure = Figure()
-    plot(figure, report, width, {})
+    plot(figure, report, width)
     FigureCanvasAgg(figure).draw()
     texts = [*figure.legends[0].get_texts(), *figure.axes[0].get_yticklabels()]
     for axis in figure.axes:
