@@ -34,10 +34,11 @@ def main(directory: str) -> None:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=2.0, momentum=0.9))
     scheduler = LinearLR(optimizer, start_factor=0.01, total_iters=300)
     loader = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH, shuffle=True)
+    loader = fabric.setup_dataloaders(loader)
     loss = torch.zeros(())
 
     def loss_fn(batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        x, y = fabric.to_device(batch)
+        x, y = batch
         return (model(x) - y).square().mean()
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # <- healcore

@@ -34,9 +34,14 @@ def plain() -> Any:
     return DataLoader(listed(), batch_size=None, shuffle=True)
 
 
+def changed_at_random(numbers: list[int]) -> float:
+    return numbers[0] + torch.rand(()).item() / 2
+
+
 def read_ahead(workers: int = 0) -> Any:
-    """Accelerate reads a batch ahead."""
-    return Accelerator(cpu=True).prepare(DataLoader(listed(), shuffle=True, num_workers=workers))
+    """Accelerate reads a batch ahead, and its examples are changed before the step before."""
+    plain = DataLoader(listed(), shuffle=True, num_workers=workers, collate_fn=changed_at_random)
+    return Accelerator(cpu=True).prepare(plain)
 
 
 class Accumulating(TorchLoop):
@@ -45,14 +50,14 @@ class Accumulating(TorchLoop):
     def __init__(self, window: int, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self.window = window
-        self.used: list[tuple[int, ...]] = []
-        self.pending: list[int] = []
+        self.used: list[tuple[float, ...]] = []
+        self.pending: list[float] = []
         self.model.append(torch.nn.BatchNorm1d(1))
         self.optimizer.add_param_group({"params": list(self.model[-1].parameters())})
 
-    def micro_batch(self, healer: Healer, number: int) -> None:
-        inputs, targets = map(torch.from_numpy, self.faults.batch(number))
-        loss = (self.model(inputs) - targets).square().mean() / self.window
+    def micro_batch(self, healer: Healer, number: float) -> None:
+        inputs, targets = map(torch.from_numpy, self.faults.batch(int(number)))
+        loss = (self.model(inputs) * (1 + number % 1) - targets).square().mean() / self.window
         healer.observe(loss)
         loss.backward()
         self.pending.append(number)
@@ -76,7 +81,7 @@ def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = No
             if count == raises_at:
                 loop.model(torch.zeros(4, 4))  # dropout and batch statistics
                 raise ZeroDivisionError
-            loop.micro_batch(healer, int(number))
+            loop.micro_batch(healer, float(number))
             count += 1
         return healer.step
 

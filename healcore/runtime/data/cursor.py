@@ -327,6 +327,9 @@ class Cursor:
             return self._encoded(batch, None)
         if batch.index == 0 and self._ended is not None and self._ended.epoch == batch.epoch - 1:
             batch = self._ended  # the next epoch's order may be drawn when it begins
+        same = batch.epoch == self.next_id.epoch
+        if same and (state := self._adapter.state_before(batch.index)) is not None:
+            return self._encoded(batch, state_to_text(state))
         for known, position in reversed(self._captures):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
                 behind = position["behind"] + batch.index - known.index

@@ -9,6 +9,7 @@ Classes of torch are recognized by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -186,6 +187,10 @@ class LoaderAdapter:
         first, self._first = self._first, None
         return iter(self._loader) if first is None else first
 
+    def state_before(self, index: int) -> Any:
+        """The state before a batch of this epoch that was read, or None if it is not known."""
+        return None
+
     def state(self, *, ended: bool) -> Any:
         """The state after the batch that was read last, or after the epoch that has `ended`.
 
@@ -236,7 +241,11 @@ class _StatefulLoader(LoaderAdapter):
 
 
 class _StatefulIterator(LoaderAdapter):
-    """A loader whose iterator has a state, such as Grain's `get_state` and `set_state`."""
+    """A loader whose iterator has a state, such as Grain's `get_state` and `set_state`.
+
+    The loader's order may depend on a value that its iterator's state lacks, such as a count of
+    epochs. So the state at the beginning of each epoch is kept, for a rewind to it.
+    """
 
     kind = "iterator"
 
@@ -244,9 +253,14 @@ class _StatefulIterator(LoaderAdapter):
         super().__init__(loader, first=first)
         self._current = first
         self._get, self._set = names
+        self._beginnings: dict[int, str | None] = {}
 
     def start(self, epoch: int) -> Iterator[Any]:
+        if (text := self._beginnings.get(epoch)) is not None:
+            return self.resume(state_from_text(text), 0)[0]
         self._current = super().start(epoch)
+        with suppress(Exception):  # `state` raises it again
+            self._beginnings[epoch] = state_to_text(self.state(ended=False))
         return self._current
 
     def state(self, *, ended: bool) -> Any:

@@ -3,7 +3,7 @@
 The order of an epoch follows from the random numbers that the samplers draw when the epoch begins.
 So the random states at that moment and the number of batches read are a position. A rewind draws
 the order again, and passes the earlier batches by index, without reading the data. This holds for
-any sampler, and for the loaders that Accelerate and trainers make from a DataLoader.
+any sampler, and for the loaders that Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 def is_replayable(loader: Any) -> bool:
     """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`."""
+    loader = _without_fabric(loader)
     package, base = "torch.utils.data", _base(loader)
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
         return False
     own = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
     return not (own and base is loader) and not is_type(base.dataset, package, "IterableDataset")
+
+
+def _without_fabric(loader: Any) -> Any:
+    """The DataLoader inside a loader of Fabric, which moves batches, otherwise the loader."""
+    return loader._dataloader if is_type(loader, "lightning", "_FabricDataLoader") else loader
 
 
 def _recorded(loader: Any) -> Any:
@@ -48,8 +54,9 @@ def _recorded(loader: Any) -> Any:
     name = _order_name(base)
     # Accelerate reads one batch ahead.
     ahead = base.num_workers * (base.prefetch_factor or 0) + 1
+    reads_ahead = base is not loader and not base.num_workers
     generators = generators_of((loader, *samplers_of(loader)))
-    order = _Order(getattr(base, name), generators, ahead)
+    order = _Order(getattr(base, name), generators, ahead, reads_ahead)
     fresh = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
     copied = _with(base, **{name: order}, **fresh)
     if base is loader:
@@ -82,8 +89,10 @@ class TorchLoader(LoaderAdapter):
     kind = "dataloader"
 
     def __init__(self, loader: Any) -> None:
-        super().__init__(loader)
-        self._copy = _recorded(loader)
+        super().__init__(_without_fabric(loader))
+        # Fabric's own generator would end with the first batch that raises.
+        self._fabric = None if self._loader is loader or loader.device is None else loader
+        self._copy = _recorded(self._loader)
         self._base = _base(self._copy)
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
@@ -105,8 +114,18 @@ class TorchLoader(LoaderAdapter):
             # A new iterator draws a seed for its workers, and running workers do not.
             running = self._base.persistent_workers and self._base._iterator is not None
             return {"generators": order.states()[_GLOBAL:], "begun": running or self._draws_first}
-        digest = order.digest(self._index)
-        return {"index": self._index, "random": order.random, "digest": digest}
+        return self._state_before(self._index)
+
+    def state_before(self, index: int) -> dict[str, Any] | None:
+        """The state before a batch that was read, if reading it has drawn random numbers."""
+        order = self._order
+        known = order.reads_ahead and order.random is not None and order.planned is None
+        return self._state_before(index) if known and order.knows(index) else None
+
+    def _state_before(self, index: int) -> dict[str, Any]:
+        order = self._order
+        place = {"index": index, "random": order.random, "digest": order.digest(index)}
+        return {**place, "ahead": order.states_ahead(index)} if order.reads_ahead else place
 
     def rows(self) -> list[int] | None:
         """The first indices of the batch that was read last, or None if they are no numbers."""
@@ -136,7 +155,11 @@ class TorchLoader(LoaderAdapter):
         current = order.states()
         try:
             after = order.draw(state["random"], index + skip, digest)
-            self._reading = self._begin()
+            self._reading = None
+            if order.reads_ahead:  # begins when the random states of the step are restored
+                order.planned = [] if skip else list(state.get("ahead", ()))
+            else:
+                self._reading = self._begin()
             current[_GLOBAL:] = after[_GLOBAL:]
         finally:
             order.set_states(current)
@@ -152,6 +175,8 @@ class TorchLoader(LoaderAdapter):
             self._reading = self._begin()
             self._order.set_states(after)
         elif self._reading is None:
+            if self._order.planned is not None:
+                self._order.planned.append(self._order.states())
             self._reading = self._begin()
         try:
             batch = next(self._reading)
@@ -165,6 +190,9 @@ class TorchLoader(LoaderAdapter):
             self._index += 1
             raise
         self._index += 1
+        if self._fabric is not None:
+            module = sys.modules[type(self._fabric).__module__]
+            return module.move_data_to_device(batch, self._fabric.device)
         return batch
 
     def _copy_iteration(self) -> None:
@@ -187,9 +215,13 @@ class _Order:
         sampler: the sampler or batch sampler.
         generators: generators of the loader and its samplers, besides the global generators.
         ahead: largest number of items that the loader reads ahead.
+        reads_ahead: whether this process reads them, so that their examples may draw random
+            numbers between the numbers of the steps.
     """
 
-    def __init__(self, sampler: Iterable[Any], generators: list[Any], ahead: int) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], generators: list[Any], ahead: int, reads_ahead: bool
+    ) -> None:
         torch = sys.modules["torch"]  # imported, because the loader is of torch
         self._sampler = sampler
         self._sources: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -199,11 +231,16 @@ class _Order:
             *((each.get_state, each.set_state) for each in generators),
         ]
         self._ahead = ahead
+        self.reads_ahead = reads_ahead
         self.begin()
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
         self.random: list[Any] | None = None  # the states before the order was drawn
+        # After a resume: the states to set before each of the next items is read. None otherwise.
+        self.planned: list[list[Any]] | None = None
+        # If `reads_ahead`, the states before each of the last items was read.
+        self._before: deque[list[Any]] = deque(maxlen=_KEPT)
         self._drawn: Iterator[Any] | None = None
         self._count = 0
         # The last items, each with the digest of all items up to it.
@@ -228,6 +265,16 @@ class _Order:
     def item(self, count: int) -> Any:
         """The item before `count`, which is an index or a list of indices."""
         return self._recent[count - self._count - 1][0]
+
+    def states_ahead(self, count: int) -> list[list[Any]]:
+        """Random states before the item was read that Accelerate reads ahead after `count`."""
+        if self.planned is not None:
+            return self.planned
+        return list(self._before)[len(self._before) - (self._count - count) :][:1]
+
+    def knows(self, count: int) -> bool:
+        """Whether the states before the item after the first `count` are known."""
+        return self._count - len(self._before) <= count
 
     def draw(self, states: list[Any], skip: int = 0, digest: tuple[int, int] = (0, 0)) -> list[Any]:
         """Sets random states, draws an order and passes its first `skip` items.
@@ -271,7 +318,17 @@ class _Order:
         for item in items:
             self._count += 1
             self._recent.append(_digested(item, self._recent))
+            if self.reads_ahead:
+                self._set_planned()
+                self._before.append(self.states())
             yield item
+        self._set_planned(last=True)
+
+    def _set_planned(self, *, last: bool = False) -> None:
+        """Sets the random states of the next planned item, or of the step after the last item."""
+        if self.planned:
+            self.set_states(self.planned[-1] if last else self.planned[0])
+        self.planned = None if last or not self.planned else self.planned[1:] or None
 
 
 def _digested(item: Any, recent: deque[tuple[Any, int]]) -> tuple[Any, int]:
@@ -313,15 +370,18 @@ class SamplerEpochs:
     def __init__(self, loader: Any) -> None:
         owners: list[Any] = [loader, *samplers_of(loader), getattr(loader, "dataset", None)]
         self._owners = [each for each in owners if callable(getattr(each, "set_epoch", None))]
+        wrapped = is_replayable(loader) and _without_fabric(loader) is not loader
+        self._fabric = loader if wrapped else None  # whose iterations count the epochs
         self._numbers: dict[int, int] = {}
 
     def begin(self, epoch: int, *, by_user: bool) -> None:
         """Sets the epoch's number, or reads it if the user's loop began the epoch (`by_user`)."""
         if epoch not in self._numbers and by_user:
             self._numbers[epoch] = self._read(default=epoch)
-        else:
-            number = self.number(epoch)
-            self.restore(epoch, epoch if number is None else number)
+            if self._fabric is None:
+                return
+        number = self.number(epoch)
+        self.restore(epoch, epoch if number is None else number)
 
     def number(self, epoch: int) -> int | None:
         """The number of an epoch that has begun or is next, or None if unknown."""
@@ -334,8 +394,12 @@ class SamplerEpochs:
             self._numbers[epoch] = number
             for owner in self._owners:
                 owner.set_epoch(number)
+            if self._fabric is not None:
+                self._fabric._num_iter_calls = number + 1
 
     def _read(self, default: int) -> int:
+        if self._fabric is not None:
+            return self._fabric._num_iter_calls
         for owner in self._owners:
             name = "epoch" if _base(owner) is owner else "iteration"  # Accelerate's own count
             if type(number := getattr(owner, name, None)) is int:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore.runtime.data import BatchId, Cursor
@@ -65,8 +66,12 @@ class Shuffled:
         def load_state_dict(self, state: dict[str, int]) -> None:
             vars(self).update(state)
 
+    def __init__(self) -> None:
+        self.passes = 0
+
     def __iter__(self) -> Iterator[Any]:
-        return self.Pass(1)
+        self.passes += 1
+        return self.Pass(self.passes)
 
 
 class Stream(IterableDataset):
@@ -102,6 +107,11 @@ def accelerated(data: Any = None, *, shuffle: bool = False, **config: Any) -> An
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     data = Squares() if data is None else data
     return accelerator.prepare(DataLoader(data, batch_size=SIZE, shuffle=shuffle))
+
+
+def fabric(data: Any = None, **options: Any) -> Any:
+    loader = DataLoader(Squares() if data is None else data, batch_size=SIZE, **options)
+    return Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
 
 
 def nodes() -> Any:
@@ -142,6 +152,8 @@ REWINDING = [
     Kind("stateful worker", lambda: stateful(shuffle=True, num_workers=1), 2),
     Kind("accelerate shuffled", lambda: accelerated(**SEEDED)),
     Kind("accelerate stateful", lambda: accelerated(**SEEDED, use_stateful_dataloader=True)),
+    Kind("fabric", lambda: fabric(shuffle=True, generator=torch.Generator().manual_seed(5))),
+    Kind("fabric distributed", lambda: fabric(sampler=DistributedSampler(Squares(), 1, 0))),
     Kind("grain map", grain_map),
     Kind("grain iter", lambda: grain_map().to_iter_dataset()),
     Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1),
@@ -149,7 +161,6 @@ REWINDING = [
 ]
 FORWARD = [
     Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),
-    Kind("fabric", lambda: Fabric(accelerator="cpu", devices=1).setup_dataloaders(plain())),
     Kind("accelerate of a stream", lambda: accelerated(Stream(), dispatch_batches=False)),
     Kind("torchdata nodes", nodes),
     Kind("Hugging Face buffer", lambda: BUFFERED.shuffle(3, buffer_size=4).batch(SIZE)),

@@ -33,7 +33,10 @@ def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     for place in places if "worker" not in kind.name else places[2:3]:
         resumed = Cursor(kind.make(), epochs=kind.epochs)
         assert resumed.rewind(pickle.loads(pickle.dumps(positions[place])))
-        assert take(resumed) == handed[place:]
+        rest = handed[place:]
+        if kind.name == "user's iterator":  # its loader counts the passes of this process
+            rest = [batch for batch in rest if batch[0].epoch == rest[0][0].epoch]
+        assert take(resumed, len(rest)) == rest
 
 
 @over([kind for kind in REWINDING if kind.epochs == 3])
