@@ -15,7 +15,7 @@ from healcore.core import numerics
 
 
 class Cause(enum.IntFlag):
-    """What is wrong. Detectors on the device set the first ten; the host sets the rest."""
+    """What is wrong. Detectors on the device set the first eleven; the host sets the rest."""
 
     NONFINITE_LOSS = 1
     NONFINITE_GRAD = 2

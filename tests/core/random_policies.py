@@ -42,6 +42,8 @@ SETTINGS: dict[str, st.SearchStrategy] = {
     "ema_decay": st.sampled_from([0.5, 0.9, 0.97, 0.99]),
     "escape": counts,
     "evidence": number(1.0, 4.0),
+    "first_ratio": number(1.0, 4.0),
+    "first_steps": st.integers(1, 60),
     "growth": number(0.0, 1.0),
     "max_gap": number(0.125, 4.0),
     "max_norm": st.none() | number(0.125, 128.0),
@@ -69,9 +71,13 @@ SETTINGS: dict[str, st.SearchStrategy] = {
 OTHERS: dict[str, dict[str, st.SearchStrategy]] = {
     "fixed": {"max_norm": number(0.03125, 64.0)},
     "adagc": {"max_norm": number(0.125, 64.0), "ratio": number(1.0, 4.0)},
-    "grad_ema": {"ratio": number(1.5, 30.0), "warmup_steps": counts},
-    "grad_ceiling": {"ceiling": number(1.0, 100.0)},
-    "loss_ceiling": {"ceiling": number(-1.0, 12.0)},
+    "grad_ema": {
+        "ratio": st.none() | number(1.5, 30.0),
+        "sigmas": st.none() | number(1.0, 30.0),
+        "warmup_steps": counts,
+    },
+    "grad_ceiling": {"first_ratio": st.none() | number(1.0, 20.0)},
+    "loss_ceiling": {"ceiling": st.none() | number(-1.0, 12.0), "first_steps": st.integers(0, 60)},
     "plateau": {"window": st.integers(1, 50), "patience": st.integers(1, 5)},
     "records": {"warmup_steps": st.integers(1, 12)},
 }

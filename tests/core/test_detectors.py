@@ -20,6 +20,7 @@ BOUNDS = {
     "grad_spike": 80,
     "grad_window": 40,
     "grad_ema": 25,
+    "grad_ceiling": 100,
 }
 """Steps of a lasting rise of x30 until it is accepted; of the windows 30 to 33 were measured."""
 
@@ -46,7 +47,8 @@ def watched(name: str, settings: dict, **signals) -> np.ndarray:
 def run(name: str, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same for a detector with one signal, and its own settings."""
     (signal,) = DETECTORS[name].NEEDS
-    return judged(name, {}, **{signal: values})
+    # The update spike has no use for a loss, but a step needs a loss or a gradient norm.
+    return judged(name, {}, **{"loss": np.ones_like(values), signal: values})
 
 
 @pytest.mark.parametrize("name", SPIKES)
@@ -81,7 +83,8 @@ def test_noise_and_small_shifts_of_norms_are_no_spikes():
 
 
 def test_an_absolute_ceiling_needs_no_history():
-    found = watched("grad_ceiling", {"ceiling": 100.0}, grad_norm=[200.0, 50.0, 100.0, 101.0])
+    settings = {"ceiling": 100.0, "first_ratio": None}
+    found = watched("grad_ceiling", settings, grad_norm=[200.0, 50.0, 100.0, 101.0])
     assert found.tolist() == [True, False, False, True]
 
 

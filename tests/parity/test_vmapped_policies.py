@@ -24,11 +24,11 @@ ZCLIP: Tables = {
 WATCHING: Tables = {
     "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
     "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
-    "grad_ema": {"ratio": (1.5, 20.0), "ema_decay": (0.8, 0.999)},
-    "grad_ceiling": {"ceiling": (1.0, 100.0)},
+    "grad_ema": {"ratio": (1.5, 20.0), "sigmas": (2.0, 20.0), "ema_decay": (0.8, 0.999)},
+    "grad_ceiling": {"ceiling": (1.0, 100.0), "first_ratio": (1.5, 10.0), "first_steps": (1, 40)},
     "loss_ratio": {"ratio": (1.01, 6.0), "warmup_steps": (1, 24), "sustain": (1, 6)}
     | {"escape": (1, 20)},
-    "loss_ceiling": {"ceiling": (0.0, 12.0)},
+    "loss_ceiling": {"ceiling": (0.0, 12.0), "first_ratio": (1.0, 3.0), "first_steps": (0, 50)},
     "instability": {"growth": (0.0, 0.5), "records": (2, 5), "norm_ratio": (1.0, 6.0)}
     | {"patience": (1, 20)},
     "records": {"alpha": (0.001, 0.3), "record_rate": (0.1, 0.9), "growth": (0.0, 0.5)}

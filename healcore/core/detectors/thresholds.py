@@ -1,9 +1,10 @@
-"""Detectors that compare each value with a threshold, fixed or adaptive.
+"""Detectors that compare each value with a threshold: fixed, of the first steps, or adaptive.
 
-A fixed limit is the user's choice and has no escape.
+A fixed limit is the user's choice and has no escape. `grad_ceiling` learns its first norms again
+after `escape` alarms in a row.
 
-A spike of the loss or the gradient norm is one outlier, or several outliers within a short time
-(docs/detectors.md). The level rises slowly, and falls at once to the higher of two
+A spike of the loss, the gradient norm or the update norm is one outlier, or several outliers within
+a short time (docs/detectors.md). The level rises slowly, and falls at once to the higher of two
 successive values. A value above the threshold is an outlier. The threshold is a streaming quantile
 (Robbins and Monro, 1951) of the run's own values, so that recurring outliers become noise. Each
 value has a vote between 0 and 1. A full vote is an `alarm`. A decayed sum of votes above `evidence`
@@ -85,22 +86,31 @@ class VanishingConfig(NamedTuple):
 
 
 class CeilingState(NamedTuple):
-    """Count of consecutive alarms."""
+    """Largest of the first values, and the count of consecutive alarms."""
 
-    run: Int  # consecutive alarms, at most `sustain`
+    count: Int  # values learnt, at most `first_steps`
+    top: Float  # the largest learnt value
+    run: Int  # consecutive alarms, at most `sustain` (losses) or `escape` (norms)
 
 
 class LossCeilingConfig(NamedTuple):
-    """A loss above a fixed level.
+    """A loss above a fixed level, or above all losses of the first steps.
 
-    The rule of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in a row).
-    Here each step counts once, and NaN changes nothing (docs/recipes.md).
+    These are the rules of Axolotl's loss watchdog (above `loss_watchdog_threshold` at three logs in
+    a row) and of the second half of llm-foundry's `KillLossSpike` (half of the window above the
+    largest loss of the first window, or above 10). Here each step counts once, and NaN changes
+    nothing (docs/recipes.md). The rule needs no escape, because it learns only the first steps.
     """
 
-    ceiling: Annotated[Any, number()] = 5.0
-    """Largest normal loss."""
+    ceiling: ranges.Level = None
+    """Largest normal loss, or None for no fixed level."""
+    first_steps: ranges.StepsOrZero = 100
+    """Number of first steps whose largest loss is a second ceiling, or 0 for no such ceiling. These
+    steps are not judged, because a high loss of an untrained model is normal."""
+    first_ratio: ranges.Ratio = 1.0
+    """Factor of the second ceiling; for a loss of at most 0 it applies to the absolute value."""
     sustain: ranges.Steps = 3
-    """Consecutive steps above the ceiling that make the alarm sustained."""
+    """Consecutive steps above a ceiling that make the alarm sustained."""
 
     CAUSE = Cause.DIVERGENCE
     NEEDS = frozenset({"loss"})
@@ -109,21 +119,44 @@ class LossCeilingConfig(NamedTuple):
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
     ) -> tuple[CeilingState, Reading]:
-        """Compares the loss with the ceiling. Non-finite steps change nothing."""
-        return _compare(self, state, seen.loss, seen, xp=xp)
+        """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing."""
+        learn, loss = seen.finite, seen.loss
+        count = xp.where(seen.restart, 0, state.count)
+        early = count < self.first_steps
+        top = xp.where((count == 0) | (loss > state.top), loss, state.top)
+        top = xp.where(learn & early, top, state.top)
+
+        above = numerics.product(self.first_ratio - 1.0, xp.abs(state.top), xp=xp)
+        over = (loss > state.top + above) & (count > 0)
+        if self.ceiling is not None:
+            over = over | (loss > self.ceiling)
+        alarm = learn & ~early & over
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
+        count = xp.where(learn & early, count + 1, count)
+        return CeilingState(count, top, streak), Reading(alarm, alarm & (streak >= self.sustain))
 
 
 class GradCeilingConfig(NamedTuple):
-    """A gradient norm above an absolute limit.
+    """A gradient norm above an absolute limit, or many times the largest of the first norms.
 
-    `grad_norm_skip_threshold` of Megatron-LM (megatron/core/optimizer/optimizer.py).
+    Two rules of Megatron-LM: `grad_norm_skip_threshold` (megatron/core/optimizer/optimizer.py), and
+    `is_unexpectedly_large` (megatron/core/rerun_state_machine.py), ten times the largest of the
+    first 100. The published rule never learns the first norms again, even if they were zeros (a
+    frozen network).
     """
 
-    ceiling: ranges.Norm = 100.0
-    """Largest normal norm."""
+    ceiling: ranges.Limit = None
+    """Largest normal norm, or None for no fixed limit."""
+    first_ratio: ranges.RatioOrNone = 10.0
+    """Smallest ratio of an outlier to the largest of the first norms, or None for no such test."""
+    first_steps: ranges.Steps = 100
+    """Number of first norms."""
     sustain: ranges.Steps = 5
     """Consecutive alarms that make the alarm sustained."""
+    escape: ranges.Steps = 100
+    """Consecutive alarms after which the first norms are learnt again."""
 
+    AT_MOST = (("sustain", "escape"),)
     CAUSE = Cause.GRAD_SPIKE
     NEEDS = frozenset({"grad_norm"})
     init = zero_init(CeilingState)
@@ -131,17 +164,28 @@ class GradCeilingConfig(NamedTuple):
     def update(
         self, state: CeilingState, seen: Observed, *, xp: Any
     ) -> tuple[CeilingState, Reading]:
-        """Compares the norm with the ceiling. Non-finite steps change nothing."""
-        return _compare(self, state, seen.grad_norm, seen, xp=xp)
+        """Judges the norm, and learns the first norms. Non-finite steps change nothing."""
+        norm = seen.grad_norm
+        learn = seen.finite & (norm > 0)
+        count = xp.where(seen.restart, 0, state.count)
+        early = count < self.first_steps
+        top = xp.where(count == 0, 0.0, state.top)
+        outlier = norm < 0
+        if self.first_ratio is not None:
+            outlier = outlier | (~early & (norm >= self.first_ratio * top))
+        if self.ceiling is not None:
+            outlier = outlier | (norm > self.ceiling)
+        alarm = learn & outlier
 
-
-def _compare(
-    config: Any, state: CeilingState, value: Any, seen: Observed, *, xp: Any
-) -> tuple[CeilingState, Reading]:
-    """Counts the steps in a row whose value is above the ceiling."""
-    alarm = seen.finite & (value > config.ceiling)
-    run = numerics.streak(state.run, alarm, seen.finite, seen.restart, config.sustain, xp=xp)
-    return CeilingState(run), Reading(alarm, alarm & (run >= config.sustain))
+        streak = numerics.streak(state.run, alarm, learn, seen.restart, self.escape, xp=xp)
+        sustained = alarm & (streak >= self.sustain)
+        accepted = learn & early & ~alarm
+        count = xp.where(accepted, count + 1, count)
+        top = xp.where(accepted & (norm > top), norm, top)
+        if self.first_ratio is not None:
+            escaped = alarm & (streak >= self.escape)
+            count, streak = xp.where(escaped, 0, count), xp.where(escaped, 0, streak)
+        return CeilingState(count, top, streak), Reading(alarm, sustained)
 
 
 # -- spikes ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 from healcore.core import baseline, numerics
 from healcore.core.decision import Cause, Reading
 from healcore.core.numerics import Float, Int, zero_init, zeros
-from healcore.core.ranges import Fraction, NotNegative, OnOff, Positive, Steps, number, whole
+from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
 
 
@@ -234,30 +234,38 @@ class GradWindowConfig(LossWindowConfig):
 
 
 class GradEmaState(NamedTuple):
-    """Average of the accepted norms."""
+    """Moments of the accepted norms."""
 
     count: Int  # norms learnt, at most `warmup_steps`
     weight: Float  # 1 - decay ** (norms learnt), the sum of the weights
     mean: Float
+    var: Float
     shift: baseline.ShiftState
 
 
 class GradEmaConfig(NamedTuple):
-    """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py).
+    """AXLearn's `skip_and_clip_by_global_norm` (axlearn/common/optimizers.py) with adaptive limits.
 
-    A norm g is an outlier if g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`). The average
-    mu of the accepted norms is weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
+    A norm g is an outlier if g >= 20 mu (`drop_norm_by_grad_norm_ema`, here `ratio`), or, after 500
+    steps, if g >= mu + 20 sigma (`drop_norm_by_grad_norm_stddev`, here `sigmas`). The moments of
+    the accepted norms are weighted as in section 7.1 of Adafactor (arXiv:1804.04235).
 
     Differences (docs/recipes.md): the first norm is learnt, not compared with 1. The average
-    follows lasting level shifts. Zero norms are not learnt, and the warm-up is robust (`baseline`).
+    follows lasting level shifts. The variance is the mean square of the deviations, because E[g^2]
+    - E[g]^2 can round to 0 or below. sigma is at least `min_rel_std` of mu. Zero norms are not
+    learnt, and the warm-up is robust (`baseline`).
     """
 
-    ratio: Annotated[Any, number(above=1)] = 20.0
-    """Smallest ratio of an outlier to the average."""
+    ratio: Annotated[Any | None, number(above=1, none=True)] = 20.0
+    """Smallest ratio of an outlier to the average, or None for no such test."""
+    sigmas: Limit = None
+    """Height of an outlier above the average in standard deviations, or None for no such test."""
     ema_decay: Fraction = 0.99
-    """Decay of the average per accepted step."""
+    """Decay of average and variance per accepted step."""
     warmup_steps: Steps = 1
     """Number of norms learnt before any is judged."""
+    min_rel_std: NotNegative = 0.01
+    """Floor of the standard deviation as a fraction of the average."""
     sustain: Annotated[Any, whole(1, 1_000_000)] = 5
     """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
@@ -276,7 +284,7 @@ class GradEmaConfig(NamedTuple):
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
-        alarm = learn & ~warm & (norm >= self.ratio * state.mean)
+        alarm = learn & ~warm & _is_outlier(self, state, norm, xp=xp)
         shift_state, shift = baseline.watch_level(
             self.shift, state.shift, norm, alarm, learn & ~warm, seen.restart, xp=xp
         )
@@ -291,11 +299,31 @@ class GradEmaConfig(NamedTuple):
         rate = numerics.quotient(complement, xp.where(weight > 0, weight, 1.0), xp=xp)
         start = xp.where(first, 0.0, state.mean)
         mean = numerics.ema(start, value, rate, accepted, xp=xp)
+        square = numerics.flush(numerics.product(value - start, value - mean, xp=xp), xp=xp)
+        var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
+        var = xp.where(var > 0, var, 0.0)
+
         sustained = alarm & (shift_state.run >= self.sustain * self.shift.gain)
         learnt = GradEmaState(
             count=xp.where(accepted & warm, count + 1, count),
             weight=xp.where(accepted, weight, state.weight),
             mean=xp.where(shift.escaped, shift.level, xp.where(accepted, mean, state.mean)),
+            var=xp.where(shift.escaped, shift.spread, xp.where(accepted, var, state.var)),
             shift=shift_state,
         )
         return learnt, Reading(alarm, sustained | shift.escaped)
+
+
+def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
+    """Whether the norm fails one of the two tests."""
+    outlier = norm < 0
+    if config.ratio is not None:
+        outlier = outlier | (norm >= config.ratio * state.mean)
+    if config.sigmas is not None:
+        k, gap = config.sigmas, norm - state.mean
+        floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
+        min_var = numerics.flush(numerics.product(floor, floor, xp=xp), xp=xp)
+        limit = k * numerics.product(k, xp.maximum(state.var, min_var), xp=xp)
+        square = numerics.flush(numerics.product(gap, gap, xp=xp), xp=xp)
+        outlier = outlier | ((gap > 0) & (square >= limit))
+    return outlier

@@ -33,19 +33,34 @@ def maxtext(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     return _outliers(losses, norms, 63, ddof=1)
 
 
-def axlearn(norms: np.ndarray, decay: float = 0.99) -> np.ndarray:
+def axlearn(
+    norms: np.ndarray,
+    *,
+    ratio: float | None = 20.0,
+    sigmas: float | None = None,
+    min_count: int = 500,
+    decay: float = 0.99,
+) -> np.ndarray:
     """`skip_and_clip_by_global_norm` (AXLearn 34aed43, axlearn/common/optimizers.py).
 
-    With 20 as the smallest multiplier of `drop_norm_by_grad_norm_ema`.
+    `ratio` and `sigmas` are the smallest multipliers of `drop_norm_by_grad_norm_ema` and of
+    `drop_norm_by_grad_norm_stddev`, which drops nothing before `min_count` steps.
     """
-    mean, count, dropped = 1.0, 0, []
+    mean, square, count, dropped = 1.0, 1.0, 0, []
     for norm in norms.tolist():
-        valid = math.isfinite(norm) and norm < 20.0 * mean
+        valid = math.isfinite(norm)
+        if ratio is not None:
+            valid = valid and norm < ratio * mean
+        if sigmas is not None:
+            var = square - mean**2
+            std = math.sqrt(var) if var >= 0 else math.nan
+            valid = valid and norm < (1e10 if count < min_count else mean + sigmas * std)
         dropped.append(not valid)
         if valid:
             # Adafactor, section 7.1: the decay of a bias-corrected average.
             now = decay * (1 - decay**count) / (1 - decay ** (count + 1))
             mean = now * mean + (1 - now) * norm
+            square = now * square + (1 - now) * norm**2
             count += 1
     return np.array(dropped)
 
@@ -54,3 +69,18 @@ def megatron_skips(norms: np.ndarray, threshold: float) -> np.ndarray:
     """`grad_norm_skip_threshold` (Megatron-LM d98e8a6, megatron/core/optimizer/optimizer.py)."""
     finite = math.isfinite(threshold)
     return np.array([finite and norm > threshold for norm in norms.tolist()])
+
+
+def megatron_spiky(losses: np.ndarray) -> np.ndarray:
+    """`is_unexpectedly_large` (megatron/core/rerun_state_machine.py): 10 times the first 100."""
+    top, count, large = 0.0, 0, []
+    for loss in losses.tolist():
+        value = abs(loss)
+        if not math.isfinite(value):
+            large.append(False)
+        elif count < 100:
+            top, count = max(top, value), count + 1
+            large.append(False)
+        else:
+            large.append(value >= 10 * top)
+    return np.array(large)

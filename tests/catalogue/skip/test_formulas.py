@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 
+from healcore.core.decision import Cause
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.skip import published
@@ -42,6 +43,9 @@ def test_equal_wherever_the_windows_are(recipe, original):
     equal_wherever_the_windows_are(recipe, original)
 
 
+# In place of `drop_norm_by_grad_norm_ema`. From step 100 on: 500 is longer than the runs.
+STDDEV = {"grad_ema": {"ratio": None, "sigmas": 6.0, "warmup_steps": 100}}
+BY_DEVIATIONS = functools.partial(published.axlearn, ratio=None, sigmas=6.0, min_count=100)
 MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
 
 
@@ -49,18 +53,32 @@ MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
     ("policy", "original", "fewest"),
     [
         (load("axlearn-skip"), published.axlearn, 5),
+        (load("axlearn-skip", detect=STDDEV), BY_DEVIATIONS, 10),
         (load("megatron-threshold"), MEGATRON, 5),
     ],
-    ids=["AXLearn", "Megatron"],
+    ids=["AXLearn", "AXLearn by deviations", "Megatron"],
 )
 def test_the_same_norms_are_skipped(policy, original, fewest):
     """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
-    skipped = 0
-    for run, ours in curves.on(curves.everything(), policy):
+    runs, skipped = curves.everything(), 0
+    if original is BY_DEVIATIONS:
+        runs = [run for run in curves.synthetic() if "shift" not in run.name]
+    for run, ours in curves.on(runs, policy):
         theirs = original(run.norm)
         np.testing.assert_array_equal(theirs, ours.skip, err_msg=run.name)
         skipped += int(theirs.sum())
     assert skipped >= fewest
+
+
+def test_megatron_finds_the_same_losses_unexpectedly_large():
+    run = curves.healthy()
+    run.loss[[50, 200, 300]] *= 40
+    for losses in (run.loss, np.where(np.arange(len(run.loss)) == 50, 2.0, run.loss)):
+        ours = curves.decisions_of("megatron-threshold", losses, run.norm)
+        theirs = published.megatron_spiky(losses)
+        np.testing.assert_array_equal(theirs, ours.reports(Cause.DIVERGENCE))
+        assert not ours.skip.any(), "it only alerts"
+    assert theirs.any()
 
 
 def test_a_fixed_clip_has_the_factors_of_torch_and_optax():

@@ -11,17 +11,24 @@ import numpy as np
 
 
 def kill_loss_spike(losses: np.ndarray) -> np.ndarray:
-    """llm-foundry 8c8dd48: where a loss is an outlier, and where a spike is called."""
+    """llm-foundry 8c8dd48: where a loss is an outlier, a spike and high losses are called.
+
+    Window and cap are as they are by default. Composer counts a batch before it calls `batch_end`.
+    So when the window is full, after 100 batches, the batch is number 101, and the cap to be taken
+    "at step window_size" never is.
+    """
     window: deque[float] = deque(maxlen=100)
-    outliers, rows = 0, []
-    for loss in losses.tolist():
-        outlier = spike = False
+    outliers, cap, rows = 0, 10.0, []
+    for batch, loss in enumerate(losses.tolist(), 1):
+        outlier = spike = high = False
         if len(window) == 100:
             outlier = loss >= float(np.mean(window)) * 2.0
             outliers = outliers + 1 if outlier else 0
             spike = outliers > 4
+            if not spike and batch >= 200:
+                high = sum(each > cap for each in window) >= 50
         window.append(loss)
-        rows.append((outlier, spike))
+        rows.append((outlier, spike, high))
     return np.array(rows).T
 
 

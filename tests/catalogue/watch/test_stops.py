@@ -23,7 +23,7 @@ def port(losses):
 @pytest.mark.parametrize("name", curves.SYNTHETIC)
 def test_the_port_finds_the_outliers_of_the_original(name):
     losses = curves.SYNTHETIC[name]
-    theirs, _ = originals.kill_loss_spike(losses)
+    theirs, _, _ = originals.kill_loss_spike(losses)
     ours = port(losses).reports(Cause.LOSS_SPIKE)
     clean = outliers = 0
     for i in range(len(losses)):
@@ -47,12 +47,25 @@ def test_the_port_finds_the_outliers_of_the_original(name):
 def test_the_fifth_outlier_in_a_row_kills():
     losses = np.full(200, 2.0)
     losses[150:160] = 9.0
-    _, spike = originals.kill_loss_spike(losses)
+    _, spike, _ = originals.kill_loss_spike(losses)
     decisions = port(losses)
     assert curves.first(spike) == 154 == curves.first(decisions.orders(Action.STOP))
     losses[154] = 2.0  # the row is broken
-    _, spike = originals.kill_loss_spike(losses)
+    _, spike, _ = originals.kill_loss_spike(losses)
     assert curves.first(spike) == 159 == curves.first(port(losses).orders(Action.STOP))
+
+
+def test_half_a_window_above_ten_kills():
+    losses = np.full(400, 4.0)
+    losses[:100] = 12.0  # an untrained model with a large vocabulary
+    losses[300:] = 11.0
+    losses[300::5] = 4.0  # so that it is no row
+    _, spike, high = originals.kill_loss_spike(losses)
+    decisions = port(losses)
+    assert not spike[:150].any()
+    ours = curves.first(decisions.reports(Cause.DIVERGENCE) & decisions.orders(Action.STOP))
+    assert ours is not None
+    assert curves.first(high) == ours + 1, "the original counts the steps before this one"
 
 
 @pytest.mark.parametrize("threshold", [2.2, 3.0, 5.0])

@@ -57,7 +57,7 @@ class GradEma(Detector):
 
     def begin(self) -> None:
         self.count = 0
-        self.weight = self.mean = 0.0
+        self.weight = self.mean = self.var = 0.0
         self.watch = Watch(self.config.shift, self.ties)
 
     def see(self, step: Any) -> Finding:
@@ -73,45 +73,62 @@ class GradEma(Detector):
             self._learn(x)
             self.count += 1
             return self.found(False)
-        alarm = not self.ties.above(self.config.ratio * self.mean, x)
+        alarm = self._far(x)
         if not alarm:
             self._learn(x)
         escaped = self.watch.see(x, alarm)
         sustained = alarm and (escaped or self.watch.run >= c.sustain * c.shift.gain)
         if escaped:
-            self.mean = self.watch.level
+            self.mean, self.var = self.watch.level, self.watch.spread
         return self.found(alarm, sustained)
+
+    def _far(self, x: float) -> bool:
+        c, far = self.config, False
+        if c.ratio is not None:
+            far = not self.ties.above(c.ratio * self.mean, x)
+        if c.sigmas is not None:
+            var = max(self.var, flushed((c.min_rel_std * self.mean) ** 2))
+            beyond = not self.ties.above(self.mean + c.sigmas * math.sqrt(var), x)
+            far = far or (beyond and x > self.mean)
+        return far
 
     def _learn(self, x: float) -> None:
         if self.count == 0:
-            self.weight = self.mean = 0.0
+            self.weight = self.mean = self.var = 0.0
         decay = self.config.ema_decay
         before, after = decay * self.weight, decay * self.weight + 1 - decay
-        self.mean = (before * self.mean + (1 - decay) * x) / after
-        self.weight = after
+        mean = (before * self.mean + (1 - decay) * x) / after
+        old = self.var + (self.mean - mean) ** 2  # of the norms before, about the new mean
+        self.var = (before * old + (1 - decay) * (x - mean) ** 2) / after
+        self.weight, self.mean = after, mean
 
 
-class LossCeiling(Detector):
-    """Steps in a row above a fixed level."""
+class GradCeiling(Detector):
+    """A list of the first norms."""
 
-    cause, signal = Cause.DIVERGENCE, "loss"
+    cause = Cause.GRAD_SPIKE
 
     def begin(self) -> None:
+        self.first: list[float] = []
         self.row = 0
 
     def see(self, step: Any) -> Finding:
+        c, x = self.config, step.norm
         if step.restart:
             self.begin()
-        if not step.finite:
+        if not step.finite or x <= 0:
             return self.found(False)
-        self.row = self.row + 1 if getattr(step, self.signal) > self.config.ceiling else 0
-        return self.found(self.row > 0, self.row >= self.config.sustain)
-
-
-class GradCeiling(LossCeiling):
-    """The same for the norm."""
-
-    cause, signal = Cause.GRAD_SPIKE, "norm"
+        known = len(self.first) >= c.first_steps
+        alarm = c.ceiling is not None and x > c.ceiling
+        if c.first_ratio is not None and known:
+            alarm |= not self.ties.above(c.first_ratio * max(self.first), x)
+        if not alarm and not known:
+            self.first.append(x)
+        self.row = min(self.row + 1, c.escape) if alarm else 0
+        sustained = alarm and self.row >= c.sustain
+        if c.first_ratio is not None and self.row >= c.escape:
+            self.begin()
+        return self.found(alarm, sustained)
 
 
 class LossRatio(Detector):
@@ -152,3 +169,32 @@ class LossRatio(Detector):
         if size == 0 or len(held) < c.window:
             return False
         return self.ties.above(x - mean, c.ratio * size, x, size) and x > self.last
+
+
+class LossCeiling(Detector):
+    """The losses of the first steps."""
+
+    cause = Cause.DIVERGENCE
+
+    def begin(self) -> None:
+        self.first: list[float] = []
+        self.row = 0
+
+    def see(self, step: Any) -> Finding:
+        c, x = self.config, step.loss
+        if step.restart:
+            self.begin()
+        if not step.finite:
+            return self.found(False)
+        if len(self.first) < c.first_steps:
+            self.first.append(x)
+            self.row = 0
+            return self.found(False)
+        alarm = c.ceiling is not None and x > c.ceiling
+        if self.first and c.first_ratio == 1:
+            alarm |= x > max(self.first)  # as they came in: no tie
+        elif self.first:
+            top = max(self.first)
+            alarm |= self.ties.above(x, top + (c.first_ratio - 1) * abs(top), top)
+        self.row = self.row + 1 if alarm else 0
+        return self.found(alarm, alarm and self.row >= c.sustain)
