@@ -207,12 +207,12 @@ class TerminationWatch:
         self.signal_number = number
         if self._propose_end is not None:
             self._propose_end(number)
-        if number == signal.SIGINT:
-            os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
         if number == signal.SIGINT and not _is_of_run(previous):  # a second Ctrl-C is meant
             self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
         elif callable(previous):
             previous(number, frame)
+        if number == signal.SIGINT:
+            os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
         if self._propose_end is None and self._waiting_for_data:
             raise exit_for(number)
 
