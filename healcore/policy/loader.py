@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +30,9 @@ PolicySource = str | os.PathLike[str] | Policy
 
 PolicyLike = PolicySource | Engine | EngineConfig
 """A `PolicySource`, or an Engine or EngineConfig, whose numbers may be traced arrays."""
+
+MAX_VARIANTS = 100
+"""A larger table is not read, and the best of many settings is the best by chance."""
 
 _MAX_FILE_BYTES = 1 << 20  # bytes; a policy has a few kB, so a larger file is no policy
 
@@ -269,6 +274,27 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
             write = f"{option} clip.max_norm=1.0, {option} mode=observe"
             raise _error("on the command line", pair, rule, write, key=option)
     return overrides
+
+
+def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
+    """Returns the base policy by its name, and all combinations of the values by their settings.
+
+    `vary` has options `KEY=A,B,C` with the dotted keys of a policy file. Raises PolicyError if an
+    option has another form, a value is invalid, or there are more than `MAX_VARIANTS`.
+    """
+    axes: list[list[str]] = []
+    for text in vary:
+        key, _, values = text.partition("=")
+        settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+        axes.append(list(dict.fromkeys(settings)))
+    count = math.prod(map(len, axes))
+    if count > MAX_VARIANTS:
+        rule = f"at most {MAX_VARIANTS} variants"
+        raise _error("on the command line", f"{count:,} variants", rule, "fewer values of --vary")
+    found = {policy.name: policy}
+    for settings in itertools.product(*axes):
+        found[" ".join(settings)] = load(policy, **parse_overrides(settings, "--vary"))
+    return found
 
 
 # -- a trainer's own gradient clipping -------------------------------------------------------------

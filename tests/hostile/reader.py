@@ -17,7 +17,7 @@ IMPORTS = (
     "torch", "matplotlib",
     "healcore.tools.report.page", "healcore.tools.probe.optimizer",
     "healcore.tools.probe.checkpoint", "healcore.tools.probe.loss",
-    "healcore.tools.cli", "healcore.tools.replay.vary",
+    "healcore.tools.cli", "healcore.tools.replay",
     "healcore.tools.traces", "tensorboard.backend.event_processing.event_file_loader",
 )  # fmt: skip
 

@@ -21,7 +21,6 @@ from healcore.runtime.store import StoreError
 from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe import checkpoint, optimizer
 from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judged
-from healcore.tools.replay.vary import VaryError, read_labels
 from healcore.tools.traces import open_traces
 from healcore.torch.store import DCPStore
 from tests.hostile.pickles import packed
@@ -73,7 +72,6 @@ def _restored(name: str, path: Path) -> None:
 
 LINES = "".join(json.dumps({"step": at, "loss": 1 / (at + 1)}) + "\n" for at in range(9))
 DOCUMENT = json.dumps({"log_history": [json.loads(line) for line in LINES.splitlines()]})
-LABELS = json.dumps([{"file": "a", "points": 9, "spikes": [{"onset": 1, "end": 2}]}])
 
 READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "torch": (packed(STATE), "c.pt", _checkpoint),
@@ -94,7 +92,6 @@ READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
     "TensorBoard": (tensorboard(9), "log", _traced),
     "events": (EVENT * 3, "events", log.read),
     "policy": (dumps(load("default")).encode(), "p.toml", _reads(load, PolicyError)),
-    "labels": (LABELS.encode(), "labels.json", _reads(read_labels, VaryError)),
     **{
         name: ((SAVED / name).read_bytes(), "file", functools.partial(_restored, name))
         for name in ("state.json", "manifest.json", "data/.metadata")

@@ -90,8 +90,7 @@ def sweep(
 ) -> None:
     """Replay variants of a policy, and show the sums of each over all traces."""
     from healcore.policy import load
-    from healcore.policy.loader import parse_overrides
-    from healcore.tools.replay.vary import variants
+    from healcore.policy.loader import parse_overrides, variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
     _replay(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
