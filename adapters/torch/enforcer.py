@@ -47,7 +47,7 @@ class Enforcer:
         for name in ("grad_scale", "found_inf"):
             flag = vars(self._optimizer).get(name)
             is_set = isinstance(flag, Tensor)
-            flags.append(flag.to(self._home, torch.float32, non_blocking=True) if is_set else None)
+            flags.append(gradients.moved(flag, self._home, torch.float32) if is_set else None)
         return flags[0], flags[1]
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
@@ -70,14 +70,16 @@ class Enforcer:
     ) -> None:
         """Enforces an order, unless it skips on the host. A neutral order changes no bit.
 
-        An order on the device is enforced by the fused kernel, which divides by exactly 1, and
-        subtracts a `found_inf` of exactly 0 from its step counter. If `needs_host` is True, the
-        order is on the host. `divisor` is a GradScaler's scale that the gradients still contain.
+        An order on the device is enforced by the fused kernel, which subtracts a `found_inf` of
+        exactly 0 from its step counter. If `needs_host` is True, the order is on the host.
+        `divisor` is a GradScaler's scale that the gradients still contain.
         """
-        if order.grad_divisor is not None:
+        if order.on_device:
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
-            self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
+            # CUDA's SGD with momentum rounds differently if it divides, even by 1.
+            if order.grad_divisor is not None:
+                self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
             self._replace(vars(self._optimizer), "found_inf", order.skip)
             if order.lr_scale is not None:
                 self._scale_lr(order.lr_scale)

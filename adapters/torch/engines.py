@@ -9,6 +9,9 @@ few microseconds each. On an accelerator the step is therefore compiled into a f
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -56,7 +59,12 @@ class StepOrder(NamedTuple):
     group_scale: Any = None
     """(n,) float32 factors, or None."""
     grad_divisor: Tensor | None = None
-    """float32: what the fused kernel divides the gradients by. None if the order is on the host."""
+    """float32: what the fused kernel divides the gradients by, or None if by nothing."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the order is in tensors."""
+        return isinstance(self.skip, Tensor)
 
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
@@ -242,8 +250,6 @@ class DeviceEngine(_StatefulEngine):
         scale = decision.grad_scale
         if self.engine.config.clip is not None:
             divisor = (torch.ones_like(scale) if divisor is None else divisor) / scale
-        elif divisor is None:
-            divisor = scale  # a policy that does not clip has a scale of 1
         return StepOrder(
             skip=skip.to(torch.float32),
             grad_scale=scale,
@@ -431,3 +437,19 @@ class AsyncCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensor.cpu().numpy()
+
+
+def keep_after_cuda_error() -> None:
+    """Keeps all tensors until the process ends if CUDA has failed, as by a device-side assert.
+
+    torch would abort the process where it frees pinned memory: no traceback, no postmortem.
+    """
+    try:
+        _ = torch.cuda.is_initialized() and torch.cuda.current_stream().query()
+    except RuntimeError:
+        for each in gc.get_objects():
+            if issubclass(type(each), Tensor):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+atexit.register(keep_after_cuda_error)

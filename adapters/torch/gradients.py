@@ -107,16 +107,21 @@ def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tens
     return whole
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on a device. Waits only for a copy to the host, which may be read at once."""
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
+
+
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """The norm of all gradients from the norm of each gradient, 0-d float32 on `device`."""
-    here = [n if n.device == device else n.to(device, non_blocking=True) for n in norms]
+    here = [n if n.device == device else moved(n, device) for n in norms]
     return torch.linalg.vector_norm(torch.stack(here)) if len(here) > 1 else here[0]
 
 
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Norms as one (n,) float32 tensor on `device`; 0 for a parameter without a gradient."""
     zero = torch.zeros((), dtype=torch.float32, device=device)
-    parts = [zero if norm is None else norm.to(device, non_blocking=True) for norm in norms]
+    parts = [zero if norm is None else moved(norm, device) for norm in norms]
     return torch.stack(parts) if parts else zero.new_zeros(0)
 
 
@@ -133,7 +138,7 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
         if p.grad is None or (not isinstance(factor, Tensor) and factor == 1.0):
             continue
         if isinstance(factor, Tensor):
-            factor = factor.to(p.grad.device, non_blocking=True)
+            factor = moved(factor, p.grad.device)
         _values(p.grad).mul_(factor)
 
 

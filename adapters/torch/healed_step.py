@@ -272,11 +272,11 @@ class HealedStep:
             reset_moments(self.optimizer)
             self._resets_next = False
         if self._engine.mode != "observe":
-            if order.grad_divisor is not None and self.enforcer.needs_host(params):
+            if order.on_device and self.enforcer.needs_host(params):
                 order = order.to_host()
             self.enforcer.enforce(parameters, order, divisor)
             self._skipped = order.skip
-            if order.grad_divisor is None:
+            if not order.on_device:
                 self._order = order
                 self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
         self._report(StepNorms(params, self.measurer.norms, divisor, own_loss))

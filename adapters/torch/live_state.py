@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -173,32 +172,6 @@ class RngState:
         torch.set_rng_state(state["cpu"].cpu())
         for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(generator.cpu(), device)
-
-
-@contextmanager
-def tensor_hyperparameters_kept(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Writes loaded hyperparameters (`lr`, `betas`) into the current tensors.
-
-    `load_state_dict` replaces the tensors by new ones, perhaps on the host, which a capturable
-    optimizer rejects.
-    """
-    groups = [(o, i, dict(g)) for o in optimizers for i, g in enumerate(o.param_groups)]
-    try:
-        yield
-    finally:  # after an error an older checkpoint may be loaded
-        for optimizer, i, before in groups:
-            group = optimizer.param_groups[i]
-            for name in before.keys() & group.keys() - {"params"}:
-                group[name] = _copied_into(before[name], group[name])
-
-
-def _copied_into(old: Any, new: Any) -> Any:
-    if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        old.detach().copy_(new)
-        return old
-    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
-        return tuple(_copied_into(a, b) for a, b in zip(old, new, strict=True))
-    return new
 
 
 def _check_item(name: str, value: Any) -> None:

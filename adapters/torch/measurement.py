@@ -108,7 +108,7 @@ class Measurer:
 
     def _at_home(self, value: Tensor | float | None) -> Tensor | None:
         if isinstance(value, Tensor):
-            return value.to(self.home, torch.float32, non_blocking=True)
+            return gradients.moved(value, self.home, torch.float32)
         if value is None:
             return None
         return torch.full((), value, dtype=torch.float32, device=self.home)
@@ -192,7 +192,7 @@ class LossMean:
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, which `one_number` has returned."""
         if isinstance(loss, Tensor) and not loss.is_cpu:
-            value = loss.to(self._total.device, torch.float32, non_blocking=True)
+            value = gradients.moved(loss, self._total.device, torch.float32)
             value = value if weight == 1.0 else value * weight
         else:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,

@@ -33,6 +33,7 @@ from healcore.core.decision import Decision
 from healcore.core.errors import AttachError, RanksDisagreeError
 from healcore.core.signals import Signals
 from healcore.torch.engines import AsyncCopy
+from healcore.torch.gradients import moved
 
 _PIPELINE = "pp"
 """Name of a mesh's pipeline dimension in torch's tutorials and in torchtitan."""
@@ -329,7 +330,7 @@ class SignalAllReduce:
             device = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
-        return packed.to(self._home, non_blocking=True)
+        return moved(packed, self._home)
 
 
 def requests_vote(marks: AsyncCopy | None) -> bool:

@@ -131,6 +131,9 @@ class Driver(Protocol):
         """
         ...
 
+    def on_error(self) -> None:
+        """Called before anything else if an exception ends the run."""
+
     def interrupted(self) -> bool:
         """Whether an exception has interrupted an update: the state may be half updated."""
         return False

@@ -11,6 +11,7 @@ their own import it (`tests/torch/simulated_runs.py`).
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from types import FrameType
 from typing import Any
@@ -129,7 +130,7 @@ class DeviceTensor(Tensor):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         on_host = [each for each in given if not isinstance(each, cls)]
         target = kwargs.get("device")
-        target = None if target is None else torch.device(target)
+        target, blocks = None if target is None else torch.device(target), True
         if func in _COPIES:
             blocks = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
             if on_host or (target is not None and target.type == "cpu"):
@@ -144,6 +145,8 @@ class DeviceTensor(Tensor):
         inner, options = tree_map_only(cls, lambda each: each.held, (args, kwargs))
         out = func(*inner, **options)
         if target is not None and target.type != DEVICE.type:
+            if not blocks and out.is_floating_point():
+                return torch.full_like(out, math.nan)  # has not arrived
             return out.clone() if id(out) in known else out
 
         def placed(each: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from tests import forked_programs
 TORCH = ("torch", "healcore.torch", "healcore.torch.driver", "healcore.torch.store")
 
 
-FAST = ("mixed", "decisions default")
+FAST = ("mixed", "offloaded", "decisions default")
 SLOW = (
     "decisions pretraining",
     "decisions default SGD",

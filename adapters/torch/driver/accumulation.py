@@ -68,9 +68,13 @@ class Accumulation:
         self._reached = False
         self.healing.drop_losses()
 
-    def clear(self) -> None:
-        """Drops the gradients and all signals since the last step."""
-        for p in gradients.parameters(self.healing.optimizer):
+    def clear(self, *, used: bool = True) -> None:
+        """Drops the gradients and all signals since the last step.
+
+        `used`: also gradients that the optimizer has stepped with. A CUDA graph writes into their
+        memory, and without `.grad` no later step would train.
+        """
+        for p in gradients.parameters(self.healing.optimizer) if used or self.in_progress else ():
             p.grad = None
         self._reached = False
         self.healing.discard()

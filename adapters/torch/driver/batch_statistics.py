@@ -78,7 +78,7 @@ class BatchStatistics:
                     continue
                 restored = ~torch.isfinite(now)
                 if isinstance(skipped, Tensor):
-                    restored |= skipped.to(now.device, non_blocking=True) > 0
+                    restored |= gradients.moved(skipped, now.device) > 0
                 saved = torch.where(restored, saved, now)
                 self._blocks[i] = buffers, saved
             parts = list(saved.split([each.numel() for each in buffers]))

@@ -32,6 +32,7 @@ from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, Pending
 from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle, numbers_of
 from healcore.torch.enforcer import reset_moments as reset_moments_of
+from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 
@@ -195,16 +196,14 @@ class TorchDriver(Driver):
         check_engines(engines, self.healings)
         for name, data in engines.items():
             self.healings[name].live_engine.parse(data)
-        optimizers = [healing.optimizer for healing in self.healings.values()]
         if state is not None:
-            with live_state.tensor_hyperparameters_kept(optimizers):
-                apply(self._state, state)
+            apply(self._state, state)
             for accumulation in self._accumulations:
-                accumulation.clear()
+                accumulation.clear(used=False)
             for statistics in self._statistics:
                 statistics.save()
-        for optimizer in optimizers if reset_moments else ():
-            reset_moments_of(optimizer)
+        for healing in self.healings.values() if reset_moments else ():
+            reset_moments_of(healing.optimizer)
         for name, data in engines.items():
             self.healings[name].load_state_dict(data)
         for recorder in self._recorders:
@@ -231,6 +230,10 @@ class TorchDriver(Driver):
         if patience is not None and not begun:
             pending = [accumulation for accumulation in pending if accumulation.idle < patience]
         return not pending
+
+    def on_error(self) -> None:
+        """See `Driver.on_error`."""
+        keep_after_cuda_error()
 
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""

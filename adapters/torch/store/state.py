@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from healcore.runtime.store import values
@@ -151,7 +152,9 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     if wrong:
         raise StateMismatch(None, wrong)
     for name, state in restored.items():
-        if hasattr(live[name], "load_state_dict"):
+        if isinstance(live[name], Optimizer):
+            _load_optimizer(live[name], state)
+        elif hasattr(live[name], "load_state_dict"):
             live[name].load_state_dict(state)
         else:
             _overwritten(live[name], state)
@@ -175,9 +178,24 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     return sorted(wrong)
 
 
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads a state into the optimizer's own tensors, which `load_state_dict` would replace.
+
+    The device may have no memory for second moments, CUDA graphs use the addresses, and
+    capturable optimizers reject a rate on the host.
+    """
+    groups = [dict(group) for group in optimizer.param_groups]
+    own = {"state": {**optimizer.state_dict().get("state", {})}}
+    moments = _overwritten(own, {key: state[key] for key in state.keys() & own})
+    optimizer.load_state_dict({**state, **moments})
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        for name in group.keys() & before.keys() - {"params"}:
+            group[name] = _overwritten(before[name], group[name])
+
+
 @torch.no_grad()
 def _overwritten(old: Any, new: Any) -> Any:
-    """The value `new`, in the tensors, dictionaries and lists of `old` where both have them."""
+    """The value `new`, in the tensors and containers of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
         return old.copy_(new)
     if isinstance(old, dict) and isinstance(new, dict):
@@ -189,6 +207,8 @@ def _overwritten(old: Any, new: Any) -> Any:
         padded = [*old, *[None] * len(new)]
         old[:] = [_overwritten(*pair) for pair in zip(padded, new, strict=False)]
         return old
+    if type(old) is type(new) is tuple and len(old) == len(new):
+        return tuple(map(_overwritten, old, new))
     return new
 
 

@@ -109,6 +109,23 @@ def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
     assert single_record(driver).loss == 2.0
 
 
+def test_a_rollback_writes_into_moments_and_keeps_used_gradients():
+    """The device may not hold second moments, and a CUDA graph writes into the gradients."""
+    run = Run(OPTIMIZERS["AdamW"])
+    driver = TorchDriver(run.state, ROLLS_BACK)
+    store = driver.store(None)
+
+    def memory() -> list[int]:
+        moments = [m for state in run.optimizer.state.values() for m in state.values()]
+        return [t.data_ptr() for p in run.model.parameters() for t in (p, p.grad, *moments)]  # type: ignore[union-attr]
+
+    run.step(0)
+    store.save(1, driver.state(), healing=driver.engines())
+    before = memory()
+    driver.load(store.restore(1, driver.state()).state)
+    assert memory() == before
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_scalers_state_is_restored_too(fused: bool):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)

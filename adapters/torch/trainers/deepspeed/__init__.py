@@ -204,14 +204,8 @@ class EngineOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state into the live tensors, and drops accumulated gradients."""
-        before = {p: dict(moments) for p, moments in self.optimizer.state.items()}
+        """Loads a state of `store.apply`, which has the live moments. Drops gradients."""
         self.optimizer.load_state_dict({n: state_dict[n] for n in ("state", "param_groups")})
-        for p, moments in self.optimizer.state.items():
-            for name, old in before.get(p, {}).items():
-                new = moments.get(name)
-                if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-                    moments[name] = old.copy_(new)
         for live, saved in zip(self._masters(), state_dict["masters"], strict=True):
             live.copy_(saved)
         for owner, entry in ((self._scale(), "scale"), (self._engine, "counters")):
@@ -280,7 +274,7 @@ class EngineMeasurer(Measurer):
         # DeepSpeed computes this norm before it calls the basic optimizer: reduced over the ranks,
         # without the loss scale, before clipping. get_global_grad_norm() is one step behind.
         norm = torch.as_tensor(self._deepspeed._global_grad_norm, dtype=torch.float32)
-        norm = norm.to(self.home, non_blocking=True)
+        norm = gradients.moved(norm, self.home)
         # DeepSpeed sets -1 if the norm is not finite.
         return measured._replace(grad_norm=norm.masked_fill(norm < 0, math.nan))
 
