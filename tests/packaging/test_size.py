@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 37928),
-    "tests": (("tests",), 32675),
+    "tests": (("tests",), 32681),
     "benchmarks": (("benchmarks",), 8920),
 }
 """Part -> its folders, and the most lines."""
