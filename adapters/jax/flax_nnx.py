@@ -22,10 +22,10 @@ def snapshot(model: nnx.Module) -> Any:
         model: the module.
 
     Returns:
-        All variables of the module except random streams. A skip does not revert these, so that the
-        next step does not use the same dropout mask.
+        All variables of the module except random streams and sown values. A skip does not revert
+        these, so that the next step does not use the same dropout mask.
     """
-    return _arrays(nnx.state(model, nnx.Not(nnx.RngState)))
+    return _arrays(nnx.state(model, nnx.Not((nnx.RngState, nnx.Intermediate))))
 
 
 def update(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import SequenceKey
+from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
 
 from healcore.core import numerics
 from healcore.core.decision import (
@@ -35,7 +34,7 @@ Tree = TypeVar("Tree")
 RECORDS = 64
 """Default number of rows of `HealState.heal_records`."""
 _FLOATS = len(RECORD_FIELDS)  # end of the float32 numbers in a row
-_EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
+EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
 """Indices in `HealState.heal_engine`. The first two numbers are `Engine.fingerprint`, or 0 for a
 policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the EngineState."""
 
@@ -56,7 +55,7 @@ class HealState(NamedTuple):
     finite, then the leaves of the core's EngineState, floats by their bits. One array, because each
     array costs a jitted step about 1 us (2 CPU cores)."""
     heal_records: jax.Array
-    """int32 (records, n): ring of the last steps, see `_row`. Row (i - 1) % records is of
+    """int32 (records, n): ring of the last steps, see `_row_places`. Row (i - 1) % records is of
     step i. A dispatch (`lax.scan` over steps) has at most as many steps."""
     heal_decision: dict[str, jax.Array]
     """The decision of the last step: `heal_skip`, `heal_grad_scale`, ... Separate arrays, because
@@ -71,9 +70,11 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     groups = leaves if engine.per_tensor else None
     first = engine.init(groups=groups or 0)
     halves = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4").astype(np.int32)
+    head = [halves, np.zeros(2, np.int32)]
+    vector = np.concatenate([*map(_bits, [*head, *jax.tree.leaves(first)])])
     return HealState(
-        jnp.asarray(_pack([halves, np.zeros(2, np.int32), *jax.tree.leaves(first)])),
-        jnp.tile(_row(first), (records, 1)),
+        jnp.asarray(vector),
+        jnp.tile(vector[_row_places(first)], (records, 1)),
         _flat_decision(neutral(groups=groups)),
         jnp.zeros((leaves,), jnp.float32),
     )
@@ -122,9 +123,11 @@ def _step(
     if signals.loss is not None:
         numbers[_LOSS_SEEN] |= jnp.isfinite(signals.loss)
     place = (new.step - 1) % len(state.heal_records)
+    vector = _repack(state.heal_engine, last, numbers)
+    row = vector.at[_row_places(new)].get(mode="promise_in_bounds")
     return HealState(
-        _pack(numbers, (state.heal_engine, last)),
-        lax.dynamic_update_index_in_dim(state.heal_records, _row(new), place, 0),
+        vector,
+        lax.dynamic_update_index_in_dim(state.heal_records, row, place, 0),
         _flat_decision(decision) | {name: state.heal_decision[name] for name in kept},
         norms,
     ), decision
@@ -148,7 +151,7 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     """
     new = jax.device_get(new)
     head, seen = np.zeros(_LOSS_SEEN, np.int32), new.last.loss != 0
-    vector, row = _pack([head, seen, *jax.tree.leaves(new)]), _row(new)
+    vector = np.concatenate([*map(_bits, [head, seen, *jax.tree.leaves(new)])])
     live, records = state.heal_engine, state.heal_records
     if vector.shape != jnp.shape(live):
         raise StateError(
@@ -159,7 +162,7 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     here = np.arange(len(records)) == (new.step - 1) % len(records)
     return state._replace(
         heal_engine=jnp.where(kept, live | vector, vector),
-        heal_records=jnp.where(here[:, None], row, records),
+        heal_records=jnp.where(here[:, None], vector[_row_places(new)], records),
         heal_decision=_flat_decision(neutral(groups=_groups(state))),
     )
 
@@ -174,7 +177,7 @@ def with_edit(state: HealState, number: int) -> HealState:
 
     A step keeps the number, so a state computed from an older state has an older number.
     """
-    return _with_number(state, _EDIT, number)
+    return _with_number(state, EDIT, number)
 
 
 def _with_number(state: HealState, index: int, number: int) -> HealState:
@@ -182,11 +185,6 @@ def _with_number(state: HealState, index: int, number: int) -> HealState:
     vector = state.heal_engine
     here = np.arange(vector.shape[-1]) == index
     return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
-
-
-def edit_number(vector: Any) -> Any:
-    """The number of the last edit in a `HealState.heal_engine`."""
-    return vector[_EDIT]
 
 
 def steps_judged(vector: Any) -> Any:
@@ -197,32 +195,20 @@ def steps_judged(vector: Any) -> Any:
 # -- packing ------------------------------------------------------------------------------------
 
 
-def _pack(numbers: Sequence[Any], last: tuple[Any, Sequence[Any]] | None = None) -> Any:
-    """All numbers in one int32 vector, floats by their bits; in NumPy if all are on the host.
-
-    `last` has the vector of the last step and its numbers: a number that is the same object is not
-    written again.
+def _repack(vector: jax.Array, last: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
+    """Replaces the `last` numbers of a vector; a number that is the same object is not written.
 
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    if all(isinstance(number, np.ndarray | np.generic) for number in numbers):
-        return np.concatenate([_bits(number) for number in numbers])
-    vectors, start, places = [], 0, enumerate(numbers)
-    for is_scalar, group in itertools.groupby(places, lambda place: place[1].size == 1):
-        part = list(group)
-        if not is_scalar:
-            vectors += [_bits(number) for _, number in part]
-        else:
-            index = lax.iota(np.int32, len(part))
-            vector = last[0][start : start + len(part)] if last else lax.full_like(index, 0)
-            for place, (i, number) in enumerate(part):
-                if last is None or number is not last[1][i]:
-                    scalar = jnp.broadcast_to(_bits(number), index.shape)
-                    vector = lax.select(index == place, scalar, vector)
-            vectors.append(vector)
-        start += sum(number.size for _, number in part)
-    return jnp.concatenate(vectors)
+    start, index = 0, lax.iota(np.int32, vector.size)
+    for old, new in zip(last, numbers, strict=True):
+        if new is not old and new.size == 1:
+            vector = namespace.where(index == start, _bits(new), vector)
+        elif new is not old:
+            vector = lax.dynamic_update_slice(vector, _bits(new), (start,))
+        start += new.size
+    return vector
 
 
 def _bits(number: Any) -> Any:
@@ -266,9 +252,11 @@ def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
     return record_metrics(values)
 
 
-def _row(new: EngineState) -> Any:
-    """The row of the last step: `RECORD_FIELDS`, then the counts of its `Tally`."""
-    return _pack((*record_numbers(new), *new.tally))
+def _row_places(state: EngineState) -> np.ndarray:
+    """Indices in `HealState.heal_engine` of a row: `RECORD_FIELDS`, then the `Tally`."""
+    leaves, structure = jax.tree.flatten(state)
+    places = structure.unflatten(np.cumsum([_STEP, *(leaf.size for leaf in leaves)])[:-1])
+    return np.array((*record_numbers(places), *places.tally), np.int32)
 
 
 # -- the policy of a state ----------------------------------------------------------------------
@@ -286,7 +274,7 @@ def _check(engine: Engine, state: Any) -> None:
     same = given == needed
     made_with = engine.fingerprint
     if same and made_with is not None and not isinstance(state.heal_engine, Tracer):
-        made_with = np.asarray(state.heal_engine)[..., :_EDIT].astype(">i4").tobytes().hex()[:16]
+        made_with = np.asarray(state.heal_engine)[..., :EDIT].astype(">i4").tobytes().hex()[:16]
         same = made_with in (engine.fingerprint, "0" * 16)
     if not same:
         names = [name_of(fingerprint) for fingerprint in (made_with, engine.fingerprint)]
@@ -372,7 +360,9 @@ def _matching(kind: Any) -> Callable[[Any], bool]:
 def node_at(root: Any, path: tuple[Any, ...]) -> Any:
     """The node at a path. Raises AttributeError, LookupError or TypeError if it does not exist."""
     for key in path:
-        if hasattr(key, "name"):
+        if isinstance(key, FlattenedIndexKey):  # a class registered without keys
+            root = default_registry.flatten_one_level(root)[0][key.key]
+        elif hasattr(key, "name"):
             root = getattr(root, key.name)
         else:
             root = root[key.key if hasattr(key, "key") else key.idx]

@@ -363,7 +363,7 @@ class Healer(Generic[State]):
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
         driver.observe(loss, optimizer, weight=weight)
 
-    def update(self, state: State | None = None) -> State:
+    def update(self, state: State | None = None, *, batch: object = None) -> State:
         """JAX: takes the state after a step and does the work between two steps.
 
         The step may donate the state. A loop without `batches` does not have to call `after_step`.
@@ -371,6 +371,7 @@ class Healer(Generic[State]):
         Args:
             state: result of the step, in the structure that the run began with, or None for nnx
                 objects, which change in place.
+            batch: the step's batch for `loss_fn`, in a loop without `batches`.
 
         Returns:
             State to start the next step from: another one after a rollback or `expect_change`.
@@ -383,6 +384,8 @@ class Healer(Generic[State]):
         driver: Any = self._live.driver
         if not hasattr(driver, "update"):
             raise HealerError("update is for the other framework: in torch the state is in place")
+        if batch is not None:
+            self._live.data.observed(batch, 1.0)
         self._live.update(partial(driver.update, state))
         return self.state
 

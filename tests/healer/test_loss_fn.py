@@ -100,15 +100,16 @@ def test_a_loss_fn_that_changes_its_batch_is_an_error(convert, write, part):
     assert part in str(raised.value)
 
 
-def jax_run(loss_fn: Any) -> None:
+def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **named: Any) -> None:
     tx = protect(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
     state = {"params": params, "opt": tx.init(params)}
     with Healer("default", state=state, loss_fn=loss_fn) as healer:
-        for batch in healer.batches([jnp.array([float(i), 1.0]) for i in range(5)]):
+        for batch in read(healer, [jnp.array([float(i), 1.0]) for i in range(count)]):
             old = healer.state
             updates, opt = tx.update({"w": batch}, old["opt"], value=jnp.float32(1.0))
-            healer.update({"params": optax.apply_updates(old["params"], updates), "opt": opt})
+            new = {"params": optax.apply_updates(old["params"], updates), "opt": opt}
+            healer.update(new, **dict.fromkeys(named, batch))
 
 
 @pytest.mark.parametrize(
@@ -123,3 +124,13 @@ def jax_run(loss_fn: Any) -> None:
 def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
     with pytest.raises(SignalError, match="(?s)" + said):
         jax_run(loss_fn)
+
+
+@pytest.mark.parametrize("named", [{"batch": True}, {}])
+def test_a_loop_that_reads_its_own_batches_has_to_name_them(named, caplog):
+    def own(healer: Any, data: Any) -> Any:
+        return (data[number] for number in healer.steps(len(data)))
+
+    calls.clear()
+    jax_run(lambda state, batch: calls.append(batch) or batch[1], own, 102, **named)
+    assert [bool(calls), "no step had a batch" in caplog.text] == [bool(named), not named]

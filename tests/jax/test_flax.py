@@ -68,7 +68,7 @@ def test_other_keywords_are_fields_and_an_optimizer_that_does_not_heal_is_an_err
 
 def test_a_bad_batch_is_undone_whole_in_nnx():
     def whole() -> Any:
-        weights = nnx.state(model, nnx.Not(nnx.RngState))
+        weights = nnx.state(model, nnx.Not((nnx.RngState, nnx.Intermediate)))
         moments = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"]["inner_state"]
         return bits((nnx.to_pure_dict(weights), moments))
 

@@ -27,7 +27,6 @@ from healcore.jax.optax_states import ScaleByHealLrState, check_second_iterates,
 from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
-_PARAMETERS = ("params", "model")
 
 
 class EngineEntry(NamedTuple):
@@ -144,7 +143,7 @@ def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
 
 def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    numbers = [heal_state.edit_number(array_of(state.heal_engine)) for state in states]
+    numbers = [array_of(state.heal_engine)[heal_state.EDIT] for state in states]
     return [int(number) for number in jax.device_get(numbers)]
 
 
@@ -180,7 +179,7 @@ def _tensor_names(
     """
 
     def unlikely(path: Path) -> tuple[bool, bool, int]:
-        is_named = bool(path) and _name(path[-1]) in _PARAMETERS
+        is_named = bool(path) and _name(path[-1]) in ("params", "model")
         alike = sum(one == other for one, other in zip(path, engine, strict=False))
         return not is_named, _within(path, optimizers), -alike
 

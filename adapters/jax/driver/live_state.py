@@ -186,7 +186,7 @@ class NnxLiveState(LiveState):
             if not isinstance(live, nnx.Pytree):
                 return live
             if not isinstance(live, nnx.Optimizer):
-                return _arrays(nnx.state(live))
+                return _arrays(nnx.state(live, nnx.Not(nnx.Intermediate)))
             # nnx.state would convert optax's named tuples to dictionaries.
             flat = nnx.to_flat_state(nnx.state(live))
             rest = nnx.from_flat_state([each for each in flat if each[0][0] != "opt_state"])
@@ -204,6 +204,7 @@ class NnxLiveState(LiveState):
                 nnx.update(live.opt_state, nnx.state(new["opt_state"]))
                 nnx.update(live, new["rest"])
             elif isinstance(live, nnx.Pytree):
+                nnx.pop(live, nnx.Intermediate)  # a `loss_fn` that sows would change the structure
                 nnx.update(live, new)
             else:
                 self.state[name] = new

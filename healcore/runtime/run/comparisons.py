@@ -114,6 +114,11 @@ class Comparisons:
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
         """
+        if self._dispatch_losses and not self.loss_function.is_checked:
+            self.loss_function.function = None
+            self.anchors.clear()
+            why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
+            self._log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
         known = self.state.healthy_rates

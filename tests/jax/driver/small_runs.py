@@ -131,6 +131,7 @@ class Model(nnx.Module):
         self.rest = nnx.List([nnx.Linear(3, 1, rngs=rngs)])
 
     def __call__(self, x: Any) -> Any:
+        self.seen = nnx.Intermediate(x)  # as `sow`: no part of the state
         return self.rest[0](self.dropout(self.norm(self.first(x))))
 
 

@@ -1,5 +1,6 @@
 """Healing states in a live state: found, saved, put back; and stale states, which are refused."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -53,6 +54,14 @@ def test_a_healing_state_of_another_kind_touches_nothing():
         with pytest.raises(StateError, match=message):
             driver.load(None, engines)
     assert bits(driver.live) == before
+
+
+def test_a_class_that_is_registered_without_keys_is_a_state():
+    made = type("State", (SimpleNamespace,), {})
+    jax.tree_util.register_pytree_node(made, lambda s: ([s.opt], 0), lambda _, s: made(opt=s[0]))
+    driver = JaxDriver(made(opt=optax.chain(heal(POLICY), ADAM).init(PARAMS)), POLICY)
+    driver.update(jax.tree.map(jnp.array, driver.live))
+    assert driver.steps() is not None
 
 
 @pytest.mark.parametrize("kind", RUNS)
