@@ -6,6 +6,7 @@ The pictures have an opaque background and follow the reader's light or dark set
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import log10
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -16,14 +17,13 @@ STYLE = """
   .act { fill: #d5f2ee; stroke: #0f766e } .bad { fill: #fde2e0; stroke: #c0392b }
   .line { stroke: #52606d; stroke-width: 1.5; fill: none } .head { fill: #52606d }
   .loss { stroke-width: 2.5; fill: none } .worse { stroke: #c0392b } .better { stroke: #0f766e }
-  .mark { stroke: #9aa5b1; stroke-dasharray: 4 4 } .dot { fill: #0f766e } .gone { fill: #c0392b }
+  .mark { stroke: #9aa5b1; stroke-dasharray: 4 4 } .dot { fill: #0f766e }
   @media (prefers-color-scheme: dark) {
     text { fill: #e4e7eb } .small { fill: #b8c2cc } .page { fill: #1b2127 }
     .panel { fill: #262e36 } .box { fill: #1b2127; stroke: #9aa5b1 }
     .act { fill: #12423e; stroke: #2dd4bf } .bad { fill: #4f211d; stroke: #f2867a }
     .line { stroke: #b8c2cc } .head { fill: #b8c2cc } .mark { stroke: #7b8794 }
     .worse { stroke: #f2867a } .better { stroke: #2dd4bf } .dot { fill: #2dd4bf }
-    .gone { fill: #f2867a }
   }
 """
 HEAD = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
@@ -119,55 +119,55 @@ def step() -> Iterator[str]:
 
 
 def rollback() -> Iterator[str]:
-    """A rollback under `default`, with an interval of 100 steps between checkpoints."""
+    """The tutorial's run under `default`; the curves are drawn as straight lines."""
 
     def at(index: float) -> float:
-        return 40 + index * 0.98
+        return 60 + (index - 290) * 2.5
 
-    yield text(16, 34, "loss", "title") + text(552, 268, "step", "small", "end")
-    yield arrow((40, 244), (552, 244))
-    falling = [(0, 62), (40, 100), (100, 134), (200, 166), (310, 186)]
-    rising = [(310, 186), (335, 150), (370, 118), (420, 84)]
-    after = [(200, 166), (250, 181), (310, 196), (400, 209), (480, 215)]
-    for points, kind in ((falling, "better"), (rising, "worse"), (after, "better again")):
-        path = " ".join(f"{at(x)},{y}" for x, y in points)
-        dashed = ' stroke-dasharray="7 5"' if kind == "better again" else ""
-        yield f'<polyline class="loss {kind}" points="{path}"{dashed}/>'
-    for index, kind in ((100, "dot"), (200, "dot"), (300, "gone"), (400, "gone")):
-        yield f'<circle class="{kind}" cx="{at(index)}" cy="244" r="6"/>'
-        yield text(at(index), 268, str(index), "small", "middle")
-    marks = ((310, 118, "onset", "end"), (335, 88, "M ≥ evidence", "end"))
-    for index, top, words, anchor in marks:
-        yield f'<path class="mark" d="M{at(index)} {top} V244"/>'
-        yield text(at(index) - 6, top + 4, words, "small", anchor)
-    yield f'<path class="mark" d="M{at(420)} 50 V244"/>'
-    yield arrow((at(420), 50), (at(200), 50), (at(200), 158))
-    yield text(at(310), 40, "roll back to the better weights a", "title", "middle")
-    yield text(at(420) + 8, 66, "no recovery", "small") + text(at(420) + 8, 83, "in time", "small")
-    yield text(at(378), 224, "time to recover", "small", "middle")
-    yield arrow((at(312), 230), (at(419), 230))
-    yield text(at(424), 206, "repeated steps", "small")
-    yield text(at(200), 288, "a", "title", "middle")
-    yield text(at(350), 288, "abandoned: never restored", "small", "middle")
+    def line(points: list[tuple[float, float]], height: float, decade: float, kind: str) -> str:
+        """A curve through (step, value), with a logarithmic axis whose value 1 is at `height`."""
+        path = " ".join(f"{at(x):g},{height - decade * log10(y):.1f}" for x, y in points)
+        dashed = ' stroke-dasharray="7 5"' if "again" in kind else ""
+        return f'<polyline class="loss {kind}" points="{path}"{dashed}/>'
 
-    yield text(at(345) + 8, 158, "worse", "small")
-    yield text(16, 326, "then the first that applies:", "title")
-    cases = [
-        (["rate above each healthy rate:", "limit it"], 16, 340),
-        (["otherwise, once:", "repeat unchanged"], 288, 340),
-        (["again:", "skip unusual steps"], 16, 400),
-        (["a changed setting:", "restore its value"], 288, 400),
-        (["still: undo all trials,", "accept the change"], 16, 460),
-    ]
-    for lines, x, y in cases:
-        yield box(x, y, lines, "act", 256)
+    signs = ((300, "checkpoint"), (351, "alarm"), (371, "verdict"), (402, "retest"))
+    signs += ((421, "rollback"),)
+    for index, words in signs:
+        yield text(at(index), 26, str(index), "title", "middle")
+        yield text(at(index), 44, words, "small", "middle")
+        yield f'<path class="mark" d="M{at(index)} 52 V352"/>'
+    yield f'<rect class="panel" x="{at(371)}" y="52" width="{at(402) - at(371)}" height="300"/>'
+    for top, words in ((66, "time to"), (82, "recover")):
+        yield text(at(386.5), top, words, "small", "middle")
+
+    yield text(16, 72, "loss", "title")
+    for value, words in ((100, "100"), (10, "10"), (1, "1"), (0.1, "0.1")):
+        yield text(52, 154 - 32 * log10(value), words, "small", "end")
+    healthy, worse = [(290, 0.1), (351, 0.1)], [(351, 0.1), (353, 200), (356, 40)]
+    yield line(healthy, 150, 32, "better")
+    yield line([*worse, (380, 60), (402, 7), (421, 6)], 150, 32, "worse")
+    yield line([(351, 0.1), (435, 0.1)], 150, 32, "better again")
+    yield text(at(373), 142, "first attempt", "small") + text(at(376), 172, "repeat", "small")
+    yield f'<circle class="dot" cx="{at(300)}" cy="182" r="6"/>'
+    yield arrow((at(421), 206), (at(300), 206), (at(300), 192))
+    yield text(at(360), 224, "restore, limit the rate", "small", "middle")
+
+    yield text(16, 250, "evidence M", "title")
+    for value, words in ((1e4, "10,000"), (100, "100"), (1, "1")):
+        yield text(52, 354 - 20 * log10(value), words, "small", "end")
+        yield f'<path class="mark" d="M60 {350 - 20 * log10(value)} H422"/>'
+    rises = [(290, 1), (351, 1), (371, 1e4), (371, 100), (402, 100), (421, 1e4)]
+    yield line([*rises, (421, 1)], 350, 20, "worse")
+    yield text(422, 376, "step", "small", "end")
+    for index in (300, 350, 400):
+        yield text(at(index), 376, str(index), "small", "middle")
 
 
 def pictures() -> dict[str, str]:
     """File name -> SVG."""
     return {
         "step.svg": svg("A step and the work between two steps", 432, 884, step()),
-        "rollback.svg": svg("A rollback to better weights", 560, 524, rollback()),
+        "rollback.svg": svg("A rollback to better weights", 432, 388, rollback()),
     }
 
 

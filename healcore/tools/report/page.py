@@ -88,8 +88,9 @@ def outcome(incident: Incident) -> str:
     if incident.mode is Mode.REPLAY:
         return _would_text(incident)
     responses = [sentence(event) for event in incident.responses]
-    if responses and incident.declined and incident.skipped:
-        responses.insert(0, f"skipped {_skipped(incident)}")
+    skipped = f"skipped {_skipped(incident)}" if incident.skipped else ""
+    if responses and incident.declined and skipped:
+        responses.insert(0, skipped)
     if incident.mode is Mode.OBSERVE:
         return "; ".join(["only observed, nothing changed", _would_text(incident), *responses])
     if responses:
@@ -128,8 +129,8 @@ STYLE |= {"figure.facecolor": _PAGE, "font.size": 9.0, "text.color": _TEXT}
 STYLE |= dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _QUIET)
 """Settings of matplotlib for `to_svg`."""
 _LEFT, _CHARACTER = 1.0, 0.07  # inches left of the axes, and of a character
-_EXPLOSION = 30.0
-"""Ratio of values from which an axis is logarithmic, and from which an undone curve leaves it."""
+_WIDE = 30.0  # ratio of values from which an axis is logarithmic
+_ROOM = 1e4  # ratio to the largest kept value from which an undone curve leaves such an axis
 _MAX_MARKS = 300
 """Limit of events of one kind."""
 _MAX_ROWS = 5
@@ -191,10 +192,16 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
         at, edge = curves.step[curves.nonfinite], axes[1].get_xaxis_transform()
         style = {"color": _BAD, "ms": 5, "transform": edge, "label": "NaN or Inf"}
         axes[1].plot(at, np.full(len(at), 0.95), "x", **style)
-    left, columns, y = (0, 2, 0.52) if width < 6 else (_LEFT - 0.1, 6, 0.32)
+    legend: dict[str, Any] = {}
+    for axis in axes:
+        for each in report.incidents[:_MAX_MARKS]:
+            axis.axvspan(each.onset_step, each.end, color=_BAD, alpha=0.1, lw=0.8, label="incident")
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            legend.setdefault(label, handle)
+    left, columns = (0, 2) if width < 6 else (_LEFT - 0.1, 6)
+    y = 0.12 + 0.2 * np.ceil(len(legend) / columns)
     total = y + sum(heights) + 0.14 * len(panels) + 0.45
     figure.set_size_inches(width, total)
-    legend: dict[str, Any] = {}
     for axis, height in zip(axes, heights, strict=True):
         y += height + 0.14
         box = (_LEFT / width, 1 - (y - 0.14) / total, 1 - (_LEFT + 0.1) / width, height / total)
@@ -203,10 +210,6 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
         axis.tick_params(length=2, labelbottom=axis is axes[-1])
         axis.grid(axis="x", color=_GRID, lw=0.7)
         axis.set_axisbelow(True)
-        for incident in report.incidents[:_MAX_MARKS]:
-            axis.axvspan(incident.onset_step, incident.end, color=_BAD, alpha=0.1, lw=0.8)
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            legend.setdefault(label, handle)
     axes[-1].set_xlabel("optimizer step")
     place = {"loc": "upper left", "bbox_to_anchor": (left / width, 1), "borderaxespad": 0.2}
     figure.legend(legend.values(), legend.keys(), frameon=False, ncols=columns, **place)
@@ -229,15 +232,16 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
             alarms.append(mark)
     for incident in incidents:
         if incident.skipped:
-            text = counted(incident.skipped, "step") + " or more" * incident.capped
-            text = f"would skip {text}" if report.would else text
+            text = f"would skip {_skipped(incident)}" if report.would else _skipped(incident)
             skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
         if report.would and incident.rolled_back:
             rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
     for each in report.attempts:
         if each.left is not None:
             kind, colour = ("", _RATE) if each.origin == "rollback" else (" restart", _QUIET)
-            kind = f", skips {counted(each.skipped, 'batch', 'batches')}" if each.skipped else kind
+            if each.skipped:
+                text = counted(each.skipped, "batch", "batches")
+                skips.append(_Mark(each.left, each.left, text, _BAD))
             text = f"{each.left:.0f} → {each.first_step:.0f}{kind}"
             rollbacks.append(_Mark(each.left, each.left, text, colour, each.first_step))
     compared = [
@@ -311,24 +315,22 @@ def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[s
 
 
 def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> None:
-    """Draws a curve. An explosion that was undone has another colour and leaves the panel."""
+    """Draws a curve; undone steps have another colour. A wide range makes the axis logarithmic."""
     undone, finite = curves.undone(), np.isfinite(values)
     _plot(axis, curves, values, undone, color=_UNDONE, label="undone steps")
     _plot(axis, curves, values, ~undone, color=colour)
     axis.grid(axis="y", color=_GRID, lw=0.7)
     shown, kept = values[finite], values[finite & ~undone]
-    explodes = len(kept) and 0 < kept.max() < shown.max() / _EXPLOSION
-    seen = kept if explodes else shown
-    if len(seen) and 0 < seen.min() < seen.max() / _EXPLOSION:
-        axis.set_yscale("log")
+    is_log = len(shown) and 0 < shown.min() < shown.max() / _WIDE
+    axis.set_yscale("log" if is_log else "linear")
     axis.yaxis.set_major_formatter("{x:g}")
-    if explodes:
-        axis.set_ylim(kept.min() / 1.3 if kept.min() > 0 else kept.min() * 1.3, kept.max() * 1.3)
-        highest = np.argmax(np.where(finite, values, -np.inf))
-        place, at = axis.get_xaxis_transform(), curves.step[highest]
+    low, high = (kept.min(), kept.max()) if len(kept) else (0.0, 0.0)
+    if 0 < high < shown.max() / (_ROOM if is_log else _WIDE):
+        axis.set_ylim(*((low / 1.3, high * _ROOM) if is_log else (min(low, 0.0) * 1.3, high * 1.3)))
+        at = curves.step[finite][shown.argmax()]
+        style = {"color": _UNDONE, "va": "top", "transform": axis.get_xaxis_transform()}
         side = "right" if at > np.mean(axis.get_xlim()) else "left"
-        text, style = f" ↑ up to {values[highest]:.3g} ", {"color": _UNDONE, "va": "top"}
-        axis.text(at, 0.86, text, transform=place, ha=side, **style)
+        axis.text(at, 0.86, f" ↑ up to {shown.max():.3g} ", ha=side, **style)
 
 
 def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
