@@ -75,7 +75,7 @@ class Enforcer:
         exactly 0 from its step counter. If `needs_host` is True, the order is on the host.
         `divisor` is a GradScaler's scale that the gradients still contain.
         """
-        if order.on_device:
+        if isinstance(order.skip, Tensor):
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
             # CUDA's SGD with momentum rounds differently if it divides, even by 1.
@@ -167,6 +167,8 @@ def _kernel_obstacle(optimizer: Optimizer) -> str:
         return f"{name} was not built with fused=True"
     if not _all_fused(optimizer):
         return f"a parameter group of this {name} has fused off"
+    if len({p.device.type for p in gradients.parameters(optimizer)}) > 1:
+        return f"{name} is offloaded in part, and on a CPU torch reads found_inf too early"
     if _is_third_party(optimizer):
         # Its step() may compute the update itself, or change the update of super().step().
         return f"{name} has a step() of its own, which may not honour found_inf"

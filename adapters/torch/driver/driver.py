@@ -57,6 +57,7 @@ class TorchDriver(Driver):
     """
 
     framework = "torch"
+    on_end = staticmethod(keep_after_cuda_error)
 
     def __init__(
         self,
@@ -237,10 +238,6 @@ class TorchDriver(Driver):
             pending = [accumulation for accumulation in pending if accumulation.idle < patience]
         return not pending
 
-    def on_error(self) -> None:
-        """See `Driver.on_error`."""
-        keep_after_cuda_error()
-
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""
         return any(healing.healed_step.in_update for healing in self.healings.values())
@@ -264,7 +261,7 @@ class TorchDriver(Driver):
         return live_state.parameter_names(self._state, found)
 
     def memory(self, path: Path | None) -> dict[str, int]:
-        """See `Driver.memory`: CUDA's summary, and its snapshot if its history is recorded."""
+        """See `Driver.memory`: CUDA's summary."""
 
         def size(values: Iterable[Any]) -> int:
             return sum(gradients.local_part(t).nbytes for t in values if isinstance(t, Tensor))
@@ -280,8 +277,6 @@ class TorchDriver(Driver):
             owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
             if path is not None:
                 path.with_suffix(".txt").write_text(torch.cuda.memory_summary())
-                if any(torch.cuda.memory._snapshot().get("device_traces", ())):
-                    torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         return owners
 
     def settings(self) -> dict[str, Any]:

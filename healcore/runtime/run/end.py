@@ -108,8 +108,7 @@ class _End:
         """See `close`."""
         loop, ranks, saver, data = self.loop, self.ranks, self.saver, self.data
         loop.guard.pause()
-        if self.error is not None:
-            loop.driver.on_error()
+        loop.driver.on_end()
         # A rank that ends alone, or a step before the others, must not wait for them.
         completed = self.ending == Ending.COMPLETED
         together = completed or ranks.ends_together or ranks.world == 1
