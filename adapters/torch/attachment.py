@@ -248,10 +248,6 @@ class Healing:
         """
         self.live_engine.expect_change()
 
-    def discard(self) -> None:
-        """Drops the signals since the last step, for loops that discard a step themselves."""
-        self._measurer.clear()
-
     def drop_losses(self) -> None:
         """Drops the losses since the last step, but keeps the loss of an evaluation."""
         self._measurer.losses.clear()
@@ -280,19 +276,6 @@ class Healing:
     def ranks(self) -> int:
         """Number of ranks that decide together."""
         return self.healed_step.all_reduce.world
-
-    @property
-    def attached(self) -> bool:
-        """Whether the policy judges the optimizer's steps."""
-        return self.healed_step.attached
-
-    @property
-    def decision(self) -> Decision | None:
-        """The last step's decision as enforced, or None before the first step. No sync.
-
-        NumPy scalars from the host engine, torch tensors from the device engine.
-        """
-        return self.live_engine.decision
 
     def last_decision(self) -> Decision | None:
         """The last step's decision in Python values (`Cause`, `Action`, bool, float).
@@ -359,5 +342,5 @@ class Healing:
         self.healed_step.detach()
 
     def __repr__(self) -> str:
-        state = f"{self.live_engine.name} engine" if self.attached else "detached"
+        state = f"{self.live_engine.name} engine" if self.healed_step.attached else "detached"
         return f"<Healing of {type(self.optimizer).__name__}, {state}>"

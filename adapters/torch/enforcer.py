@@ -74,7 +74,7 @@ class Enforcer:
         exactly 0 from its step counter. If `needs_host` is True, the order is on the host.
         `divisor` is a GradScaler's scale that the gradients still contain.
         """
-        if order.on_device:
+        if isinstance(order.skip, Tensor):
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
             # CUDA's SGD with momentum rounds differently if it divides, even by 1.
@@ -163,7 +163,11 @@ def _has_kernel(optimizer: Optimizer) -> bool:
     update of super().step().
     """
     supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(supports) and _all_fused(optimizer) and not _is_third_party(optimizer)
+    kinds = {p.device.type for p in gradients.parameters(optimizer)}
+    # Offloaded in part: on a CPU torch reads found_inf before the device has written it.
+    if not supports or not _all_fused(optimizer) or len(kinds) > 1:
+        return False
+    return not _is_third_party(optimizer)
 
 
 def _all_fused(optimizer: Optimizer) -> bool:

@@ -61,11 +61,6 @@ class StepOrder(NamedTuple):
     grad_divisor: Tensor | None = None
     """float32: what the fused kernel divides the gradients by, or None if by nothing."""
 
-    @property
-    def on_device(self) -> bool:
-        """Whether the order is in tensors."""
-        return isinstance(self.skip, Tensor)
-
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
         skip, scale, lr_scale, action, groups = to_host(self[:5])
@@ -275,7 +270,8 @@ class DeviceEngine(_StatefulEngine):
         """As in `HostEngine`. Starts a copy to the host."""
         values = record_numbers(self.state)
         ints = torch.stack(values[:RECORD_INTS])  # bool becomes int32
-        copies = AsyncCopy(ints), AsyncCopy(torch.stack(values[RECORD_INTS:]))
+        copies = [AsyncCopy(ints)]  # a variable: see `keep_after_cuda_error`
+        copies.append(AsyncCopy(torch.stack(values[RECORD_INTS:])))
         return lambda: host_record([n for c in copies for n in c.read().tolist()], name)
 
 
@@ -439,10 +435,12 @@ class AsyncCopy:
         return self._tensor.cpu().numpy()
 
 
+@atexit.register
 def keep_after_cuda_error() -> None:
     """Keeps all tensors until the process ends if CUDA has failed, as by a device-side assert.
 
-    torch would abort the process where it frees pinned memory: no traceback, no postmortem.
+    torch would abort the process where it frees pinned memory: no traceback, no postmortem. Until
+    this call, variables in the frames of the traceback keep the memory; unnamed values do not.
     """
     try:
         _ = torch.cuda.is_initialized() and torch.cuda.current_stream().query()
@@ -450,6 +448,3 @@ def keep_after_cuda_error() -> None:
         for each in gc.get_objects():
             if issubclass(type(each), Tensor):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
-
-
-atexit.register(keep_after_cuda_error)

@@ -272,11 +272,11 @@ class HealedStep:
             reset_moments(self.optimizer)
             self._resets_next = False
         if self._engine.mode != "observe":
-            if order.on_device and self.enforcer.needs_host(params):
+            if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
                 order = order.to_host()
             self.enforcer.enforce(parameters, order, divisor)
             self._skipped = order.skip
-            if not order.on_device:
+            if not isinstance(order.skip, Tensor):
                 self._order = order
                 self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
         self._report(StepNorms(params, self.measurer.norms, divisor, own_loss))
@@ -293,7 +293,8 @@ class HealedStep:
     def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
         late = len(self._records) - (lag if self.live_engine.name == "device" else 0)
-        records = [self._records.popleft()() for _ in range(late)]
+        due = [self._records.popleft() for _ in range(late)]
+        records = [read() for read in due]
         if self.on_judged is None:
             self.incident_log.add(records, has_seen_loss=self.measurer.has_seen_loss)
         if self._resets_moments and self._order is None and self._engine.mode != "observe":

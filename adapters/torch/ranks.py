@@ -153,7 +153,7 @@ class StepRanks:
 
     def _copies(self, param: Tensor) -> int:
         """Number of ranks that hold the same part of a parameter."""
-        mesh, members = _mesh(param), self._members
+        mesh, members = getattr(param, "device_mesh", None), self._members
         if mesh is None:
             return max(1, len(members) // self.stages)
         placements = param.placements  # type: ignore[attr-defined]
@@ -188,12 +188,8 @@ def _group_of_mesh(mesh: Any) -> Any:
 
 def _root_meshes(params: Sequence[Tensor]) -> list[Any]:
     """The root meshes of the distinct meshes of these parameters, in order."""
-    meshes = dict.fromkeys(mesh for mesh in map(_mesh, params) if mesh is not None)
-    return [_root(mesh) for mesh in meshes]
-
-
-def _mesh(param: Tensor) -> Any:
-    return getattr(param, "device_mesh", None)
+    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in params)
+    return [_root(mesh) for mesh in meshes if mesh is not None]
 
 
 def _root(mesh: Any) -> Any:

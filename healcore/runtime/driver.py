@@ -60,6 +60,8 @@ class Driver(Protocol):
     """Called after each optimizer step. The run sets it. Does not wait for the device."""
     window: Gradients
     """The gradients since the last step, to repeat batches in smaller parts."""
+    on_end: Callable[[], object] = staticmethod(lambda: None)
+    """Called before anything else when the run ends, also by an exception."""
     generators: Any = None
     """The global random generators, with `state_dict` and `load_state_dict`; None in JAX."""
 
@@ -130,9 +132,6 @@ class Driver(Protocol):
         After `patience` steps, gradients of an optimizer that no longer steps count as abandoned.
         """
         ...
-
-    def on_error(self) -> None:
-        """Called before anything else if an exception ends the run."""
 
     def interrupted(self) -> bool:
         """Whether an exception has interrupted an update: the state may be half updated."""

@@ -179,7 +179,7 @@ def test_a_step_without_gradients_is_a_no_op(where: Any):
     optimizer.step()
     assert_same(before, snapshot(optimizer))
     assert heal.state_dict() == state
-    assert heal.decision is None
+    assert heal.last_decision() is None
     heal.observe(2.0)  # the first loss was that step's
     parameters(optimizer)[0].grad = torch.ones(3)
     optimizer.step()

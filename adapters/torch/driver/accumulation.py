@@ -77,7 +77,7 @@ class Accumulation:
         for p in gradients.parameters(self.healing.optimizer) if used or self.in_progress else ():
             p.grad = None
         self._reached = False
-        self.healing.discard()
+        self.healing.healed_step.measurer.clear()
 
     def close(self) -> None:
         """Removes the hooks."""

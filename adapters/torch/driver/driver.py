@@ -56,6 +56,7 @@ class TorchDriver(Driver):
     """
 
     framework = "torch"
+    on_end = staticmethod(keep_after_cuda_error)
 
     def __init__(
         self,
@@ -230,10 +231,6 @@ class TorchDriver(Driver):
         if patience is not None and not begun:
             pending = [accumulation for accumulation in pending if accumulation.idle < patience]
         return not pending
-
-    def on_error(self) -> None:
-        """See `Driver.on_error`."""
-        keep_after_cuda_error()
 
     def interrupted(self) -> bool:
         """Whether an update has started and has not ended, or raised."""

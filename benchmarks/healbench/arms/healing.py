@@ -31,12 +31,12 @@ class _Counting(Training):
         self, loss: Tensor, optimizer: str = MAIN, *, step: bool = True, share: float = 1.0
     ) -> None:
         """Takes the unchanged step, then reads the decision."""
-        heal = self.heals[optimizer]
-        before = heal.decision
+        live = self.heals[optimizer].live_engine
+        before = live.decision
         super().update(loss, optimizer, step=step, share=share)
-        if heal.decision is None or heal.decision is before or not bool(heal.decision.skip):
+        if live.decision is None or live.decision is before or not bool(live.decision.skip):
             return
-        if int(heal.decision.cause) & _NONFINITE:
+        if int(live.decision.cause) & _NONFINITE:
             self.counts.nonfinite_skips += 1
         else:
             self.counts.finite_skips += 1

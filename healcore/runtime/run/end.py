@@ -96,8 +96,7 @@ class _End:
         loop, group, saver, data = self.loop, self.group, self.saver, self.data
         error = self.error
         loop.guard.pause()
-        if self.error is not None:
-            loop.driver.on_error()
+        loop.driver.on_end()
         # A rank that ends alone, or a step before the others, must not wait for them.
         completed = self.ending == Ending.COMPLETED
         together = completed or group.ends_together or group.world == 1

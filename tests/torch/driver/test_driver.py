@@ -74,7 +74,7 @@ def test_an_existing_handle_is_used_and_stays():
     with pytest.raises(AttachError, match="still open"):
         TorchDriver(state, CLIPS)
     driver.close()
-    assert heal.attached
+    assert heal.healed_step.attached
     TorchDriver(state, CLIPS).close()
 
 
