@@ -65,7 +65,7 @@ def attach(
             make the same decisions.
         compile: whether torch.compile compiles the device engine; "auto": on accelerators.
         process_group: the ranks that take each step together. They judge the mean of their losses
-            and the global norm, which costs one all_reduce of 96 bytes per step. "auto": the ranks
+            and the global norm, which costs one all_reduce of 80 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
             group, if torch.distributed is initialized. None: the ranks exchange nothing. Use it
             only if every rank has the same loss and gradients, or trains its own model.

@@ -11,7 +11,7 @@ from tests.torch.driver.sharded_ranks import OPTIMIZERS, ROLLBACK
 from tests.torch.forked_ranks import Worlds, worlds_of
 from tests.torch.optimizer_cases import host_and_device
 
-BYTES = 96
+BYTES = 80
 """Of the one all_reduce of each step."""
 COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}
 TOLERANCE = 1e-5
