@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37928),
+    "product": (("healcore", "adapters"), 37927),
     "tests": (("tests",), 32675),
     "benchmarks": (("benchmarks",), 8920),
 }
