@@ -168,26 +168,25 @@ class BetterWeights:
         """Undoes what was tried, and never rolls back for this trouble again."""
         until = self._data.step + 1
         self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
-        rates = [each for each in past if each.trial == Trial.RATE]
+        # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
+        oldest = min((each.target for each in past), default=verdict.anchor)
         order = replace(
             order,
-            better=min([verdict.anchor, *(each.target for each in past)]),
-            lr_states=rates[0].lr_states if rates else {},
+            better=min(verdict.anchor, oldest),
+            lr_states=next((each.lr_states for each in past if each.trial == Trial.RATE), {}),
             read_again=_batches_of(past),
             numbers=dict.fromkeys(name for each in past for name in each.numbers),
         )
-        undone = bool(rates or order.read_again or order.numbers)
-        done = self._roll_back(order) if undone else None
+        undone = bool(order.lr_states or order.read_again or order.numbers)
+        done = self._roll_back(order) if undone or verdict.anchor < oldest else None
         if done is None:
             self._driver.load(None, with_lr_states(self._driver.engines(), order.lr_states))
             for name in order.numbers:
                 self._ledger.numbers.pop(name, None)
         self.comparisons.accept(until)
-        tries = (
-            f"after {counted(len(past), 'rollback')}, so the program means it"
-            if past
-            else (f"and {MAX_ACCEPTED} places before it came back after all that was tried")
-        )
+        tries = f"after {counted(len(past), 'rollback')}, so the program means it"
+        if not past:
+            tries = f"and {MAX_ACCEPTED} places before it came back after all that was tried"
         changes = "what was tried is undone, and " if undone else ""
         self._log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "

@@ -134,11 +134,8 @@ def test_the_first_trial_in_order_that_is_allowed(tried, facts):
 def test_each_place_ends_with_an_acceptance(all_facts):
     """Whatever is measured at each of the verdicts: at most ten in one place."""
     tried: list[Trial] = []
-    for facts in all_facts:
-        tried.append(decide(tried, facts))
-        if tried[-1] is Trial.ACCEPT:
-            break
-    assert tried[-1] is Trial.ACCEPT
+    while Trial.ACCEPT not in tried:
+        tried.append(decide(tried, all_facts.pop()))
     assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
 
 
