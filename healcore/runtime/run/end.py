@@ -245,7 +245,7 @@ class _End:
             why_not = "the exception interrupted the optimizer's update"
             try:
                 if loop.count_last_step():
-                    loop.read_last_steps()
+                    list(loop.unread_steps(all=True))
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
                     why_not = why_not if loop.after_update else self.saver.save_emergency()
             except StoreError as problem:
@@ -353,8 +353,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
         read = counted(unread, "batch", "batches")
         return IncompleteRun(
-            f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
-            f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
+            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
+            f"state ({read} read). Write `{loop_text}`. The next start begins at step {data.step}"
         )
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
