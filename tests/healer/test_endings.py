@@ -166,16 +166,16 @@ def ended(folder: Any) -> list[str]:
 def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, tmp_path):
     loop = loop_of(framework, policy=rules())
     line = {"torch": r"optimizer\.step\(\)", "jax": r"healer\.update\(step\(healer\.state"}
+    unseen = (lambda _: loop.model[0].bias.data.add_(1.0)) if framework == "torch" else id
     for _ in range(2):
         with (
-            pytest.raises(IncompleteRun, match=rf"no step \(1,010 batches .*{line[framework]}"),
+            pytest.raises(IncompleteRun, match=rf"no step .*\(1,010 batches .*{line[framework]}"),
             Healer(rules(), state=loop.state, store=tmp_path) as healer,
         ):
-            for _number in healer.batches(range(1010)):
-                pass
+            list(map(unseen, healer.batches(range(1010))))
     assert ended(tmp_path) == ["exception"] * 2
     problems = [event["problem"] for event in events(tmp_path, "problem")]
-    assert sum("1000 batches without a step" in each for each in problems) == 2
+    assert sum("00 batches without" in p for p in problems) == (4 if framework == "torch" else 2)
     assert train(loop, rules(), range(12), store=tmp_path)["step"] == 12
     assert loop.faults.order == list(range(12))
     assert ended(tmp_path)[-1] == "completed"

@@ -112,9 +112,9 @@ class TorchWeights:
         return list({id(module): module for item in named for module in item.modules()}.values())
 
     def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters of the optimizers, and the parameters of the modules."""
+        """The parameters of the optimizers and of the modules, which may override `parameters`."""
         params = [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
-        return params, [p for module in self._modules() for p in module.parameters(recurse=False)]
+        return params, [p for m in self._modules() for p in m._parameters.values() if p is not None]
 
     def _trained(self) -> dict[int, Tensor]:
         """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.

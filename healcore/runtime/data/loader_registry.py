@@ -195,11 +195,6 @@ class LoaderRegistry:
         unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
         return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
 
-    @property
-    def has_unused(self) -> bool:
-        """Whether batches were read since the last step."""
-        return any(loader.first_unused is not None for loader in self)
-
     def position_after_step(self) -> dict[str, Any] | None:
         """The positions after the last step, or None if a loader cannot be rewound to it."""
         first = {loader: loader.first_unused for loader in self if loader.trains}

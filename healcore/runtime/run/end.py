@@ -280,8 +280,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
         read = counted(unread, "batch", "batches")
         return IncompleteRun(
-            f"healcore: the loop has ended, and the Healer has seen no step ({read} read). Write "
-            f"`{loop_text}`. Nothing was trained: the next start begins at step {data.step}"
+            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
+            f"state ({read} read). Write `{loop_text}`. The next start begins at step {data.step}"
         )
     try:
         loop.recovery.stop_if_never_finite(at_end=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.out_of_memory import OutOfMemory
@@ -78,7 +79,7 @@ class Loop:
             if without_step > _MAX_ITERATIONS:
                 raise IncompleteRun(
                     f"healcore: step {self.data.step} was not taken in {_MAX_ITERATIONS} "
-                    "iterations of healer.steps: each iteration takes one step of an optimizer"
+                    "iterations of healer.steps: a loop with fewer steps calls healer.after_step()"
                 )
             if self.data.step < total:
                 self._number = self.data.step
@@ -167,9 +168,12 @@ class Loop:
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
         trains = data.current is not None and (data.current.trains or not data.step)
-        if trains and len(data.unused) == _MAX_ITERATIONS:
+        unread, unseen = len(data.unused), False
+        if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
+            unseen = self.driver.settings()[WEIGHTS] != self.record.settings.get(WEIGHTS)
+        if trains and (unseen or unread == _MAX_ITERATIONS):
             why = "the state needs the optimizer whose step() the loop calls"
-            self.warn(f"{_MAX_ITERATIONS} batches without a step that the Healer sees: {why}")
+            self.warn(f"{unread} batches without a step that the Healer sees: {why}")
         self.group.raise_if_asked(may_end=may_end)
         return False
 
@@ -206,14 +210,14 @@ class Loop:
 
     def read(self, *, all: bool = False) -> bool:
         """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
-        for step, order in self._steps(all=all):
+        for step, order in self.unread_steps(all=all):
             if self._rewound(self.recovery.act(step, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
                 self.saver.save("ordered")
         return False
 
-    def _steps(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
+    def unread_steps(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Yields the steps that are due with their orders, which the caller carries out."""
         self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
@@ -234,6 +238,9 @@ class Loop:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
         if not self.saver.due() or self.data.within_batch:
             return False
+        loader, named = self.data.loaders.current, self.data.loaders.names_epochs
+        if named and loader is not None and loader.at_end and loader.next_id.index > 1:
+            return False  # after a restart the code after the epoch would average over no batch
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
         if self.read(all=True):
@@ -262,7 +269,7 @@ class Loop:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self._count_dispatch()
         self.log_warnings()
-        for step, order in self._steps(all=True):
+        for step, order in self.unread_steps(all=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

@@ -455,7 +455,8 @@ class Saver:
         changes by these batches cannot be undone.
         """
         loaders = self.data.loaders
-        if not loaders.has_unused or not self._resumes_exactly:
+        unused = any(loader.first_unused is not None for loader in loaders)
+        if not self._resumes_exactly or not (unused or loaders.current is None):
             yield
             return
         if why_not := self.driver.undo_window():
@@ -465,6 +466,7 @@ class Saver:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
         with self.data.host.before_batches(position):
             yield
-        line = "batches that were read for the next step come again after a restart"
-        self.log.event("data", step=self.data.step, outcome=line)
-        self.log.info(f"step {self.data.step}: {line}")
+        if unused:
+            line = "batches that were read for the next step come again after a restart"
+            self.log.event("data", step=self.data.step, outcome=line)
+            self.log.info(f"step {self.data.step}: {line}")

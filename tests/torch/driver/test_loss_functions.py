@@ -48,8 +48,8 @@ def test_an_average_stays_current_while_earlier_weights_are_evaluated():
 
 def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
     """The optimizer trains copies in float32, which a step writes into the module."""
-    module = nn.Linear(2, 1).bfloat16()
-    masters = [p.detach().float() for p in module.parameters()]
+    module: Any = type("M", (nn.Linear,), {"parameters": lambda m: [m.weight, m.bias]})(2, 1)
+    masters = [p.detach().float() for p in module.bfloat16().parameters()]
     optimizer = torch.optim.SGD([p.requires_grad_() for p in masters], lr=0.1)
     driver = TorchDriver({"model": module, "masters": masters, "optimizer": optimizer})
     assert driver.copy_weights().keys() == {id(p) for p in (*masters, *module.parameters())}
