@@ -32,7 +32,7 @@ OPTIMIZERS = {
 LOSS = jnp.float32(1.0)
 
 
-@pytest.mark.parametrize("name", ["heal_zclip", "heal_adagc", "protect_updates"])
+@pytest.mark.parametrize("name", ["heal_zclip", "heal_adagc", "protect"])
 def test_tree_map_reaches_the_moments_and_not_the_healing_state(name):
     tx = OPTIMIZERS[name]
     state = tx.init({"a": jnp.ones(3), "b": jnp.ones((2, 2))})
