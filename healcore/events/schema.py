@@ -113,7 +113,6 @@ def _rollback(event: EventRecord) -> str:
         lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "moments reset" if event.moments_reset else "",
-        (event.by == "earlier_weights" and event.why) or "",
         "the snapshot that the run started from" if event.initial else "",
         "the same checkpoint again, because none is older" if event.repeated else "",
     )

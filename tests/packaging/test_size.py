@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37927),
-    "tests": (("tests",), 32675),
+    "product": (("healcore", "adapters"), 37764),
+    "tests": (("tests",), 32611),
     "benchmarks": (("benchmarks",), 8920),
 }
 """Part -> its folders, and the most lines."""

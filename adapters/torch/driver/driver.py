@@ -19,7 +19,6 @@ from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
-from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
@@ -31,7 +30,7 @@ from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
 from healcore.torch.driver.weights import TorchWeights
-from healcore.torch.enforcer import moments_obstacle, numbers_of
+from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks, initialized
@@ -299,18 +298,6 @@ class TorchDriver(Driver):
             for name, h in self.healings.items()
         }
         return {name: max(own, default=None) for name, own in rates.items()}
-
-    def numbers(self) -> dict[str, float]:
-        """See `Driver.numbers`. No sync: numbers in tensors are left out."""
-        numbers = (numbers_of(name, healing.optimizer) for name, healing in self.healings.items())
-        return {name: value for own in numbers for name, value in own.items()}
-
-    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
-        """See `Driver.hold_numbers`."""
-        for name, healing in self.healings.items():
-            healing.healed_step.hold_numbers = lambda enforcer, name=name: enforcer.hold_numbers(
-                name, healthy()
-            )
 
     def optimizer_reports(self) -> dict[str, object]:
         """Optimizer name -> `Report`."""

@@ -308,7 +308,6 @@ class Recovery:
             batches=[list(each) for each in done.batches],
             repeated=done.repeated,
             initial=done.initial,
-            why=done.numbers_text or None,
             moments_reset=self.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
