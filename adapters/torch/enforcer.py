@@ -1,30 +1,23 @@
 """Enforces a decision on one optimizer: clips, scales the rate, resets the moments.
 
-Learning rates, unusual numbers and the two attributes that fused kernels read are changed for one
+Learning rates and the two attributes that fused kernels read are changed for one
 step, and restored afterwards unless other code has written there.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
-from healcore.runtime.run.orders import HealthyRange
 from healcore.torch import gradients
 from healcore.torch.engines import StepOrder
 
 _ABSENT = object()
-NO_HYPERPARAMETERS = {
-    *("params", "param_names", "initial_lr"),
-    *("foreach", "fused", "capturable", "differentiable"),
-}
-"""Entries of a parameter group that do not affect training."""
 
 
 class Enforcer:
@@ -104,15 +97,6 @@ class Enforcer:
         else:
             gradients.scale_(parameters, order.grad_scale)
 
-    def hold_numbers(self, name: str, healthy: Mapping[str, HealthyRange]) -> None:
-        """Replaces unusual numbers by the last healthy ones. `name` is the optimizer's."""
-        for group, key, numbers in _numbers_of_groups(name, self._optimizer) if healthy else ():
-            held = [healthy[n].held(v) if n in healthy else v for n, v in numbers.items()]
-            if held != [*numbers.values()]:
-                entry = group[key]
-                several = tuple(held) if isinstance(entry, tuple) else held
-                self._replace(group, key, several if isinstance(entry, tuple | list) else held[0])
-
     def restore(self) -> None:
         """Restores everything that was changed for the step.
 
@@ -178,26 +162,6 @@ def _all_fused(optimizer: Optimizer) -> bool:
 def _is_third_party(optimizer: Optimizer) -> bool:
     """Whether the class defines `step()` outside of torch.optim."""
     return not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim.")
-
-
-def numbers_of(name: str, optimizer: Optimizer) -> dict[str, float]:
-    """The numbers of an optimizer besides learning rates, by name: weight decay, betas, eps."""
-    groups = _numbers_of_groups(name, optimizer)
-    return {path: value for _, _, numbers in groups for path, value in numbers.items()}
-
-
-def _numbers_of_groups(
-    name: str, optimizer: Optimizer
-) -> Iterator[tuple[dict[str, Any], str, dict[str, float]]]:
-    """Group, key and named numbers of each entry that is a number, or a tuple of numbers."""
-    for g, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if key in NO_HYPERPARAMETERS or "lr" in key:
-                continue
-            path, several = f"{name}.param_groups[{g}].{key}", isinstance(value, tuple | list)
-            parts = {f"{path}[{i}]": v for i, v in enumerate(value)} if several else {path: value}
-            if all(type(each) in (int, float) and math.isfinite(each) for each in parts.values()):
-                yield group, key, parts
 
 
 def moments_obstacle(optimizer: Optimizer) -> str:

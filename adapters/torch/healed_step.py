@@ -41,7 +41,6 @@ class HealedStep:
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
         on_step: called after every step.
-        hold_numbers: called before each step to replace unusual numbers of the parameter groups.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class HealedStep:
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.on_step: Callable[[], None] | None = None
-        self.hold_numbers: Callable[[Enforcer], object] = lambda enforcer: None
 
         self.attached, self.changes = True, ExitStack()
         self._own_step = vars(optimizer).get("step")
@@ -124,7 +122,6 @@ class HealedStep:
         self.in_update, self._order, self._skipped = False, None, None
         loss = None
         if not self._creates_state(kwargs):
-            self.hold_numbers(self.enforcer)
             closure = args[0] if args else kwargs.get("closure")
             if closure is not None:
                 with torch.enable_grad():

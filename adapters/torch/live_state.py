@@ -21,9 +21,13 @@ from healcore.core.errors import AttachError
 from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, scaler_of, unwrapped
-from healcore.torch.enforcer import NO_HYPERPARAMETERS
 
 _COUNTED = {"last_epoch", "base_lrs"}
+_NO_HYPERPARAMETERS = {
+    *("params", "param_names", "initial_lr"),
+    *("foreach", "fused", "capturable", "differentiable"),
+}
+"""Entries of a parameter group that do not affect training."""
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """Parts that torch.compile, activation checkpointing and FSDP1 add to a parameter's path."""
@@ -76,7 +80,7 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
         for key in dict.fromkeys(key for group in groups for key in group):
-            if key in NO_HYPERPARAMETERS:
+            if key in _NO_HYPERPARAMETERS:
                 continue
             source = "initial_lr" if key == "lr" else key
             values = [_setting(group.get(source, group.get(key))) for group in groups]

@@ -113,7 +113,6 @@ def _rollback(event: EventRecord) -> str:
         lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         "moments reset" if event.moments_reset else "",
-        (event.by == "earlier_weights" and event.why) or "",
     )
     return ", ".join(filter(None, parts))
 

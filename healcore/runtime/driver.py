@@ -16,7 +16,6 @@ from healcore.core.decision import StepRecord
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.runtime.faults.microbatches import Gradients
-from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.values import attribute
@@ -207,16 +206,6 @@ class Driver(Protocol):
     def learning_rates(self) -> dict[str, float | None]:
         """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
         ...
-
-    def numbers(self) -> dict[str, float]:
-        """The program's numbers of the optimizers, without learning rates, by name.
-
-        Empty in JAX, where the state would show a held number to the program.
-        """
-        return {}
-
-    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
-        """Holds numbers in their healthy range within each step. The program reads its own."""
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, check_engines
-from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
@@ -30,7 +29,7 @@ from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
 from healcore.torch.driver.weights import TorchWeights
-from healcore.torch.enforcer import moments_obstacle, numbers_of
+from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.store import DCPStore, MemoryStore, apply
@@ -290,17 +289,6 @@ class TorchDriver(Driver):
         }
         return {name: max(own, default=None) for name, own in rates.items()}
 
-    def numbers(self) -> dict[str, float]:
-        """See `Driver.numbers`. No sync: numbers in tensors are left out."""
-        numbers = (numbers_of(name, healing.optimizer) for name, healing in self.healings.items())
-        return {name: value for own in numbers for name, value in own.items()}
-
-    def hold_numbers(self, healthy: Callable[[], Mapping[str, HealthyRange]]) -> None:
-        """See `Driver.hold_numbers`."""
-        for name, healing in self.healings.items():
-            healing.healed_step.hold_numbers = lambda enforcer, name=name: enforcer.hold_numbers(
-                name, healthy()
-            )
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from healcore.console import counted
 from healcore.core.decision import Cause
-from healcore.runtime.data import BatchId
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -58,21 +57,13 @@ class BetterWeights:
             warn=lambda problem: self._log.problem(data.step, problem),
             log=self._log,
             rates=self._rates_in_force,
-            numbers=self._numbers_in_force,
         )
-        self._driver.hold_numbers(lambda: self._ledger.numbers)
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
         records, taken = step.records, step.records[0].taken
         if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
             return None
-        repeated = step.index < self._last_trial()
-        if self._ledger.numbers and not repeated:  # a hold ends with the unusual value
-            held, now = self._ledger.numbers, self._driver.numbers()
-            self._ledger.numbers = {
-                n: each for n, each in held.items() if n in now and not each.contains(now[n])
-            }
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         norm = max((each.grad_norm for each in records if each.judged), default=math.nan)
@@ -81,12 +72,7 @@ class BetterWeights:
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
             trained=taken and not all(each.skip for each in records),
-            repeated=repeated,
         )
-
-    def _numbers_in_force(self) -> dict[str, float]:
-        numbers, held = self._driver.numbers(), self._ledger.numbers
-        return {n: held[n].held(each) if n in held else each for n, each in numbers.items()}
 
     def _rates_in_force(self) -> Rates:
         scales, rates = self._monitor.lr_scales, self._driver.learning_rates().items()
@@ -134,14 +120,12 @@ class BetterWeights:
         if not tried and self._ledger.accepted >= MAX_ACCEPTED:
             return order
         unusual = agreed(self._ranks, self.comparisons.unusual(verdict)) if tried else []
-        numbers = agreed(self._ranks, self.comparisons.unusual_numbers(verdict))
         cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
         facts = Facts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor <= self._restorer.record.first_step,
             unusual_steps=bool(unusual),
-            unusual_numbers=bool(numbers),
             may_limit=cuts,
             can_rewind=self._restorer.loaders.can_rewind,
         )
@@ -154,8 +138,6 @@ class BetterWeights:
             return replace(order, lr_at_fault=agreed(self._ranks, highest), lr_states=states)
         if trial == Trial.LEAVE_OUT:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
-        if trial == Trial.NUMBERS:
-            return replace(order, numbers=numbers, read_again=_batches_of(past))
         return order
 
     def _last_trial(self) -> int:
@@ -174,15 +156,12 @@ class BetterWeights:
             order,
             better=min(verdict.anchor, oldest),
             lr_states=next((each.lr_states for each in past if each.trial == Trial.RATE), {}),
-            read_again=_batches_of(past),
-            numbers=dict.fromkeys(name for each in past for name in each.numbers),
+            read_again=tuple(batch for each in past for batch in each.batches),
         )
-        undone = bool(order.lr_states or order.read_again or order.numbers)
+        undone = bool(order.lr_states or order.read_again)
         done = self._roll_back(order) if undone or verdict.anchor < oldest else None
         if done is None:
             self._driver.load(None, with_lr_states(self._driver.engines(), order.lr_states))
-            for name in order.numbers:
-                self._ledger.numbers.pop(name, None)
         self.comparisons.accept(until)
         tries = f"after {counted(len(past), 'rollback')}, so the program means it"
         if not past:
@@ -194,8 +173,3 @@ class BetterWeights:
             "another rollback for it"
         )
         return done
-
-
-def _batches_of(past: Sequence[RollbackRecord]) -> tuple[BatchId, ...]:
-    """The batches that trials have left out."""
-    return tuple(batch for each in past for batch in each.batches)

@@ -30,7 +30,7 @@ from healcore.runtime.run.evidence import (
     Verdict,
 )
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.orders import HealthyRange, Rates
+from healcore.runtime.run.orders import Rates
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
 
@@ -60,7 +60,6 @@ class Comparisons:
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
         rates: returns the learning rates in force.
-        numbers: returns the other numbers of the optimizers in force, by name.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Comparisons:
         warn: Callable[[str], object],
         log: RunLog,
         rates: Callable[[], Rates],
-        numbers: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.state = ComparisonState()
         """What a checkpoint holds."""
@@ -82,7 +80,7 @@ class Comparisons:
         """Step before which weights are neither compared nor copied."""
         self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
         self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
-        self._rates_in_force, self._numbers = rates, numbers
+        self._rates_in_force = rates
         self._history = StepHistory()
         self._credit = Credit(ranks)
         self._wanted = False
@@ -127,8 +125,7 @@ class Comparisons:
         if step not in restorable or self._anchor_of(step) is not None:
             return
         level, spread = self._history.level() or (None, 0.0)
-        numbers = self._with_numbers(self.anchors[-1].numbers if self.anchors else {})
-        new = Anchor(step, level=level, spread=spread, numbers=numbers)
+        new = Anchor(step, level=level, spread=spread)
         new.weights = self._driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
@@ -136,7 +133,7 @@ class Comparisons:
         self.state.anchors = [*older, *self.anchors[-1:], new]
 
     def observe(
-        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool, repeated: bool = False
+        self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
@@ -149,7 +146,6 @@ class Comparisons:
             loss: the step's training loss, the mean over its batches and over all ranks; or NaN.
             alarm: whether a detector has raised an alarm.
             trained: whether the step was not skipped.
-            repeated: whether a trial repeats the step.
 
         Returns:
             A verdict if the run has to roll back, or None.
@@ -158,7 +154,6 @@ class Comparisons:
             return None
         state, index = self.state, step.index
         self._credit.after_step()
-        state.numbers = self._with_numbers(state.numbers) if repeated or self.suspects else {}
         if alarm:
             first, last = state.alarms
             state.alarms = (first if index - last <= SAMPLE else index, index)
@@ -247,16 +242,6 @@ class Comparisons:
             unusual |= {step.index for step, loss in pairs if not loss <= limit}
         return sorted(unusual)
 
-    def unusual_numbers(self, verdict: Verdict) -> dict[str, HealthyRange]:
-        """Healthy values of the numbers that had other values in the steps of the trouble."""
-        anchor = self._anchor_of(verdict.anchor)
-        healthy = {} if anchor is None else anchor.numbers
-        return {
-            name: healthy[name]
-            for name, seen in self.state.numbers.items()
-            if name in healthy and not all(map(healthy[name].contains, seen))
-        }
-
     def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
         """Continues an earlier process; `weights` are copies by the step of their checkpoint.
 
@@ -276,7 +261,6 @@ class Comparisons:
     def _forget_trouble(self) -> None:
         self.state.verdict = None
         self.state.rates.clear()
-        self.state.numbers = {}
         self.state.alarms = (-1, -1)
         self._credit.left = MAX_CREDIT
         self._dispatch_losses.clear()
@@ -285,11 +269,6 @@ class Comparisons:
         """The learning rates in force that are known and finite."""
         rates = self._rates_in_force().items()
         return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
-
-    def _with_numbers(self, before: Mapping[str, HealthyRange]) -> dict[str, HealthyRange]:
-        """The ranges `before`, extended by the values in force."""
-        now = self._numbers().items()
-        return {**before, **{name: HealthyRange.of(value, before.get(name)) for name, value in now}}
 
     def _best_below(self, index: int) -> Anchor | None:
         """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.

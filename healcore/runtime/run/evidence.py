@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
-from healcore.runtime.run.orders import HealthyRange
 from healcore.runtime.store.ranks import Ranks
 
 STAKE = 0.6
@@ -68,8 +67,6 @@ class Anchor:
     """Mean of the last training losses when the copy was made, or None if unknown."""
     spread: float = 0.0
     """Their standard deviation."""
-    numbers: dict[str, HealthyRange] = field(default_factory=dict)
-    """Number of an optimizer -> its values at the healthy checkpoints up to this step."""
     rises: list[float] = field(default_factory=list)
     """Finite rises of the last comparisons since the evidence began."""
 
@@ -171,8 +168,6 @@ class ComparisonState:
     """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
     verdict: Verdict | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
-    numbers: dict[str, HealthyRange] = field(default_factory=dict)
-    """Values of the optimizers' numbers since the suspicion began, or in repeated steps."""
 
     def needed(self) -> list[int]:
         """Steps of the weights that a restart loads: with evidence, or with the lowest mean."""

@@ -4,7 +4,7 @@ Pure functions. Steps are counted from 0. A checkpoint of step n holds the state
 from, so a checkpoint of the onset's step holds the last state before the trouble.
 
 A rollback that changes nothing is harmless by construction: the run repeats its own steps. A change
-of the rate, the data or a number of the optimizer is a trial. If the trouble comes back after all
+of the rate or the data is a trial. If the trouble comes back after all
 trials, they are undone: the program means what it does.
 """
 
@@ -24,39 +24,12 @@ from healcore.runtime.data import BatchId
 from healcore.runtime.store.saved import NoGoodCheckpoint, Saved
 
 Step = Annotated[int, Field(ge=0)]
-_SHOWN = 3
 MAX_LEFT_OUT = 2
 """Trials that leave out steps at one place."""
 MAX_ACCEPTED = 3
 """Places accepted one after another; then a verdict only alerts."""
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
-
-
-class HealthyRange(NamedTuple):
-    """Values of one number (weight decay, a beta, momentum) at healthy checkpoints."""
-
-    low: float
-    high: float
-    last: float  # the value at the last of these checkpoints
-
-    @classmethod
-    def of(cls, value: float, before: HealthyRange | None = None) -> HealthyRange:
-        """The range `before`, or none, and one more value."""
-        low, high, _ = before or (value, value, value)
-        return cls(min(low, value), max(high, value), value)
-
-    def contains(self, value: float) -> bool:
-        """Whether a value exceeds no healthy one by more than their range, as a schedule does."""
-        margin = self.high - self.low
-        return self.low - margin <= value <= self.high + margin
-
-    def held(self, value: float) -> float:
-        """The value, or the last healthy one instead of an unusual value. An int stays one."""
-        if self.contains(value):
-            return value
-        whole = isinstance(value, int) and float(self.last).is_integer()
-        return int(self.last) if whole else self.last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +56,6 @@ class Order:
     read_again: tuple[BatchId, ...] = ()  # left out by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial of the rate; restored by `accept`."""
-    numbers: Mapping[str, HealthyRange | None] = field(default_factory=dict)
-    """Number of an optimizer -> its healthy values, in which it is held; None ends a hold."""
-
-    @property
-    def numbers_text(self) -> str:
-        """The numbers that are held, as a clause, or an empty string."""
-        held = [f"{name} {healthy.last:.3g}" for name, healthy in self.numbers.items() if healthy]
-        more = f" and {len(held) - _SHOWN} more" if held[_SHOWN:] else ""
-        text = f"{', '.join(held[:_SHOWN])}{more} while the program sets other values"
-        return text if held else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +128,6 @@ class Trial(StrEnum):
     RATE = "rate"  # the learning rate is limited to the last healthy rate
     REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
     LEAVE_OUT = "leave_out"  # the unusual steps at the onset are left out
-    NUMBERS = "numbers"  # unusual other numbers of the optimizer have their last healthy values
     ACCEPT = "accept"  # what was tried is undone, and the trouble is never rolled back again
 
 
@@ -176,7 +138,6 @@ class Facts(NamedTuple):
     healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
     from_start: bool  # whether the better weights are the first of the run
     unusual_steps: bool  # whether a step at the onset has an unusual batch or norm
-    unusual_numbers: bool  # whether a number of the optimizer had a value of no healthy checkpoint
     may_limit: int  # number of times that the rate may be limited at one place
     can_rewind: bool  # whether the data can be rewound
 
@@ -188,8 +149,6 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
       it. An unknown rate is limited after a repeat that has not helped.
     * Repeat once with nothing changed.
     * Leave out what is unusual at the onset, at most `MAX_LEFT_OUT` times.
-    * Hold unusual numbers of the optimizer at their last healthy value, once, unless the better
-      weights are the first of the run: a schedule has shown no range by then.
     * Undo what was tried, and accept.
     """
     healthy = facts.healthy_rates
@@ -203,8 +162,6 @@ def decide(tried: Sequence[Trial], facts: Facts) -> Trial:
         return Trial.REPEAT
     if facts.unusual_steps and facts.can_rewind and tried.count(Trial.LEAVE_OUT) < MAX_LEFT_OUT:
         return Trial.LEAVE_OUT
-    if facts.unusual_numbers and not facts.from_start and Trial.NUMBERS not in tried:
-        return Trial.NUMBERS
     return Trial.ACCEPT
 
 

@@ -23,7 +23,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.evidence import ComparisonState
-from healcore.runtime.run.orders import HealthyRange, RollbackRecord
+from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.store import Course, StoreError, values
 
 _MAX_INCIDENTS = 1000
@@ -78,8 +78,6 @@ class Ledger:
     open: bool = False  # whether an incident with more than skipped non-finite steps is open
     accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
     accepted_until: int = 0  # step before which no comparison rolls back again
-    numbers: dict[str, HealthyRange] = field(default_factory=dict)
-    """Number of an optimizer -> its healthy values. The driver holds it in them."""
 
     def record(
         self, index: int, records: Sequence[StepRecord], acted_on: int = -1
@@ -168,11 +166,6 @@ class Ledger:
     def on_rollback(self, rollback: RollbackRecord, saved: Ledger | None) -> None:
         """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
         self.rollbacks.append(rollback.outline())
-        held: dict[str, HealthyRange | None] = {**self.numbers}
-        for earlier in self.rollbacks:  # a hold that has ended may begin again in repeated steps
-            repeated = earlier.step >= rollback.target
-            held |= {name: n for name, n in earlier.numbers.items() if n is None or repeated}
-        self.numbers = {name: healthy for name, healthy in held.items() if healthy is not None}
         self._rewind(rollback.target, saved)
 
     def forget(self, before: int) -> None:

@@ -306,7 +306,6 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
-            why=done.numbers_text or None,
             moments_reset=self.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"

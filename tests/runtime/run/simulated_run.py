@@ -116,7 +116,7 @@ class Nothing:
     framework = "none"
     state = engines = staticmethod(dict)
     learning_rates = staticmethod(dict)
-    load = hold_numbers = staticmethod(lambda *given, **options: None)
+    load = staticmethod(lambda *given, **options: None)
 
 
 class Process:

@@ -100,7 +100,6 @@ FACTS = st.builds(
     healthy_rates=RATES,
     from_start=st.booleans(),
     unusual_steps=st.booleans(),
-    unusual_numbers=st.booleans(),
     may_limit=st.integers(0, 4),
     can_rewind=st.booleans(),
 )
@@ -117,12 +116,10 @@ def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.LEAVE_OUT:
         return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
-    if trial is Trial.NUMBERS:
-        return facts.unusual_numbers and not facts.from_start and trial not in tried
     return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
 
-ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.NUMBERS, Trial.ACCEPT)
+ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.ACCEPT)
 
 
 @given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
@@ -136,7 +133,7 @@ def test_each_place_ends_with_an_acceptance(all_facts):
     tried: list[Trial] = []
     while Trial.ACCEPT not in tried:
         tried.append(decide(tried, all_facts.pop()))
-    assert max(tried.count(Trial.REPEAT), tried.count(Trial.NUMBERS)) <= 1
+    assert tried.count(Trial.REPEAT) <= 1
 
 
 FINE = record()

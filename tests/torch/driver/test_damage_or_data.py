@@ -10,12 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.events.models import validate
-from healcore.events.schema import sentence
 from healcore.policy import load
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.store import NoGoodCheckpoint
-from tests.healer.run_directory import flip_a_bit, new_process
+from tests.healer.run_directory import flip_a_bit
 from tests.torch.driver.compared_run import CHANGE, STEPS, Run, at_change, events, left_alone
 
 
@@ -378,62 +376,3 @@ def test_losses_that_are_not_finite_never_stop_or_roll_back_finite_weights(tmp_p
     assert healer.metrics()["heal/skips"] == sum(skipped)
     run.scale = 1.0
     assert run.unseen_loss() < 0.2
-
-
-DECAY = "optimizer.param_groups[0].weight_decay"
-
-
-class Decayed(Run):
-    """AdamW whose weight decay depends on the step; `seen` and `in_force` record its values."""
-
-    def __init__(self, until: int) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.optimizer.register_step_pre_hook(
-            lambda *_: self.in_force.update({self.step: self.now()})
-        )
-        self.until, self.step = until, 0
-        self.seen, self.in_force = set[float](), dict[int, float]()
-
-    def now(self) -> float:
-        return self.optimizer.param_groups[0]["weight_decay"]
-
-    def at(self, healer: Healer) -> None:
-        self.seen.add(self.now())
-        self.step = healer.step
-        unusual = CHANGE <= healer.step < self.until
-        self.optimizer.param_groups[0]["weight_decay"] = 10.0 if unusual else 0.01
-
-
-def test_an_unusual_weight_decay_is_held_at_the_last_healthy_one(tmp_path, capsys):
-    """The data end before the run could recover."""
-    steps, run, undamaged = CHANGE + 60, Decayed(until=CHANGE + 40), Decayed(until=0)
-    run.train(tmp_path, at=run.at, steps=steps)
-    backs = events(tmp_path, "rollback")
-    assert backs[-1]["why"] == f"{DECAY} 0.01 while the program sets other values"
-    assert backs[-1]["why"] in sentence(validate(backs[-1])[0])
-    assert backs[-1]["why"] in capsys.readouterr().err
-    assert run.in_force == dict.fromkeys(range(steps), 0.01), "and no batch is skipped"
-    assert 10.0 in run.seen, "the program reads its own"
-    folder = tmp_path / "undamaged"
-    left_alone(folder, undamaged.train(folder, at=undamaged.at, steps=steps))
-    assert run.unseen_loss() <= 1.1 * undamaged.unseen_loss()
-
-
-def test_a_hold_survives_a_kill(tmp_path, in_memory):
-    """The weight decay stays unusual to the end."""
-    first, run = Decayed(until=10_000), Decayed(until=10_000)
-
-    def killed(healer: Healer) -> None:
-        first.at(healer)
-        if healer.step == 350:  # only with the hold: other rollbacks begin earlier
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        first.train(tmp_path, at=killed, store=in_memory)
-    new_process()
-    run.train(tmp_path, at=run.at, store=in_memory)
-    assert min(run.in_force) > 0, "resumed"
-    in_force = {**first.in_force, **run.in_force}
-    assert in_force == dict.fromkeys(range(STEPS), 0.01), "and no batch is skipped"
-    assert 10.0 in run.seen
