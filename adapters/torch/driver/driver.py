@@ -289,7 +289,6 @@ class TorchDriver(Driver):
         }
         return {name: max(own, default=None) for name, own in rates.items()}
 
-
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
