@@ -1,26 +1,31 @@
-"""`JaxWeights`: the parameters of a state: copies, and losses with earlier parameters.
+"""`JaxWeights`: the parameters of a state: copies, losses with earlier ones, averages among them.
 
 An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
-does not name the part that it trains. Names show it, see `EngineEntry.leaves`.
+does not name the part that it trains. The movement of the parts shows it: an average moves towards
+the parameters, which move ahead of it, and a frozen copy does not move.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from healcore.jax.driver.engines import EngineEntry
 from healcore.jax.driver.live_state import LiveState
-from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import without_heal_state
 from healcore.runtime.driver import SAMPLE, WeightsChanged
+
+Part = tuple[str, ...]
+"""Paths of the tensors of a part of the state."""
+_CLEAR = 1e-3
+"""Smallest difference of two shares by which an average differs from the parameters."""
 
 
 class JaxWeights:
@@ -28,15 +33,18 @@ class JaxWeights:
 
     Args:
         live: the state.
-        engines: the engines of the run. If the candidates of an engine are unknown, all floating
-            arrays count as parameters.
+        candidates: the parts that may be the parameters of each engine. If they are unknown for an
+            engine, all floating arrays count as parameters.
     """
 
-    def __init__(self, live: LiveState, engines: Sequence[EngineEntry]) -> None:
+    def __init__(self, live: LiveState, candidates: Sequence[Sequence[Part]]) -> None:
         self._live = live
-        known = engines if all(engine.candidates for engine in engines) else []
-        self._paths = {path for each in known for part in each.candidates for path in part}
-        self._untrained, self._unclear = _untrained_parts(known, self._all())
+        known = candidates if all(candidates) else []
+        self._paths = {path for parts in known for part in parts for path in part}
+        self._averages = frozenset[str]()
+        """Paths that are known not to be trained."""
+        self._rivals = rivals(known, self._all())
+        """Equal parts of which not all are trained, until their movement has shown which."""
 
     def copy(self) -> dict[str, Any]:
         """Path -> copy of each trained parameter, in host memory."""
@@ -72,17 +80,12 @@ class JaxWeights:
 
         Replaces the parameters by `weights`, but keeps the current random keys of the state.
         """
-        if weights and self._unclear:
-            raise HealStateError(
-                f"state{self._unclear[0]} and state{self._unclear[1]} may both be parameters that "
-                'an optimizer trains: name them, as in state={"params": params, "ema": average}'
-            )
         weights = weights or {}
         shapes = {path: getattr(leaf, "shape", None) for path, leaf in weights.items()}
         if weights and any(shapes.get(k) != leaf.shape for k, leaf in self._trained().items()):
             raise WeightsChanged
         live, in_place = self._live.read(), self._live.in_place
-        replaced = dict(weights)
+        replaced = self._without_averages(weights)
         if redraw:
             leaves = tree_leaves_with_path(live)
             replaced |= {keystr(path): _other_key(leaf) for path, leaf in leaves}
@@ -109,29 +112,17 @@ class JaxWeights:
         return {k: leaf for k, leaf in leaves.items() if jnp.issubdtype(kinds[k], jnp.floating)}
 
     def _trained(self) -> dict[str, Any]:
-        return {path: leaf for path, leaf in self._all().items() if path not in self._untrained}
+        return {path: leaf for path, leaf in self._all().items() if path not in self._averages}
 
-
-def _untrained_parts(
-    engines: Sequence[EngineEntry], tensors: Mapping[str, Any]
-) -> tuple[frozenset[str], list[str]]:
-    """Paths of the parts that only resemble the parameters of an engine: averages, teachers.
-
-    Also returns the first path of each part of which the names do not show whether it is trained.
-    """
-    groups: dict[Any, Counter[tuple[str, ...]]] = {}
-    for part in (part for engine in engines for part in engine.candidates):
-        shapes = tuple(jnp.shape(tensors[path]) for path in part)
-        groups.setdefault(shapes, Counter())[part] += 1
-    named = {engine.leaves for engine in engines}
-    found: list[str] = []
-    for parts in groups.values():
-        trained = max(parts.values())
-        if len(parts) > trained:
-            if len(named & parts.keys()) != trained:
-                return frozenset(), [part[0] for part in parts]
-            found += [path for part in parts if part not in named for path in part]
-    return frozenset(found), []
+    def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """The trained part of a copy. Empty while it is unknown: the current weights stay."""
+        if weights and self._rivals:
+            before = self._all(_with(self._live.read(), weights))
+            found = untrained(self._rivals, before, self._all())
+            if found is None:
+                return {}
+            self._averages, self._rivals = found, []
+        return {path: leaf for path, leaf in weights.items() if path not in self._averages}
 
 
 def _copy(leaf: Any) -> Any:
@@ -161,3 +152,59 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
         return jax.device_put(saved, leaf.sharding) if moved else saved
 
     return tree_map_with_path(one, live)
+
+
+# -- averages -----------------------------------------------------------------------------------
+
+
+class Rivals(NamedTuple):
+    """Parts with tensors of the same shapes, and how many of these parts are trained."""
+
+    parts: Sequence[Part]
+    trained: int
+
+
+def rivals(candidates: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[Rivals]:
+    """The parts of which optimizers train some. `candidates` are the parts that fit each one."""
+    groups: dict[Any, Counter[Part]] = {}
+    for part in (part for fitting in candidates for part in fitting):
+        shapes = tuple(jnp.shape(tensors[name]) for name in part)
+        groups.setdefault(shapes, Counter())[part] += 1
+    found = [Rivals(list(parts), max(parts.values())) for parts in groups.values()]
+    return [each for each in found if len(each.parts) > each.trained]
+
+
+def untrained(
+    among: Sequence[Rivals], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> frozenset[str] | None:
+    """Paths of the tensors that are not trained, or None if the movement does not show them.
+
+    Args:
+        among: result of `rivals`.
+        before: path -> earlier tensor.
+        now: path -> current tensor, several steps later.
+    """
+    found: list[str] = []
+    for parts, trained in among:
+        shares = {part: _share_towards_others(part, parts, before, now) for part in parts}
+        last, first = sorted(shares.values())[trained - 1 : trained + 1]
+        if not first - last > _CLEAR:  # also if NaN
+            return None
+        found += [name for part in parts if shares[part] >= first for name in part]
+    return frozenset(found)
+
+
+def _share_towards_others(
+    part: Part, parts: Sequence[Part], before: Mapping[str, Any], now: Mapping[str, Any]
+) -> float:
+    """Largest share of a part's movement that has brought it nearer to another, or Inf at rest."""
+
+    def distance(tensors: Mapping[str, Any], other: Part) -> jax.Array:
+        pairs = zip(part, other, strict=True)
+        gaps = [jnp.asarray(tensors[a], jnp.float32) - now[b] for a, b in pairs]
+        return jnp.sqrt(sum(jnp.square(gap).sum() for gap in gaps))
+
+    others = [each for each in parts if each != part]
+    nearer = jnp.stack([distance(before, each) - distance(now, each) for each in others]).max()
+    moved, nearer = map(float, jax.device_get((distance(before, part), nearer)))
+    return nearer / moved if moved else math.inf

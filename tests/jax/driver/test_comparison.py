@@ -12,8 +12,9 @@ from flax import nnx
 from jax.core import Tracer
 
 from healcore import Action, Healer, Hooks
-from healcore.jax import HealStateError, from_dict, protect, to_dict
+from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
+from healcore.jax.driver.weights import rivals, untrained
 from healcore.jax.heal_state import find, steps_judged
 from healcore.policy import engine_of
 from healcore.runtime.run.orders import limited
@@ -157,36 +158,29 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
 # -- averages, momentum encoders and teachers -----------------------------------------------------
 
 
-PATHS = {"['params']['a']", "['params']['b']"}
-
-
 @jax.jit
 def averaged_step(state: Any, batch: Any) -> Any:
-    params, opt = trained(state["params"], state["opt"], batch)
-    average = optax.incremental_update(params, state["average"], 0.01)
-    return {**state, "params": params, "average": average, "opt": opt}
+    teacher, params, average, opt = state
+    params, opt = trained(params, opt, batch)
+    return teacher, params, optax.incremental_update(params, average, 0.01), opt
 
 
 @jax.jit
 def averaged_loss(state: Any, batch: Any) -> Any:
-    params, average = state["params"], state["average"]
+    _, params, average, _ = state
     drift = sum(jnp.square(params[name] - average[name]).sum() for name in params)
     return loss_of(params, batch) + 1e-3 * drift
 
 
-def with_averages(params: Any) -> dict[str, Any]:
-    average = jax.tree.map(jnp.copy, params)
-    return {"teacher": params, "params": params, "average": average, "opt": TX.init(params)}
-
-
 def averaged_run(folder: Path, *, compares: bool, damaged: bool = False) -> tuple[Healer, Any]:
-    state = with_averages(initial())
+    params = initial()
+    state = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
     options = {"loss_fn": averaged_loss if compares else None, "save_every": 50}
     with Healer("default", state=state, **grouped(options, events=folder / "e.jsonl")) as healer:
         for batch in healer.batches([data(number) for number in range(300)]):
             state = healer.state
             if damaged and healer.step == 200 and not healer.rollbacks:
-                state = {**state, "params": reversed_layer(state["params"])}
+                state = (state[0], reversed_layer(state[1]), *state[2:])
             healer.update(averaged_step(state, batch))
     return healer, healer.state
 
@@ -198,7 +192,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
     comparison: Any = healer._loop.recovery.comparisons
     assert comparison._credit._prices, "weights were compared"
-    assert set(comparison.anchors[-1].weights) == PATHS
+    assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 
 def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
@@ -208,24 +202,46 @@ def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
 
 def test_an_earlier_copy_replaces_the_trained_parameters_only():
     params = initial()
-    driver = JaxDriver(state := with_averages(params), "default")
+    state: Any = (params, params, jax.tree.map(jnp.copy, params), TX.init(params))
+    driver = JaxDriver(state, "default")
     weights = driver.copy_weights()
-    assert set(weights) == PATHS
     norms = lambda state, batch: state[batch]["a"][0, 0]  # noqa: E731
+    assert driver.losses_of(norms, [0, 1, 2], weights) == [float(params["a"][0, 0])] * 3
     for number in range(10):
         driver.update(state := averaged_step(state, data(number)))
-    names = ["teacher", "params", "average"]
-    current = driver.losses_of(norms, names)
-    earlier = driver.losses_of(norms, names, weights)
+    current = driver.losses_of(norms, [0, 1, 2])
+    earlier = driver.losses_of(norms, [0, 1, 2], weights)
     assert earlier == [current[0], float(params["a"][0, 0]), current[2]]
     assert current[1] != earlier[1]
+    assert set(driver.copy_weights()) == {"[1]['a']", "[1]['b']"}
 
 
-def test_parameters_beside_their_average_have_to_be_named():
-    params = initial()
-    driver = JaxDriver((params, jax.tree.map(jnp.copy, params), TX.init(params)), "default")
-    with pytest.raises(HealStateError, match=r"state\[0\]\['a'\] and state\[1\]\['a'\] may both"):
-        driver.losses_of(lambda *_: pytest.fail("called"), [0], driver.copy_weights())
+# -- which part is trained ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "decay"),
+    [(0, 0.0), (3_000, 0.0), (0, 0.5), (300, 0.99), (0, 0.9999), (3_000, 0.9999)],
+)
+def test_an_average_follows_the_parameters(before, decay):
+    """In 20 steps, late in a run with a decaying rate: the average moves farther."""
+    random, candidates = np.random.default_rng(0), [[("average",), ("params",)]]
+    earlier: Any = dict.fromkeys(("params", "average"), random.standard_normal(200))
+    now = earlier
+    for number in range(before + 20):
+        earlier = now if number == before else earlier
+        params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))
+        average = decay * now["average"] + (1 - decay) * params
+        now = {"params": params, "average": average}
+    found = untrained(rivals(candidates, now), earlier, now)
+    assert found == (None if decay == 0 else {"average"})
+
+
+def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
+    tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
+    assert not rivals([[("a",), ("mean",)]], tensors)
+    assert not rivals([[("a",), ("b",)]] * 2, tensors)
+    assert rivals([[("a",), ("b",), ("mean",)]], tensors) == [([("a",), ("b",)], 1)]
 
 
 # -- random keys ----------------------------------------------------------------------------------
