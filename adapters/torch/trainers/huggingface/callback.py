@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from transformers import Trainer, TrainerCallback
@@ -32,7 +33,7 @@ from healcore.torch.trainers import (
     patched,
     resolve_options,
 )
-from healcore.torch.trainers.huggingface import steps
+from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed
 
@@ -179,6 +180,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         loop_of(healer).data.step = state.global_step
 
     # -- the Trainer's events -------------------------------------------------------------------
+
+    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
+        """Wraps `train()`. The Trainer does not call this for `add_callback`."""
+        _wrap_train(_trainer_of(self))
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Opens the Healer, and inserts it into the training loop.
@@ -375,6 +380,29 @@ def _trainer_of(callback: HealingCallback) -> Any:
         "HealingCallback found no Trainer among its callers: give it to a transformers Trainer in "
         "callbacks=[...], or heal the optimizer with healcore.torch.attach"
     )
+
+
+def _wrap_train(trainer: Any) -> None:
+    """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
+
+    The Trainer has no event for these moments, and a checkpoint replaces the callback's object.
+    """
+    original = trainer.train
+
+    @functools.wraps(original)
+    def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint:
+            folder = Path(trainer.args.output_dir or "trainer_output")
+            resume_from_checkpoint = checkpoints.to_resume_from(resume_from_checkpoint, folder)
+        try:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, HealingCallback):
+                    callback.close(error)
+            raise
+
+    trainer.train = train
 
 
 def _save(trainer: Any) -> None:

@@ -1,6 +1,8 @@
 """`HealingCallback` in real Trainers of transformers and TRL, under HF's default arguments."""
 
 import math
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.runtime.run.termination import RunStopped
 from healcore.torch import AttachError, HealingCallback
@@ -186,6 +189,38 @@ def test_no_sync_is_added_to_a_step(tmp_path: Path, engine: Any, accumulated: in
     assert plain_long > plain  # HF's own: its filter for NaN reads the loss of each micro-batch
     assert long - short == plain_long - plain
     assert short - plain <= 2  # and hardly any at the beginning and the end
+
+
+def test_a_checkpoint_that_is_not_whole_gives_way_to_an_older_one(tmp_path: Path, capsys: Any):
+    """Damaged files, and what a kill has cut off."""
+    first = trainer(tmp_path, callbacks=[HealingCallback()], steps=20, **SAVES)
+    first.train()
+    names = ("optimizer.pt", "model.safetensors", "trainer_state.json", "rng_state.pth")
+    damaged = dict(zip((20, 30, 40, 50), names, strict=True))
+    for number, name in reversed(damaged.items()):
+        path = tmp_path / f"checkpoint-{number}"
+        if number > 20:
+            shutil.copytree(tmp_path / "checkpoint-20", path)
+        os.truncate(path / name, (path / name).stat().st_size // 2)
+    (tmp_path / "checkpoint-60").mkdir()
+    resumed: list[int] = []
+    begin = calling("on_train_begin", lambda state, **_: resumed.append(state.global_step))
+    again = trainer(tmp_path, callbacks=[HealingCallback(), begin], steps=20, **SAVES)
+    again.train(resume_from_checkpoint=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not resume from" in line]
+    why = ["60: it has no ", *reversed(names)]
+    assert all(part in line for part, line in zip(why, lines, strict=True))
+    assert resumed == [10]
+    assert torch.equal(weights(again), weights(first))
+
+
+def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: Path):
+    trainer(tmp_path, scaled={25: NAN}, **SAVES).train()
+    again = trainer(tmp_path, scaled={25: NAN}, callbacks=[HealingCallback()], **SAVES)
+    # As HF's example scripts do, which ask before there is a Trainer.
+    again.train(resume_from_checkpoint=get_last_checkpoint(str(tmp_path)))
+    assert weights(again).isfinite().all()
+    assert again.state.global_step == 40
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo", "grpo"])
