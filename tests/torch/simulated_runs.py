@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,13 +53,11 @@ class Run:
 def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
     """The device engine decides as the host engine on the CPU, and the host does not wait."""
     decided: dict[torch.device, list[Any]] = {CPU: [], DEVICE: []}
+    divides: set[bool] = set()
     for device, found in decided.items():
         run, engine = Run(device, optimizer), "host" if device is CPU else "device"
         heal = attach(run.optimizer, policy, engine=engine, compile=False, **overrides)  # type: ignore[arg-type]
-        divides: list[bool] = []
-        run.optimizer.register_step_pre_hook(
-            lambda o, *_, d=divides: d.append("grad_scale" in vars(o))
-        )
+        run.optimizer.register_step_pre_hook(lambda o, *_: divides.add("grad_scale" in vars(o)))
         for step in range(24):
             batch = run.batch(step)
             waits.clear()  # those of the batch
@@ -78,10 +77,10 @@ def decisions(policy: str, optimizer: str = "AdamW", **overrides: Any) -> None:
                 assert not uploads, uploads
             d: Any = heal.last_decision()
             found.append((d.skip, d.cause, d.action, round(d.grad_scale, 4)))
-        # CUDA's fused SGD with momentum rounds differently if it divides, even by 1.
-        assert not any(divides) or overrides or policy != "default"
     assert decided[DEVICE] == decided[CPU]
     assert sum(skip for skip, *_ in decided[CPU]) >= 3, "the harm is seen"
+    # CUDA's fused SGD with momentum rounds differently if it divides, even by 1.
+    assert overrides or policy != "default" or divides == {False}
 
 
 def trained(device: torch.device, folder: Path) -> tuple[float, list[Any]]:
@@ -122,10 +121,9 @@ def offloaded() -> None:
     for devices in ((CPU, DEVICE), (DEVICE, CPU)):
         weights = [nn.Parameter(torch.ones(2, device=each)) for each in devices]
         optimizer = OPTIMIZERS["AdamW"](weights)
-        heal = attach(optimizer, compile=False)
+        attach(optimizer, compile=False).observe(torch.ones((), device=DEVICE))
         for each in weights:
             each.grad = torch.ones_like(each)
-        heal.observe(torch.ones((), device=DEVICE))
         optimizer.step()
         assert all(math.isclose(float(each[0]), 0.99, abs_tol=1e-3) for each in weights), weights
 
@@ -133,26 +131,12 @@ def offloaded() -> None:
 def mixed() -> None:
     """The simulation itself: it fails where CUDA would, and counts what waits."""
     device, host = torch.ones(2, device=DEVICE), torch.ones(2)
-    try:
+    with pytest.raises(RuntimeError, match="same device"):
         torch.add(device, host)
-    except RuntimeError as error:
-        assert "same device" in str(error)
-    else:
-        raise AssertionError("tensors of two devices were added")
-    for wait in (
-        lambda: device.sum().item(),
-        device.cpu,
-        lambda: bool(device[0] > 0),
-        lambda: host.to(DEVICE),
-        lambda: device.copy_(host),
-    ):
+    for wait in (device.tolist, device.cpu, lambda: host.to(DEVICE), lambda: device.copy_(host)):
         waits.clear()
         wait()
         assert waits == ["user"]
-    uploads.clear()
-    host.to(DEVICE, non_blocking=True)
-    assert uploads == ["user"]
-    assert (device * 2 + torch.ones(())).tolist() == [3.0, 3.0]
 
 
 if __name__ == "__main__":

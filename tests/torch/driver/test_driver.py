@@ -19,7 +19,6 @@ from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
 from healcore.torch.driver.driver import WITHOUT_POLL
 from healcore.torch.driver.pending_step import MOST_PENDING
-from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import CLIPS, NAN, ROLLS_BACK, Run, single_record
 from tests.torch.optimizer_cases import host_and_device
@@ -100,15 +99,6 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
         driver.observe(1.0, "three")
     with pytest.raises(SignalError):
         driver.observe(torch.ones(2))
-
-
-def test_a_missing_loss_has_one_warning_after_a_while():
-    run, driver = driven()
-    for i in range(60):
-        run.step(i)
-        single_record(driver)
-        assert len(driver.warnings) == (i >= WITHOUT_LOSS - 1)
-    assert "observe(loss)" in driver.warnings[0]
 
 
 @pytest.mark.parametrize("polls", [True, False])
@@ -236,7 +226,6 @@ def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     assert driver.learning_rates() == {"optimizer": 1e-2}
     driver.healings["optimizer"].optimizer.param_groups[1]["lr"] = None  # Adafactor computes it
     assert driver.learning_rates() == {"optimizer": 1e-4}
-    driver.close()
 
 
 def test_a_batch_that_the_loop_leaves_out_itself_costs_no_other():

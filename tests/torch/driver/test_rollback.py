@@ -94,36 +94,25 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
         assert all(map(torch.equal, run.step(i), twin.step(i)))
 
 
-def test_gradients_and_losses_of_an_unfinished_step_are_dropped():
+def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
+    """The device may not hold second moments, and a CUDA graph writes into the gradients."""
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None)
-    store.save(0, driver.state(), healing=driver.engines())
+    run.step(0)
+    store.save(1, driver.state(), healing=driver.engines())
+    tensors = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
+    before = tensors()
+    driver.load(store.restore(1, driver.state()).state)
+    assert all(a is b for a, b in zip(tensors(), before, strict=True))
     driver.observe(1e6)
     run.backward(0, NAN)
-    driver.load(store.restore(0, driver.state()).state)
+    driver.load(store.restore(1, driver.state()).state)
     assert all(p.grad is None for p in run.model.parameters())
     assert driver.may_save()
     driver.observe(2.0)
     run.step(0)
     assert single_record(driver).loss == 2.0
-
-
-def test_a_rollback_writes_into_moments_and_keeps_used_gradients():
-    """The device may not hold second moments, and a CUDA graph writes into the gradients."""
-    run = Run(OPTIMIZERS["AdamW"])
-    driver = TorchDriver(run.state, ROLLS_BACK)
-    store = driver.store(None)
-
-    def memory() -> list[int]:
-        moments = [m for state in run.optimizer.state.values() for m in state.values()]
-        return [t.data_ptr() for p in run.model.parameters() for t in (p, p.grad, *moments)]  # type: ignore[union-attr]
-
-    run.step(0)
-    store.save(1, driver.state(), healing=driver.engines())
-    before = memory()
-    driver.load(store.restore(1, driver.state()).state)
-    assert memory() == before
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -140,7 +129,6 @@ def test_the_scalers_state_is_restored_too(fused: bool):
         scaler.step(run.optimizer)
         scaler.update()
         assert scaler.get_scale() == (16.0 if i == 1 else 8.0)
-        assert int(driver.healings["optimizer"].metrics()["heal/steps"]) == i + (i < 2)
         if i == 0:
             store.save(1, driver.state(), healing=driver.engines())
         if i == 3:
