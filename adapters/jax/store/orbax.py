@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import xxhash
 from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import CheckpointStore, Keep, files, manifest, values
-from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target, raw
+from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, on_each
@@ -209,9 +208,7 @@ class JaxFormat(ArrayFormat):
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
         digests = {
-            name: [xxhash.xxh3_128_hexdigest(raw(part).data) for part in leaf.parts.values()]
-            for name, leaf in copy.flat.leaves.items()
-            if not leaf.layout.spans
+            name: leaf.digests for name, leaf in copy.flat.leaves.items() if not leaf.layout.spans
         }
         gathered = self._ranks.gather(digests)
         for name in sorted(set().union(*gathered)):

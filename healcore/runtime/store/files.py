@@ -11,12 +11,14 @@ Digests are xxh3, 128 bits; they detect damage, not malice. xxh3 costs little be
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -75,16 +77,21 @@ def sync_directory(path: Path) -> None:
 def discard(path: Path) -> bool:
     """Removes a file or a directory, never through a link. Returns whether that succeeded.
 
-    The next start removes what is left, for example of a save whose threads were still writing.
+    When one array of a save fails, the framework's threads may still be writing the others: what
+    appears or vanishes meanwhile is looked at again, for a second at most.
     """
-    try:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True
+    for wait in (0.01, 0.09, 0.9, 0):
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                return False
+            time.sleep(wait)
+    return False
 
 
 def entries_of(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import numpy as np
 from healcore.runtime.store import files, host_memory, values
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.saved import (
+    CheckpointDamaged,
     Course,
     Keep,
     Saved,
@@ -43,6 +44,8 @@ class Leaf:
     """Place -> the part of the array in this process. A whole array has one part."""
     layout: Any = None
     """The framework's description of the sharding."""
+    digests: dict[Any, str] = field(default_factory=dict)
+    """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
 
 
 class Flat:
@@ -107,6 +110,12 @@ class HostCopy:
     def healing_state(self) -> dict[str, Any] | None:
         """A fresh copy of the healing state."""
         return None if self.healing is None else files.unseal(self.healing)
+
+    def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
+        """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
+        if digest != leaf.digests[place]:
+            why = "is not what was saved: its digest differs"
+            raise CheckpointDamaged(self.step, WHERE, f"{leaf.name}{place}", why)
 
 
 class Target(NamedTuple):
@@ -212,13 +221,20 @@ class ArrayFormat(ABC):
         self._spare = copy.flat
 
     def inspect(self, copy: HostCopy) -> tuple[str, ...]:
-        """Waits for a copy; returns the names of all arrays with NaN or Inf."""
+        """Computes the digests of a copy; returns the names of all arrays with NaN or Inf."""
         copy.copied()
-        return tuple(
-            leaf.name
-            for leaf in copy.flat.leaves.values()
-            if not all(host_memory.finite(raw(part), leaf.dtype) for part in leaf.parts.values())
-        )
+        nonfinite = {}
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                leaf.digests[place], is_finite = host_memory.digest(raw(part), leaf.dtype)
+                nonfinite |= {} if is_finite else {leaf.name: True}
+        return tuple(nonfinite)
+
+    def check(self, copy: HostCopy) -> None:
+        """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
+        for leaf in copy.flat.leaves.values():
+            for place, part in leaf.parts.items():
+                copy.verify(leaf, place, host_memory.digest(raw(part))[0])
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
@@ -286,6 +302,7 @@ class ArrayFormat(ABC):
 
         Raises:
             StateMismatch: the state does not fit.
+            CheckpointDamaged: a digest differs.
         """
         target = self.match(copy.step, copy.flat.entries, like)
 
@@ -293,7 +310,7 @@ class ArrayFormat(ABC):
             parts = {}
             for place, part in leaf.parts.items():
                 bytes_of_part = host_memory.allocate(part.nbytes)
-                np.copyto(bytes_of_part, raw(part))
+                copy.verify(leaf, place, host_memory.digest(raw(part), into=bytes_of_part)[0])
                 parts[place] = bytes_of_part.view(part.dtype).reshape(part.shape)
             return replace(leaf, parts=parts)
 

@@ -1,4 +1,4 @@
-"""Bytes in host memory: allocation, and checks for NaN and Inf."""
+"""Bytes in host memory: allocation, digests, and checks for NaN and Inf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
+_PIECE = 1 << 17
+"""Bytes that stay in a core's cache: a second read of them costs no memory bandwidth."""
 _CACHE_LINE = 64
 """Bytes; also the alignment that XLA needs to use memory without a copy."""
 _HUGE_PAGE = 2 << 20
@@ -36,6 +39,29 @@ def free() -> float:
         limit = int((container / "memory.max").read_text())
         found = min(found, limit - int((container / "memory.current").read_text()))
     return found
+
+
+def digest(raw: np.ndarray, dtype: str = "", *, into: np.ndarray | None = None) -> tuple[str, bool]:
+    """Digests an array's bytes, uint8 (n,), and checks and copies them in the same pass.
+
+    Args:
+        raw: the bytes.
+        dtype: name of the numbers' dtype for the check, or an empty string for no check.
+        into: memory that the bytes are copied to, or None.
+
+    Returns:
+        The xxh3, 128 bits, hexadecimal, of the bytes (as copied); and whether all numbers are
+        finite.
+    """
+    state, is_finite = xxhash.xxh3_128(), True
+    for at in range(0, len(raw), _PIECE):
+        piece = raw[at : at + _PIECE]
+        if into is not None:
+            np.copyto(into[at : at + _PIECE], piece)
+            piece = into[at : at + _PIECE]
+        state.update(piece.data)
+        is_finite = is_finite and finite(piece, dtype)
+    return state.hexdigest(), is_finite
 
 
 _INFINITY = {

@@ -45,8 +45,8 @@ from healcore.runtime.store.writer import Writer
 class CheckpointStore(Writer):
     """Checkpoints of one run, by step: in host memory, in a directory, or in both.
 
-    A checkpoint in both is restored from memory. If the directory cannot be read, the copies in
-    memory are used.
+    A checkpoint in both is restored from memory, or from the directory if its copy in memory is
+    damaged. If the directory cannot be read, the copies in memory are used.
 
     The thread that trains calls all methods. The background may call `verify`, `delete` and
     `steps`. The ranks of a run call every method together, except `steps`.
@@ -189,18 +189,20 @@ class CheckpointStore(Writer):
         return manifest.scan(self.root).healings | self.ring.healings()
 
     def verify(self, step: int) -> None:
-        """Recomputes every digest of the files. A copy in memory has no digest.
+        """Recomputes every digest of the files, or of the copy in memory if there are no files.
 
         Raises:
             CheckpointDamaged: a digest differs.
             CheckpointNotFound: the step has no checkpoint.
         """
-        _, stored = self._locate(step)
+        copy, stored = self._locate(step)
         if stored is not None:
             self._check_files(stored)
+        elif copy is not None:
+            ranks.on_each(self.processes, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
-        """Reads a checkpoint from memory, or from files after it has verified every digest.
+        """Verifies a checkpoint and reads it, from memory if possible.
 
         Args:
             step: step of the checkpoint.
@@ -215,8 +217,14 @@ class CheckpointStore(Writer):
         """
         copy, stored = self._locate(step)
         if copy is not None:
-            state = ranks.on_each(self.processes, lambda: self.format.restore(copy, like))
-            return Restored(state, copy.healing_state)
+            try:
+                state = ranks.on_each(self.processes, lambda: self.format.restore(copy, like))
+                return Restored(state, copy.healing_state)
+            except CheckpointDamaged as error:
+                self.ring.forget(step)
+                if stored is None:
+                    raise
+                self._failures.append(error)
         assert stored is not None, "a checkpoint is in memory or on disk"
         self._check_files(stored)
 

@@ -21,7 +21,7 @@ import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore.jax.store.orbax import JaxFormat
 from healcore.runtime.store import CheckpointStore, Keep, superfluous
-from healcore.runtime.store.host_copy import HostCopy, parts_of
+from healcore.runtime.store.host_copy import HostCopy, parts_of, raw
 
 KEEP = Keep(good=3, candidates=8)
 
@@ -155,6 +155,14 @@ def named(name: str) -> StoreCase:
 
 def over(*cases: StoreCase) -> Any:
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def damage_in_memory(store: Any, step: int) -> str:
+    """Flips a bit of the largest array of a copy in memory; returns the array's name."""
+    copy = store.ring.copies[step]
+    leaf = max(copy.flat.leaves.values(), key=lambda leaf: next(iter(leaf.parts.values())).nbytes)
+    raw(next(iter(leaf.parts.values())))[3] ^= 1
+    return leaf.name
 
 
 def forget(store: Any) -> None:
