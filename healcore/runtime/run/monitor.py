@@ -26,6 +26,11 @@ _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
 _LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
 """Causes with an alarm at every step until they end, also if the policy only alerts."""
+_MIN_STEPS_REMEMBERED = 1000
+"""Min number of steps whose batch ids are kept; more if the policy's region is longer."""
+_MIN_INTERVALS_REMEMBERED = 5
+"""Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
+after the restored checkpoint, lasts as long, and is found by comparisons."""
 
 
 class _Judged(NamedTuple):
@@ -65,9 +70,8 @@ class IncidentMonitor:
         self.nonfinite_row = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
-        # Trouble begins up to two checkpoint intervals after the restored checkpoint, lasts as
-        # long, and is found by comparisons.
-        self._kept = max(self.policy.rollback.region, 5 * saver.every, 1000)
+        several = _MIN_INTERVALS_REMEMBERED * saver.every
+        self._kept = max(self.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self._loader_start = 0
         """First step of the current loader, in which ids of earlier loaders have no meaning."""
