@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 37198),
-    "tests": (("tests",), 32346),
+    "product": (("healcore", "adapters"), 36679),
+    "tests": (("tests",), 32319),
     "benchmarks": (("benchmarks",), 8918),
 }
 """Part -> its folders, and the most lines."""

@@ -166,9 +166,9 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        may_end = data.between_steps or len(data.unused) >= _MAX_WITHOUT_STEP
-        trains = data.current is not None and (data.current.trains or not data.step)
         unread, unseen = len(data.unused), False
+        may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
+        trains = data.current is not None and (data.current.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
             unseen = self.driver.settings()[WEIGHTS] != self.record.settings.get(WEIGHTS)
         if trains and (unseen or unread == _MAX_ITERATIONS):
