@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 36679),
+    "product": (("healcore", "adapters"), 36680),
     "tests": (("tests",), 32319),
     "benchmarks": (("benchmarks",), 8918),
 }

@@ -166,8 +166,9 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        unread, unseen = len(data.unused), False
-        may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
+        is_between = data.between_steps
+        unread, unseen = 0 if is_between else len(data.unused), False
+        may_end = is_between or unread >= _MAX_WITHOUT_STEP
         trains = data.current is not None and (data.current.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
             unseen = self.driver.settings()[WEIGHTS] != self.record.settings.get(WEIGHTS)
