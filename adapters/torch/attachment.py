@@ -66,8 +66,8 @@ def attach(
         process_group: the ranks that take each step together. They judge the mean of their losses
             and the global norm, which costs one all_reduce of 80 bytes per step. "auto": the ranks
             of the parameters' meshes (FSDP2, tensor parallel), or for plain parameters the default
-            group, if torch.distributed is initialized. None: the ranks exchange nothing, and with a
-            Healer each rank is a run of its own.
+            group, if torch.distributed is initialized. With None the ranks exchange nothing; with a
+            Healer each rank is then a run of its own.
         pp_mesh: the stages of a pipeline, `mesh["pp"]`, whose squared norms are summed. By default
             the dimension "pp" of the root mesh of the parameters' meshes.
         console: whether lines are printed to standard error. "auto": unless the program has set up

@@ -59,7 +59,7 @@ class StepOrder(NamedTuple):
     group_scale: Any = None
     """(n,) float32 factors, or None."""
     grad_divisor: Tensor | None = None
-    """float32: what the fused kernel divides the gradients by, or None if by nothing."""
+    """float32: divisor of the gradients in the fused kernel, or None without a division."""
 
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
