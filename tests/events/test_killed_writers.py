@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from healcore.events import Log, read
-from tests.events.processes import first_line, python
+from tests.forked_programs import ForkedProgram
 
 ROUNDS, ROUNDS_AT_MOST = 25, 100
 ENOUGH = 5
@@ -24,7 +24,7 @@ def test_sigkill_at_random_moments(in_memory):
         if number >= ROUNDS and torn >= ENOUGH:
             break
         process = writer(path, size=LARGE)
-        run = first_line(process)
+        run = process.stdout.readline().strip()  # type: ignore[union-attr]
         if number % 2:
             time.sleep(chance.uniform(0.0, 0.03))
         else:  # in the middle of a write, if this process gets its share: the file is growing
@@ -71,7 +71,8 @@ def test_writers_at_once_lose_nothing(tmp_path):
 
 def writer(path: Path, *, count: int = 0, size: int = 100) -> subprocess.Popen[str]:
     """The program of this file. With `count` 0 it writes events until it is killed."""
-    return python("-m", "tests.events.test_killed_writers", path, count, size)
+    command = "-m", "tests.events.test_killed_writers", path, count, size
+    return ForkedProgram(*command, imports=("healcore.events",), stdout=subprocess.PIPE)
 
 
 def write(path: str, count: str, size: str) -> None:

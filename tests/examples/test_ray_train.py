@@ -1,19 +1,24 @@
 """Ray Train restarts a killed worker's group, and the run ends with the bits of one left alone."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.events import processes
+from tests.forked_programs import ROOT
 
 pytest.importorskip("ray.train", reason="run by .ci/run with Ray on its path")
 
 
 def test_a_killed_worker_resumes(tmp_path: Path):
-    ends = []
+    ends, options = [], {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    options |= {"capture_output": True, "text": True, "timeout": 600}
     for arguments in ([tmp_path / "left alone"], [tmp_path / "killed", 150]):
-        done = processes.run("examples/ray_train.py", *arguments, seconds=600)
+        command = [sys.executable, "examples/ray_train.py", *map(str, arguments)]
+        done = subprocess.run(command, check=False, **options)
         assert done.returncode == 0, done.stderr[-4000:]
         ends.append(re.findall(r"^weights (\S+)$", done.stdout, re.MULTILINE))
     assert len(ends[0]) == 1

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Healer
 from healcore.torch.store import DCPStore
-from tests.events import processes
+from tests import forked_programs
 from tests.healer import killed_runs
 from tests.healer.killed_runs import STEP, Aim, Kind, Watched, run_ranks
 from tests.healer.training_loops import EVERY_5, rules
@@ -185,7 +185,7 @@ PROGRAM = "-m", "tests.healer.test_elastic"
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.stress)])
 def test_a_rank_is_killed_again_and_again(kills, in_memory):
-    done = processes.run(*PROGRAM, in_memory, kills, seconds=600 + 60 * kills)
+    done = forked_programs.run(*PROGRAM, in_memory, kills, timeout=600 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
     *of_kinds, sharded, replicated = map(json.loads, done.stdout.splitlines())
     assert len(of_kinds) == 2
@@ -202,7 +202,7 @@ def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(in_memory,
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", WORLD
     rank = *PROGRAM, "DDP", in_memory, 2, 3
-    done = processes.run(*torchrun, "--max-restarts", 1, *rank, seconds=720)
+    done = forked_programs.run(*torchrun, "--max-restarts", 1, *rank, timeout=720)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("failed (exitcode: -9)") == 2
     assert "healcore: resumes from the checkpoint" in done.stderr

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
 from healcore.torch.store import gloo
-from tests.events.processes import run
+from tests import forked_programs
 from tests.healer.killed_runs import AFTER_ANOTHER, run_ranks
 from tests.healer.training_loops import rules
 
@@ -142,7 +142,7 @@ def main(root: Path, cases: list[str]) -> None:
 class Ranks:
     def __init__(self, root: Path) -> None:
         self.root = root
-        done = run("-m", "tests.healer.test_ending_ranks", root, seconds=3600)
+        done = forked_programs.run("-m", "tests.healer.test_ending_ranks", root, timeout=3600)
         assert done.returncode == 0, done.stderr[-3000:]
         self.of: dict[str, dict[str, Any]] = dict(map(json.loads, done.stdout.splitlines()))
 

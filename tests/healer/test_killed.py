@@ -19,7 +19,7 @@ import pytest
 from healcore.jax.store import OrbaxStore
 from healcore.runtime.run.termination import AlreadyCompleted
 from healcore.torch.store import DCPStore
-from tests.events import processes
+from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
 from tests.healer.training_loops import Faults, loop_of, rules, train
 
@@ -92,7 +92,7 @@ def main(framework: str, root: Path, kills: int) -> None:
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_killed_again_and_again(framework, kills, in_memory):
     program = "-m", "tests.healer.test_killed", framework, in_memory, kills
-    done = processes.run(*program, seconds=600 * kills)
+    done = forked_programs.run(*program, timeout=600 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["kills"] == kills

@@ -32,7 +32,7 @@ from healcore.runtime.run.rank_group import Proposal
 from healcore.runtime.run.termination import EndRequested, Interrupted, RunStopped, Terminated
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
-from tests.events import processes
+from tests import forked_programs
 from tests.healer.killed_runs import PATIENCE, run_ranks
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
@@ -189,7 +189,7 @@ def main(root: Path) -> None:
 class Pair:
     def __init__(self, root: Path) -> None:
         self.root = root
-        done = processes.run("-m", "tests.healer.test_ranks", root, seconds=1800)
+        done = forked_programs.run("-m", "tests.healer.test_ranks", root, timeout=1800)
         assert done.returncode == 0, done.stderr[-3000:]
         statuses, self.errors = json.loads(done.stdout.splitlines()[-1])
         assert statuses == [0, 0], self.errors

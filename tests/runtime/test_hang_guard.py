@@ -24,7 +24,6 @@ from healcore.runtime import hang_guard
 from healcore.runtime.hang_guard import EXIT_STATUS
 from healcore.runtime.healer import Healer
 from tests import forked_programs
-from tests.events import processes
 from tests.events.sample_events import problems
 from tests.healer.killed_runs import forked
 from tests.healer.run_directory import events, postmortems
@@ -110,7 +109,7 @@ def main(root: Path) -> None:
 class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
-        done = processes.run("-m", "tests.runtime.test_hang_guard", root, seconds=BOUND_S)
+        done = forked_programs.run("-m", "tests.runtime.test_hang_guard", root, timeout=BOUND_S)
         assert done.returncode == 0, done.stderr
         self.ended: dict[str, list[int]] = json.loads(done.stdout)
 

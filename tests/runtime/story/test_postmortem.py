@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,8 +18,8 @@ from healcore.history import Run, runs_of
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import RunEnd, advice, explain
 from healcore.runtime.story.postmortem import path_for
-from tests.events.processes import first_line, python
 from tests.events.sample_events import SAMPLES
+from tests.forked_programs import ROOT
 from tests.history.test_run import START, run_of
 from tests.history.test_run import events as events_of
 from tests.runtime.store.disk_faults import read_only, small_disk
@@ -149,8 +150,9 @@ def of_killed(path: Path) -> Any:
 
 
 def test_a_killed_process_has_a_postmortem(events):
-    run = python("-m", "tests.runtime.story.test_postmortem", events)
-    name = first_line(run)
+    command = [sys.executable, "-m", "tests.runtime.story.test_postmortem", events]
+    run: Any = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    name = run.stdout.readline().strip()
     assert of_killed(events) is None, "it is still there"
     os.kill(run.pid, signal.SIGKILL)
     os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
