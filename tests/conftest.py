@@ -138,7 +138,6 @@ SLOW = (
         for test in ("every", "objects", "a_limit")
     ),
     "tests/jax/test_optax_states.py::test_the_parameters_move_by_the_cut_rate",
-    "tests/jax/test_battery.py::test_multisteps_called_directly",
     *(
         f"tests/jax/test_opt_state.py::test_{test}"
         for test in ("a_state_of_another", "a_forgotten")

@@ -1,8 +1,5 @@
 """Scenarios of `processes` on four devices: inside shard_map and in every control flow of JAX."""
 
-# optax types arrays and trees as a union of many kinds.
-# pyright: reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
-
 from typing import Any
 
 import jax

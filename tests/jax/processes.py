@@ -19,7 +19,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from tests.torch.forked_ranks import free_port, run_ranks
+from tests.torch.forked_ranks import free_port, outcome_of_each, outcomes_of, run_ranks
 
 SECONDS = 900
 """After which processes that wait for each other show where, and end."""
@@ -54,14 +54,11 @@ class Program:
         arguments = (str(world), str(free_port()), str(devices), root, *scenarios)
         seconds = SECONDS + 60
         found = run_ranks("tests.jax.processes", *arguments, world=world, seconds=seconds)
-        self.errors = "\n".join(errors[-3000:] for _, errors in found)
-        lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in found]
-        self._outcomes = [dict(map(json.loads, each)) for each in lines]
+        self._found = outcomes_of(found)
 
     def of(self, scenario: str) -> list[Any]:
         """The outcome in each process."""
-        assert all(scenario in each for each in self._outcomes), self.errors
-        return [each[scenario] for each in self._outcomes]
+        return outcome_of_each(self._found, scenario)
 
 
 def main(process: int, world: int, port: str, devices: int, root: Path, names: list[str]) -> None:

@@ -1,8 +1,5 @@
 """Optax's tests of contributed transformations (contrib/_common_test.py), and JAX's transforms."""
 
-# optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 import functools
 
 import chex
@@ -67,25 +64,6 @@ def test_a_scheduled_threshold_is_followed():
         updates, state = jax.jit(tx.update)(jnp.asarray([2.0]), state, params)
         norms.append(float(updates[0]))
     np.testing.assert_allclose(norms, [2.0] * 5 + [0.5] * 3, rtol=1e-5)
-
-
-# Not the policies with every detector: MultiSteps selects each leaf of their state, which takes XLA
-# five seconds to compile.
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("heal_zclip", jnp.bfloat16), ("protect_adagc", jnp.float32)]
-)
-def test_multisteps_called_directly(name, dtype):
-    tx = optax.MultiSteps(OPTIMIZERS[name], every_k_schedule=2)
-    params = jnp.asarray([1.0, 2.0], dtype)
-    value, grads = jax.value_and_grad(lambda x: jnp.sum(x**2))(params)
-    state = jax.jit(tx.init)(params)
-    updates, state = jax.jit(tx.update)(grads, state, params, value=value)
-    assert not np.any(np.asarray(updates, np.float32))
-    assert int(optax.tree.get(state, "mini_step")) == 1
-    updates, state = jax.jit(tx.update)(grads, state, params, value=value)
-    assert np.all(np.asarray(updates, np.float32))
-    assert metrics(state)["heal/steps"] == 1  # only the emitting micro-batch is judged
-    assert updates.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["heal_adagc", "protect"])

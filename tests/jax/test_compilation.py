@@ -1,8 +1,5 @@
 """The cost of a step, steps without `jit` or prepared ahead of time, and strict promotion."""
 
-# optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 import functools
 import re
 import sys

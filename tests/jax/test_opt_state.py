@@ -1,8 +1,5 @@
 """Functions of an optimizer state in any nesting, and the errors for a state of another policy."""
 
-# optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 import functools
 import json
 import warnings

@@ -1,8 +1,5 @@
 """States of optax: the LR multiplier, second iterates, and moments that are reset."""
 
-# optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 from typing import Any
 
 import chex

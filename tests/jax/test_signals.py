@@ -1,8 +1,5 @@
 """Signals are checked while tracing, and the same on every device; norms of gradients."""
 
-# optax types every state as the union of all, so that none has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-
 from typing import Any
 
 import jax

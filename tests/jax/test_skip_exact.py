@@ -1,8 +1,5 @@
 """A skipped step leaves no trace: not in parameters, moments, counters, keys or accumulators."""
 
-# optax types every tree as the union of all trees, so that no leaf has an attribute.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-
 import functools
 
 import jax

@@ -1,8 +1,5 @@
 """Scenarios of `processes`: a model over all devices, spread in every way, with local faults."""
 
-# optax types arrays as a union of many kinds.
-# pyright: reportArgumentType=false
-
 import functools
 import hashlib
 from pathlib import Path
@@ -15,15 +12,13 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import healcore
-from healcore.core.clipping import ZClipConfig
-from healcore.core.decision import Cause, unpack_record
-from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
-from healcore.core.engine import EngineConfig, RuleConfig
+from healcore.core.decision import unpack_record
 from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store import Keep
 from tests.torch.compared_ranks import watched
+from tests.torch.policies import OF_RANKS
 
 PARTS, ROWS, WIDTH = 4, 4, 8
 """The faults are in one of four parts of a batch: what one of four processes has."""
@@ -31,18 +26,6 @@ STEPS, NAN = 50, np.float32("nan")
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 28, 34, 40, 46
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
-NOT_FINITE = int(Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD)
-
-POLICY = EngineConfig(
-    clip=("zclip", ZClipConfig(warmup_steps=20)),
-    detectors=(
-        ("nonfinite", NonFiniteConfig()),
-        ("loss_spike", LossSpikeConfig(window=20)),
-        ("grad_spike", GradSpikeConfig()),
-    ),
-    rules=(RuleConfig(NOT_FINITE | int(Cause.LOSS_SPIKE), skip=True),),
-)
-"""Clips, and skips what is not finite and spikes of the loss."""
 
 P = PartitionSpec
 SPECS: dict[str, dict[str, P]] = {
@@ -107,7 +90,7 @@ def loss_of(params: Any, batch: Any) -> tuple[Any, Any]:
 @functools.cache
 def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
     """Mesh, optimizer, compiled step, which donates, and an item for each time it was traced."""
-    tx, traces = protect(optax.adamw(1e-2), POLICY), list[None]()
+    tx, traces = protect(optax.adamw(1e-2), OF_RANKS), list[None]()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, state: Any, batch: Any) -> Any:

@@ -3,9 +3,6 @@
 `from_one` reads the checkpoint that one process with four devices saved, see `trained_together`.
 """
 
-# optax types arrays as a union of many kinds.
-# pyright: reportArgumentType=false
-
 import functools
 import os
 import signal
@@ -21,7 +18,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import healcore
-from healcore import policy as policies
 from healcore.events import read
 from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
@@ -31,28 +27,10 @@ from healcore.runtime.run.termination import RunStopped, Terminated
 from healcore.runtime.store import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped
+from tests.healer.training_loops import rules
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole
 
-BAD = 23
-POLICY = policies.loads(
-    """
-schema = 1
-name = "goes back"
-[detect.nonfinite]
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "rollback", "cut_lr"]
-[incident]
-quiet_steps = 2
-patience = 5
-[rollback]
-probation = 4
-region = 30
-[lr]
-hold_steps = 3
-ramp_steps = 4
-"""
-)
+BAD, POLICY = 23, rules()
 
 
 def exchanges(root: Path) -> dict[str, Any]:

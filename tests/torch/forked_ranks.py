@@ -69,12 +69,29 @@ def run_ranks(
         return [(out.read(), err.read()) for out, err in files]
 
 
+Outcomes = list[tuple[dict[str, Any], str]]
+"""Of each rank: name of a case -> its outcome, and standard error."""
+
+
+def outcomes_of(written: list[tuple[str, str]]) -> Outcomes:
+    """The JSON pairs among the lines of each rank."""
+    return [
+        (dict(json.loads(line) for line in out.splitlines() if line[:2] == '["'), error)
+        for out, error in written
+    ]
+
+
+def outcome_of_each(found: Outcomes, name: str) -> list[Any]:
+    assert all(name in each for each, _ in found), "\n".join(e[-3000:] for _, e in found)
+    return [each[name] for each, _ in found]
+
+
 class Worlds:
     """The outcomes of a module's cases. The cases of one call run in one world, once."""
 
     def __init__(self, module: str, folder: Path, **options: Any) -> None:
         self._module, self._folder, self._options = module, folder, options
-        self._found: dict[tuple[int, tuple[str, ...]], list[tuple[dict[str, Any], str]]] = {}
+        self._found: dict[tuple[int, tuple[str, ...]], Outcomes] = {}
 
     def of(self, world: int, cases: Iterable[str], name: str) -> list[Any]:
         """The outcome of the case `name` on each rank, of a world that runs `cases`."""
@@ -84,15 +101,8 @@ class Worlds:
             folder.mkdir()
             arguments = (str(world), str(free_port()), folder, *key[1])
             written = run_ranks(self._module, *arguments, world=world, **self._options)
-            lines = [[line for line in o.splitlines() if line[:2] == '["'] for o, _ in written]
-            errors = [error for _, error in written]
-            self._found[key] = [
-                (dict(map(json.loads, each)), error)
-                for each, error in zip(lines, errors, strict=True)
-            ]
-        found = self._found[key]
-        assert all(name in each for each, _ in found), "\n".join(e[-3000:] for _, e in found)
-        return [each[name] for each, _ in found]
+            self._found[key] = outcomes_of(written)
+        return outcome_of_each(self._found[key], name)
 
 
 def worlds_of(module: str, seconds: float, imports: tuple[str, ...] = TORCH) -> Any:

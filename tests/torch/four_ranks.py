@@ -15,8 +15,6 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Healer
-from healcore.core.clipping import ZClipConfig
-from healcore.core.detectors import GradSpikeConfig, LossSpikeConfig, NonFiniteConfig
 from healcore.core.engine import Engine
 from healcore.errors import RanksDisagreeError
 from healcore.torch import attach
@@ -33,18 +31,6 @@ SECONDS = 400
 
 BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART = 40, 55, 70, 85
 FAULTS = {BAD_BATCH, SPIKE, ONE_FINITE, BAD_PART}
-
-POLICY = Engine(
-    policies.LOSSES.config._replace(
-        clip=("zclip", ZClipConfig(warmup_steps=20)),
-        detectors=(
-            ("nonfinite", NonFiniteConfig()),
-            ("loss_spike", LossSpikeConfig()),
-            ("grad_spike", GradSpikeConfig()),
-        ),
-    )
-)
-"""Clips, and skips what is not finite and spikes of the loss."""
 
 
 class Collectives(TorchDispatchMode):
@@ -94,7 +80,7 @@ def trained(kind: str) -> dict[str, Any]:
     model, _ = spread(kind, net)
     optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
     group, where = (None if kind == "alone" else "auto"), ("device" if "device" in kind else "auto")
-    heal = attach(optimizer, POLICY, process_group=group, engine=where)  # type: ignore[arg-type]
+    heal = attach(optimizer, policies.OF_RANKS, process_group=group, engine=where)  # type: ignore[arg-type]
     mine = range(WORLD) if kind == "alone" else [rank]
     records, unmoved, added = [], [], []
     for i in range(STEPS[kind]):

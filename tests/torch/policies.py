@@ -56,6 +56,18 @@ LOSSES = Engine(
     )
 )
 
+OF_RANKS = Engine(
+    LOSSES.config._replace(
+        clip=("zclip", ZClipConfig(warmup_steps=20)),
+        detectors=(
+            ("nonfinite", NonFiniteConfig()),
+            ("loss_spike", LossSpikeConfig(window=20)),
+            ("grad_spike", GradSpikeConfig()),
+        ),
+    )
+)
+"""Clips, and skips what is not finite and spikes of the loss; longer warm-ups than the others."""
+
 
 def fixed(max_norm: float) -> Engine:
     """Clips to `max_norm`, and skips what is not finite."""

@@ -1,9 +1,5 @@
 """The records of a dispatch on the host, of one step or of many, whose state was donated."""
 
-# optax types every tree as the union of all trees.
-# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false
-
 import functools
 import json
 from typing import Any
