@@ -22,10 +22,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Healer
 from healcore.torch.store import DCPStore
@@ -33,6 +29,7 @@ from tests import forked_programs
 from tests.healer import killed_runs
 from tests.healer.killed_runs import STEP, Aim, Kind, Watched, run_ranks
 from tests.healer.training_loops import EVERY_5, rules
+from tests.torch.layouts import held, part, spread, whole
 
 WORLD = 2
 BAD = (13, 14, 31)
@@ -64,8 +61,7 @@ def batch(number: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def digest(*values: Any) -> str:
     """Digest of this rank's part of tensors, and of JSON values."""
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in values]
-    of = [e.detach().contiguous().numpy() if isinstance(e, torch.Tensor) else e for e in local]
+    of = [part(x).detach().contiguous().numpy() if torch.is_tensor(x) else x for x in values]
     return killed_runs.digest(*of)
 
 
@@ -80,9 +76,7 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
     net = torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(8, 1)
     )
-    model: Any = DistributedDataParallel(net) if kind == "DDP" else None
-    if kind == "FSDP2":
-        model = fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+    model, _ = spread(kind, net)
     torch.manual_seed(rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
@@ -96,10 +90,7 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
     ):
         for number in healer.batches(range(45)):
             assert any_world or own.step == healer.step, "a checkpoint is of different steps"
-            moments = [m for s in optimizer.state.values() for m in s.values()]
-            tensors = [*net.parameters(), *moments]
-            if any_world:
-                tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+            tensors = [whole(t) if any_world else t for t in held(net, optimizer)]
             engines = digest(healer._loop.driver.engines())
             digests = digest(*tensors, scheduler.state_dict()), engines
             trace.write(json.dumps([healer.rollbacks, healer.step, number, *digests]) + "\n")

@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints
 from healcore.runtime.healer import Healer
@@ -29,6 +26,7 @@ from healcore.torch.store import gloo
 from tests import forked_programs
 from tests.healer.killed_runs import AFTER_ANOTHER, run_ranks
 from tests.healer.training_loops import rules
+from tests.torch.layouts import spread, whole
 
 WORLD, STEPS, AT = 3, 12, 7
 EVERY = 3
@@ -79,7 +77,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
     """A run from its start or its checkpoint; with `case` "" nothing happens to it."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-    model: Any = fully_shard(net) if kind == "FSDP2" else DistributedDataParallel(net)
+    model, _ = spread(kind, net)
     optimizer = Optimizer(net.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(100 + rank)  # of the dropout
     state = {"model": net, "optimizer": optimizer}
@@ -110,8 +108,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
             optimizer.zero_grad()
             if here == "between":
                 raise ZeroDivisionError("between")
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
-    weights = torch.cat([p.detach().flatten() for p in whole]).tolist()
+    weights = torch.cat([whole(p).flatten() for p in net.parameters()]).tolist()
     (root / f"end-{rank}.json").write_text(json.dumps({"first": first, "weights": weights}))
     dist.destroy_process_group()
 
@@ -139,22 +136,17 @@ def main(root: Path, cases: list[str]) -> None:
         print(json.dumps([case, found]), flush=True)
 
 
-class Ranks:
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        done = forked_programs.run("-m", "tests.healer.test_ending_ranks", root, timeout=3600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        self.of: dict[str, dict[str, Any]] = dict(map(json.loads, done.stdout.splitlines()))
-
-
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(tmp_path_factory.mktemp("ending"))
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("ending")
+    done = forked_programs.run("-m", "tests.healer.test_ending_ranks", root, timeout=3600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(map(json.loads, done.stdout.splitlines()))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_job_ends_and_the_next_run_is_as_if_nothing_had_happened(case: str, ranks: Ranks):
-    found = ranks.of[case]
+def test_the_job_ends_and_the_next_run_is_as_if_nothing_had_happened(case: str, outcomes: Any):
+    found = outcomes[case]
     if case == "terminated":
         # The launcher's SIGTERM may reach the other ranks behind the end of their runs.
         assert found["statuses"][1] == 128 + signal.SIGTERM

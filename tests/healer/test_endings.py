@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from healcore import Healer
 from healcore.errors import IncompleteRun
+from healcore.policy import load
 from healcore.runtime.run import termination
 from healcore.runtime.run.termination import EndRequested, RunStopped, Terminated
 from healcore.runtime.store import Keep
@@ -34,18 +35,13 @@ BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 @BOTH
-def test_a_completed_run_saves_its_last_state(framework, tmp_path):
-    train(loop_of(framework, policy=rules()), rules(), range(12), store=tmp_path)
+def test_a_completed_run_saves_its_last_state_and_its_last_metrics(framework, tmp_path):
+    policy = load("default", clip={"kind": "fixed", "max_norm": 1e-3})
+    train(loop_of(framework, policy=policy), policy, range(12), store=tmp_path)
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["step"], found["incidents"]) == ("completed", 12, 0)
     assert events(tmp_path)[-1]["kind"] == "end"
     assert events(tmp_path, "save")[-1]["step"] == 12, "the last state is saved"
-
-
-def test_the_postmortem_has_the_last_metrics_and_the_clips(tmp_path):
-    clip = {"kind": "fixed", "max_norm": 1e-3}
-    train(loop_of("torch"), "default", range(12), store=tmp_path, clip=clip)
-    (found,) = postmortems(tmp_path)
     assert found["clips"] == found["metrics"]["heal/clips"] > found["skips"] == 0
     assert found["metrics"]["heal/loss"] > 0
     assert f"clipped {found['clips']} steps" in " ".join(found["diagnosis"].split())

@@ -10,18 +10,15 @@ import numpy as np
 import optax
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.steps import FROM_START
 from healcore.runtime.run.termination import RunStopped
-from healcore.torch import LightningHealingCallback, attach, heal_trainer
+from healcore.torch import attach
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, train
-from tests.torch.trainers.huggingface import small_runs
-from tests.torch.trainers.lightning.fits import Regression, trainer
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -165,20 +162,6 @@ def test_an_attached_policy_logs_an_error_at_powers_of_ten(caplog):
     for number in range(1100):
         loop.step(healing, number)
     assert ["the loss is" in each.getMessage() for each in caplog.records] == [True, True]
-
-
-@pytest.mark.parametrize(("entry", "steps"), [("heal_trainer", 30), ("lightning", 120)])
-def test_a_trainer_ends_too(entry, steps, tmp_path):
-    scaled = dict.fromkeys(range(steps), math.nan)
-    if entry == "lightning":
-        healing = LightningHealingCallback("default", store=tmp_path)
-        fit = trainer(healing, max_steps=steps)
-        bad = TensorDataset(torch.full((8 * steps, 8), math.nan), torch.zeros(8 * steps, 1))
-        run = lambda: fit.fit(Regression(), DataLoader(bad, 8))  # noqa: E731
-    else:
-        run = heal_trainer(small_runs.trainer(tmp_path, steps=steps, scaled=scaled)).train
-    with pytest.raises(RunStopped, match=f"none of the first {min(steps, FROM_START)} steps was"):
-        run()
 
 
 def guarded(guard: str, tx: Any) -> Any:

@@ -1,28 +1,23 @@
 """Two ranks that see different things do the same, and neither waits forever.
 
-The ranks are forked by this file as a program: python -m tests.healer.test_ranks ROOT. Each writes
-what it did in each scenario. The faults are on rank 1 only.
+A rank is this file as a program, see `forked_ranks`. The faults are on rank 1 only.
 """
 
-import faulthandler
 import hashlib
-import json
+import io
 import math
 import os
 import re
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
@@ -32,12 +27,12 @@ from healcore.runtime.run.rank_group import Proposal
 from healcore.runtime.run.termination import EndRequested, Interrupted, RunStopped, Terminated
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
-from tests import forked_programs
-from tests.healer.killed_runs import PATIENCE, run_ranks
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
 from tests.healer.training_loops import Faults, rules
 from tests.runtime.store.disk_faults import flip
+from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
+from tests.torch.layouts import spread, whole
 
 BAD = 23
 TOLD = 21
@@ -112,12 +107,14 @@ ENDS: dict[str, Any] = {
 HOOKS = [lambda incident: Action(0), lambda incident: Action.STOP]
 """The hook of each rank in the scenario "severe"."""
 SCENARIOS = [*ODD, "severe", "unreadable", *ENDS]
+REFUSED = "other options"
 
 
-def run(scenario: str, root: Path, rank: int) -> None:
+def run(scenario: str) -> dict[str, Any]:
+    rank, root = dist.get_rank(), folder() / scenario
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    model: Any = fully_shard(net) if scenario == "shard" else DistributedDataParallel(net)
+    model, _ = spread("FSDP2" if scenario == "shard" else "DDP", net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     bad = [TOLD + 1] if scenario == TROUBLE else []
     faults = Faults(always=bad if scenario in ENDS else [BAD])
@@ -134,7 +131,10 @@ def run(scenario: str, root: Path, rank: int) -> None:
         options["on_incident"] = HOOKS[rank]
     stopped, state = None, {"model": net, "optimizer": optimizer}
     try:
-        with Healer(policy, state=state, **grouped(options, save_every=5)) as healer:
+        with (
+            redirect_stderr(io.StringIO()) as said,
+            Healer(policy, state=state, **grouped(options, save_every=5)) as healer,
+        ):
             for number in healer.batches(data):
                 if number == at and happens and (rank == 1 or scenario == "shard"):
                     happens(healer)
@@ -151,75 +151,66 @@ def run(scenario: str, root: Path, rank: int) -> None:
         stopped = stop.why
     except (Terminated, Interrupted, EndRequested) as end:
         stopped = f"exit status {end.code}"
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
-    weights = b"".join(p.detach().numpy().tobytes() for p in whole)
-    found = {
+    weights = b"".join(whole(p).numpy().tobytes() for p in net.parameters())
+    lines = [rf"rank 1: step \d+: batch {each} of epoch 0 cannot be read" for each in CORRUPT]
+    return {
+        "root": str(root),
         "stopped": stopped,
         "step": healer.step,
         "rollbacks": healer.rollbacks,
         "order": faults.order if scenario != "unreadable" else len(faults.order),
         "corrupt": [n for n in CORRUPT if rank and n in faults.order and scenario == "unreadable"],
         "weights": hashlib.sha256(weights).hexdigest(),
+        "named": rank == 0 or [bool(re.search(line, said.getvalue())) for line in lines],
     }
-    (root / f"{rank}.json").write_text(json.dumps(found))
 
 
-def refused(root: Path, rank: int) -> None:
-    """A Healer whose policy and distance of saves are others on rank 1."""
-    net = torch.nn.Linear(4, 1)
+def refused() -> str:
+    """The error of a Healer whose policy and distance of saves are others on rank 1."""
+    net, rank = torch.nn.Linear(4, 1), dist.get_rank()
     state = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
-    other: dict[str, Any] = {"store": root / "other", "checkpoints": Checkpoints(every=5 + rank)}
+    other: dict[str, Any] = {"store": folder() / "other"}
+    other["checkpoints"] = Checkpoints(every=5 + rank)
     with pytest.raises(ValueError, match="than rank") as error:
         Healer(rules(recoveries=3 + rank), state=state, **other).__enter__()
-    (root / f"refusal-{rank}").write_text(str(error.value))
+    return str(error.value)
 
 
-def main(root: Path) -> None:
-    termination.POLL_INTERVAL_S = 0.01
-
-    def target(rank: int) -> None:
-        for scenario in SCENARIOS:
-            faulthandler.dump_traceback_later(PATIENCE, exit=True)
-            run(scenario, root / scenario, rank)
-        refused(root, rank)
-
-    print(json.dumps(run_ranks(root, 2, target)))
+def outcome(scenario: str) -> Any:
+    return refused() if scenario == REFUSED else run(scenario)
 
 
-class Pair:
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        done = forked_programs.run("-m", "tests.healer.test_ranks", root, timeout=1800)
-        assert done.returncode == 0, done.stderr[-3000:]
-        statuses, self.errors = json.loads(done.stdout.splitlines()[-1])
-        assert statuses == [0, 0], self.errors
-
-    def events(self, scenario: str) -> list[Any]:
-        return read(self.root / scenario / "run.events.jsonl").events
-
-    def result(self, scenario: str) -> dict[str, Any]:
-        """The result, which must be the same on both ranks."""
-        both = [json.loads((self.root / scenario / f"{rank}.json").read_text()) for rank in (0, 1)]
-        assert both[0] == both[1]
-        return both[0]
+worlds = worlds_of("tests.healer.test_ranks", 600)
+Of = Callable[[str], dict[str, Any]]
+"""Takes the name of a scenario; returns its outcome, which must be the same on both ranks."""
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(tmp_path_factory.mktemp("ranks"))
+@pytest.fixture
+def of(worlds: Worlds) -> Of:
+    def same(scenario: str) -> dict[str, Any]:
+        first, second = worlds.of(2, [], scenario)
+        named = first.pop("named"), second.pop("named")
+        assert first == second
+        return {**first, "named": named[1]}
+
+    return same
+
+
+def events_of(found: dict[str, Any]) -> list[Any]:
+    return read(Path(found["root"]) / "run.events.jsonl").events
 
 
 @pytest.mark.parametrize(
     ("scenario", "target"),
     [("listing", 10), ("forgets", 15), ("rots", 15), ("without a disk", 10), ("shard", 10)],
 )
-def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
-    logged = pair.result(scenario)
+def test_both_go_back_to_the_newest_common_step(scenario, target, of):
+    logged = of(scenario)
     assert logged["rollbacks"] == 1
     assert logged["step"] == 39
     assert logged["order"].count(BAD) == 1
-    assert len([*(pair.root / scenario).glob("*events*.jsonl")]) == 1
-    events = pair.events(scenario)
+    assert len([*Path(logged["root"]).glob("*events*.jsonl")]) == 1
+    events = events_of(logged)
     assert [e["checkpoint"] for e in events if e["kind"] == "rollback"] == [target]
     begun = next(e for e in events if e["kind"] == "incident")
     losses = [float(each["loss"]) for each in begun["of_ranks"]]
@@ -228,26 +219,22 @@ def test_both_go_back_to_the_newest_common_step(scenario, target, pair):
         assert 15 in [e["step"] for e in events if e["kind"] == "damaged"]
 
 
-def test_other_options_on_the_ranks_are_refused_on_each(pair):
-    for rank in (0, 1):
-        text = (pair.root / f"refusal-{rank}").read_text()
+def test_other_options_on_the_ranks_are_refused_on_each(worlds: Worlds):
+    for rank, text in enumerate(worlds.of(2, [], REFUSED)):
         assert text.startswith(f"rank {1 - rank} has another policy, save_every than rank {rank}:")
 
 
-def test_the_most_severe_of_two_hooks_wins(pair):
-    severe = pair.result("severe")
+def test_the_most_severe_of_two_hooks_wins(of):
+    severe = of("severe")
     assert "hook" in severe["stopped"]
     assert severe["rollbacks"] == 0
 
 
-def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pair):
+def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(of):
     """Without a replacement one rank would wait for a last step."""
-    logged = pair.result("unreadable")
+    logged = of("unreadable")
     assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
-    assert logged["corrupt"] == []
-    for number in CORRUPT:
-        line = rf"rank 1: step \d+: batch {number} of epoch 0 cannot be read"
-        assert re.search(line, pair.errors[1])
+    assert (logged["corrupt"], logged["named"]) == ([], [True, True])
 
 
 @pytest.mark.parametrize(
@@ -255,38 +242,39 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(pai
     [("interrupted", 130, 2, "interrupted"), ("stop file", 0, 3, "requested")],
 )
 def test_a_signal_or_stop_file_of_one_rank_ends_both_at_one_step_with_its_save(
-    scenario, status, steps, ending, pair
+    scenario, status, steps, ending, of
 ):
     """The mark of a signal is read a step later; the mark of a file with the next step."""
-    logged, at = pair.result(scenario), TOLD + steps
+    logged, at = of(scenario), TOLD + steps
     assert (logged["stopped"], logged["step"]) == (f"exit status {status}", at)
-    events = pair.events(scenario)
+    events = events_of(logged)
     vote = next(e for e in events if e["kind"] == "vote")
     assert (vote["step"], vote["outcome"]) == (at, "end")
     assert [each["rank"] for each in vote["of_ranks"]] == [1]
     assert [e["step"] for e in events if e["kind"] == "save" and e["why"] == "last"] == [at]
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", ending)
-    (postmortem,) = (pair.root / scenario).glob("*postmortem*.json")
-    named = f"the stop file {pair.root / scenario / 'stop on rank 1'}" in postmortem.read_text()
+    (postmortem,) = Path(logged["root"]).glob("*postmortem*.json")
+    named = f"the stop file {logged['root']}/stop on rank 1" in postmortem.read_text()
     assert named == (scenario == "stop file")
 
 
-def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(pair):
-    logged = pair.result(TROUBLE)
+def test_a_rollback_that_the_last_step_orders_is_done_by_both_before_they_end(of):
+    logged = of(TROUBLE)
     assert (logged["stopped"], logged["rollbacks"]) == ("exit status 143", 1)
-    events = pair.events(TROUBLE)
+    events = events_of(logged)
     (rollback,) = (e for e in events if e["kind"] == "rollback")
     assert (rollback["step"], logged["step"]) == (TOLD + 2, rollback["checkpoint"])
     assert (events[-1]["kind"], events[-1]["ending"]) == ("end", "signal")
 
 
-def test_a_proposal_to_end_is_carried_out_by_all(pair):
-    logged = pair.result("proposed")
+def test_a_proposal_to_end_is_carried_out_by_all(of):
+    logged = of("proposed")
     assert (logged["stopped"], logged["step"]) == ("exit status 0", TOLD + 2)
-    (vote,) = (e for e in pair.events("proposed") if e["kind"] == "vote")
+    (vote,) = (e for e in events_of(logged) if e["kind"] == "vote")
     assert (vote["step"], vote["outcome"], vote["why"]) == (TOLD + 2, "end", "the device is needed")
     assert [each["why"] for each in vote["of_ranks"]] == ["the device is needed", "signal 15"]
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    termination.POLL_INTERVAL_S = 0.01
+    serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED])
