@@ -53,12 +53,13 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def rewrite(folder: Path, file: str, content: Any) -> None:
-    """Replaces a JSON file of a checkpoint, with the right digests."""
+    """Replaces a JSON file of a checkpoint, by a value or by bytes, with the right digests."""
     if file in (manifest.HEALING, manifest.MANIFEST) and isinstance(content, dict):
         content.pop("digest", None)
         (folder / file).write_bytes(files.seal(content))
         return
-    (folder / file).write_text(json.dumps(content))
+    raw = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / file).write_bytes(raw)
     if file != manifest.MANIFEST:
         sealed_again(folder)
 

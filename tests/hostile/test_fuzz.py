@@ -1,10 +1,8 @@
 """Bytes of good files changed at random: each reader raises its own errors, and no others."""
 
 import contextlib
-import functools
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +15,12 @@ from hypothesis import strategies as st
 
 from healcore.events import log
 from healcore.policy import PolicyError, dumps, load
-from healcore.runtime.store import StoreError
-from healcore.runtime.store.manifest import MANIFEST
 from healcore.tools.probe import checkpoint, optimizer
 from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judged
 from healcore.tools.traces import open_traces
-from healcore.torch.store import DCPStore
-from tests.hostile.pickles import packed
-from tests.hostile.run_directories import sealed_again
+from tests.hostile.pickles import dcp, packed
 from tests.hostile.test_logs import EVENT, ROWS, tensorboard
 
-STATE_TO_SAVE = {"model": torch.ones(4), "other": torch.zeros(4)}
 STATE = {"w": torch.ones(4), "n": [1, 2.5, "x", None, {"a": True}], "b": torch.zeros(2, 2)}
 
 
@@ -50,24 +43,9 @@ def _reads(read: Callable[[Path], object], error: type[Exception]) -> Callable[[
     return reading
 
 
-STORE = tempfile.TemporaryDirectory(prefix="store-")
-"""A store with one checkpoint, of step 1. Never changed: examples copy it."""
-_saving = DCPStore(Path(STORE.name))
-_saving.save(1, STATE_TO_SAVE)
-_saving.wait()
-(SAVED,) = Path(STORE.name).glob("step-*")
-
-
-def _restored(name: str, path: Path) -> None:
-    """Restores and probes a checkpoint of which one file is this, with digests that hold."""
-    root = shutil.copytree(STORE.name, path.parent / "store")
-    (folder,) = root.glob("step-*")
-    shutil.copy(path, folder / name)
-    if name != MANIFEST:
-        sealed_again(folder)
-    with contextlib.suppress(StoreError):
-        DCPStore(root).restore(1, {name: torch.zeros(4) for name in STATE_TO_SAVE})
-    _checkpoint(root)
+def index_of_dcp() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return (dcp(Path(folder) / "saved", **STATE) / ".metadata").read_bytes()
 
 
 LINES = "".join(json.dumps({"step": at, "loss": 1 / (at + 1)}) + "\n" for at in range(9))
@@ -81,21 +59,13 @@ READERS: dict[str, tuple[bytes, str, Callable[[Path], object]]] = {
         "c.safetensors",
         _checkpoint,
     ),
-    "DCP": (
-        (SAVED / "data" / ".metadata").read_bytes(),
-        ".metadata",
-        lambda path: _checkpoint(path.parent),
-    ),
+    "DCP": (index_of_dcp(), ".metadata", lambda path: _checkpoint(path.parent)),
     "CSV": (ROWS.encode(), "log.csv", _traced),
     "JSON Lines": (LINES.encode(), "log.jsonl", _traced),
     "Trainer": (DOCUMENT.encode(), "log.json", _traced),
     "TensorBoard": (tensorboard(9), "log", _traced),
     "events": (EVENT * 3, "events", log.read),
     "policy": (dumps(load("default")).encode(), "p.toml", _reads(load, PolicyError)),
-    **{
-        name: ((SAVED / name).read_bytes(), "file", functools.partial(_restored, name))
-        for name in ("state.json", "manifest.json", "data/.metadata")
-    },
 }
 """Format -> content, name of the file, and its reader with its own errors suppressed."""
 

@@ -96,6 +96,7 @@ def other_shape(index: Path, metadata: dcp.Metadata, ran: Path, *, length: int) 
 
 INDEXES = {
     "code": None,
+    "no pickle": b"\x80\x04\x95\xff",
     "a pickle in the place of a tensor": bytes_of_a_pickle,
     "leads out of the store": partial(elsewhere, name="../../../elsewhere"),
     "leads to no file": partial(elsewhere, name=""),
@@ -113,6 +114,8 @@ def test_an_index_of_dcp_that_healcore_does_not_write(change, tmp_path, ran):
     index = runs.checkpoints(store.root)[0] / "data" / ".metadata"
     if change is None:
         index.write_bytes(runs.code(ran))
+    elif isinstance(change, bytes):
+        index.write_bytes(change)
     else:
         metadata = pickle.loads(index.read_bytes())
         change(index, metadata, ran)
@@ -129,6 +132,7 @@ JUNK = (
     None, True, -1, 1 << 70, 10**400, 1.5, "", "x", "\0", "\ud800", "\x1b[2J", [], {}, [[]], [None],
     {"a": 1}, {"": {}}, {"x": {"bytes": 1}}, {"x\0": {"bytes": 1, "xxh3_128": "0" * 32}},
 )  # fmt: skip
+NO_JSON = (b"", b"\xff\0", b'{"model": ', b"[" * 100_000, b"9" * 5000)
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -165,9 +169,10 @@ def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     newest = runs.checkpoints(tmp_path)[-1]
     content = json.loads((newest / file).read_bytes())
     content.pop("digest", None)
-    every = [*mutants(content), *((("whole", value), value) for value in JUNK)]
+    every = [*mutants(content), *((("whole", value), value) for value in (*JUNK, *NO_JSON))]
     raw = []
-    for name, mutant in random.Random(0).sample(every, min(300, len(every))):
+    chosen = random.Random(0).sample(every, min(300, len(every)))
+    for name, mutant in [*chosen, *every[-len(NO_JSON) :]]:
         runs.rewrite(newest, file, mutant)
         try:
             found = [each.step for each in store.steps()]
