@@ -36,35 +36,19 @@ POLICY = """
 schema = 1
 name = "four"
 description = "clips, skips and cuts, with short warm-ups"
-[clip]
-kind = "zclip"
-warmup_steps = 10
-max_norm = 4.0
-[detect.nonfinite]
-[detect.grad_spike]
-window = 10
-z_threshold = 6.0
-[detect.loss_spike]
-window = 16
-[detect.vanishing]
-patience = 3
-[[respond]]
-to = ["nonfinite"]
-do = ["skip", "alert"]
-[[respond]]
-to = ["nonfinite"]
-when = { consecutive = 3 }
-do = ["cut_lr"]
-[[respond]]
-to = ["grad_spike"]
-do = ["skip"]
-[[respond]]
-to = ["loss_spike", "vanishing"]
-do = ["alert"]
-[lr]
-factor = 0.5
-hold_steps = 10
-ramp_steps = 20
+clip = { kind = "zclip", warmup_steps = 10, max_norm = 4.0 }
+respond = [
+    { to = ["nonfinite"], do = ["skip", "alert"] },
+    { to = ["nonfinite"], do = ["cut_lr"], when = { consecutive = 3 } },
+    { to = ["grad_spike"], do = ["skip"] },
+    { to = ["loss_spike", "vanishing"], do = ["alert"] },
+]
+lr = { factor = 0.5, hold_steps = 10, ramp_steps = 20 }
+[detect]
+nonfinite = {}
+grad_spike = { window = 10, z_threshold = 6.0 }
+loss_spike = { window = 16 }
+vanishing = { patience = 3 }
 """
 
 

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 from healcore.core import numerics
 from healcore.core.decision import Action
-from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine
 from healcore.core.numerics import leaves, map_leaves
 from healcore.core.recorded import record
 from healcore.core.signals import Signals
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
-from tests.core.oracle import core_run
 from tests.core.random_policies import BOUNDED, engine_configs
-from tests.parity import lockstep, recorded_runs
+from tests.parity import lockstep
 
 STEPS, LANES = 150, 100
 
@@ -91,21 +89,6 @@ def test_compiled_by_torch_as_one_graph(config, backend):
         pytest.skip("torch.compile needs a C++ compiler on a CPU, and there is none")
     trace = lockstep.scalar(fuzz.signals(np.random.default_rng(52), 100, 1), 0)
     lockstep.steps_equal(config, [trace], (backend,), reference="recorded")
-
-
-@recorded_runs.needed
-@pytest.mark.parametrize(
-    ("norms", "against"), [(True, ("jax-scalars", "torch")), (False, ("torch",))]
-)
-def test_the_same_bits_on_every_recorded_run(norms, against):
-    every = tuple((name, detector()) for name, detector in DETECTORS.items())
-    config = policies.full("zclip", detectors=every)
-    trace = recorded_runs.lanes(200, norms=norms)
-    assert trace.loss is not None
-    lockstep.steps_equal(config, [trace], against, lanes=trace.loss.shape[1])
-    got = core_run(config, trace)
-    assert got["cause"].any()
-    assert got["skip"].any()
 
 
 @pytest.mark.parametrize(
