@@ -92,7 +92,6 @@ SLOW = (
     "tests/parity/test_fuzz.py::test_the_same_bits_in_numpy_jax_and_torch[catalogue",
     "tests/parity/test_fuzz.py::test_from_jax_to_torch_to_numpy_and_on",
     "tests/parity/test_fuzz.py::test_compiled_by_torch_as_one_graph",
-    "tests/parity/test_fuzz.py::test_the_same_bits_on_every_recorded_run",
     *(
         f"tests/parity/test_fuzz.py::test_no_promise_is_broken[300-300-{name}"
         for name in ("zclip-", "fixed", "autoclip", "adagc", "limits", "windows", "averages")
@@ -127,8 +126,8 @@ SLOW = (
         f"tests/examples/test_healers.py::test_example[{example}"
         for example in ("accelerate", "fabric", "lightning", "linen", "nnx", "optax")
     ),
-    "tests/examples/test_jax_data_and_rates.py",
-    "tests/tools/probe/test_recorded_runs.py",
+    *(f"tests/examples/test_healers.py::test_{test}" for test in ("a_limit", "grain", "each")),
+    "tests/tools/probe/test_loss.py::test_verdicts_of_recorded_runs",
     "tests/tools/replay/test_sweep.py::test_the_spikes_that_pretraining_finds",
     # The other framework, store or optimizer for what `make test` shows with one.
     "tests/healer/test_jax_states.py::test_a_nan",

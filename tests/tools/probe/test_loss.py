@@ -1,4 +1,7 @@
-"""The loss probe: its verdicts on healthy and bad curves."""
+"""The loss probe: its verdicts on healthy and bad curves, and on the public runs."""
+
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -6,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.probe.loss_curve import Event, find_events
+from tests.parity.recorded_runs import FOLDER, needed
 from tests.tools.probe.curves import falling, probe, probe_values, write
 from tests.tools.probe.trained_networks import verdicts
 from tests.tools.replay import logs
@@ -184,3 +188,24 @@ def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(t
     assert [(event.step, event.last) for event in found] == [(500, 508)]
     assert jumps == 2
     assert verdicts(probe_values(tmp_path, values))["instability_events"] == "WARN"
+
+
+@needed
+@pytest.mark.parametrize(
+    ("pattern", "number", "verdict"),
+    [
+        ("algoperf/calm/*.csv", 47, "PASS"),
+        ("algoperf/hard_negative_vit/*.csv", 16, "PASS"),
+        ("modded_nanogpt/*/*.csv", 14, "PASS"),
+        ("megatron_golden/*.csv", 12, "PASS"),
+        ("mlperf_v5.1/flux1*.csv", 6, "PASS"),
+        ("mlperf_v5.1/llama31_405b*.csv", 2, "PASS"),
+        ("algoperf/early_nan_100/*.csv", 12, "FAIL"),
+        ("mlperf_v5.1/llama31_8b*.csv", 10, "WARN"),
+    ],
+)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.stress)])
+def test_verdicts_of_recorded_runs(every, pattern, number, verdict):
+    paths = sorted(FOLDER.glob(pattern))[::every]
+    found = Counter(probe(path).verdict.value for path in paths)
+    assert found == {verdict: math.ceil(number / every)}
