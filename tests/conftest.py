@@ -104,7 +104,6 @@ SLOW = (
     "tests/core/test_reference.py::test_every_clipping_rule_with_every_detector_and_rule",
     "tests/hostile/test_fuzz.py",
     "tests/hostile/test_resume.py::test_random_states_and_positions_of_a_checkpoint_run_no_code",
-    "tests/events/test_killed_writers.py",
     "tests/events/test_real_runs.py",
     "tests/runtime/run/test_random_histories.py::TestHistory",
     "tests/tools/report/test_read_reports.py::test_any_value_in_any_field_is_a_page_or_a_message",

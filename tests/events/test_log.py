@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from healcore.core.decision import Cause, Evidence
 from healcore.events import Log, log, read
+from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events_of
 from tests.runtime.store.disk_faults import small_disk
 
@@ -195,3 +197,28 @@ def test_events_lost_on_a_full_disk(tmp_path, caplog):
         assert len(read(path).events) == written + 2
     assert [record.name for record in caplog.records] == ["healcore"], "the warning comes once"
     assert "training continues" in caplog.text
+
+
+WRITES = """
+import sys
+from healcore.events import Log
+log = Log(sys.argv[1])
+log.write("start", step=0, policy="default", mode="heal")
+for step in range(1500):
+    log.write("alarm", step=step, index=step, padding="x" * int(sys.argv[2]))
+log.write("end", step=1500, ending="completed")
+print(log.run, log.lost)
+"""
+
+
+def test_writers_at_once_lose_nothing(path):
+    options: Any = {"imports": ("healcore.events",), "stdout": subprocess.PIPE}
+    sizes = (50, 500, 9000)
+    processes = [ForkedProgram("-c", WRITES, path, size, **options) for size in sizes]
+    written = dict(each.communicate(timeout=600)[0].split() for each in processes)
+    assert [*written.values()] == ["0"] * 3
+    history = read(path)
+    assert (history.runs().keys(), history.problems) == (written.keys(), [])
+    for events in history.runs().values():
+        assert [event["seq"] for event in events] == list(range(1502))
+        assert [event["index"] for event in events[1:-1]] == list(range(1500))

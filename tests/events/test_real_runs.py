@@ -12,13 +12,12 @@ from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import LastStateNotSaved, RunStopped
+from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.postmortem import path_for
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
 from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
-from tests.runtime.store.disk_faults import read_only
 
 
 def kinds_in(path: Path) -> set[str]:
@@ -56,16 +55,6 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     # For alerts see tests/healer/test_actions.py.
     absent = {"save_failed", "problem", "assessment", "retried", "vote", "alert"}
     assert kinds_in(path) >= set(KINDS) - absent
-
-
-def test_on_a_disk_that_cannot_be_written(tmp_path):
-    path, store = tmp_path / "run.events.jsonl", tmp_path / "store"
-    store.mkdir()
-    loop = loop_of("torch", Faults(always=[19]))
-    with read_only(store), pytest.raises(LastStateNotSaved):
-        train(loop, rules(), range(24), store=store, events=path)
-    assert [e["step"] for e in read(path).events if e["kind"] == "rollback"], "from memory"
-    assert kinds_in(path) >= {"save_failed", "problem", "rollback", "end"}
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
