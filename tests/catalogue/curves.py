@@ -1,15 +1,12 @@
 """Runs on which an original rule and its port run, and the decisions of a policy on them."""
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 
 from healcore.core.decision import Action, Cause
 from healcore.policy import load
 from tests.core.engine_runner import Runner
-from tests.parity import recorded_runs
 
 STEPS = 500
 
@@ -105,31 +102,3 @@ def synthetic() -> list[Run]:
 
 SYNTHETIC = {run.name: run.loss for run in synthetic()}
 """The losses of the synthetic runs, by name."""
-SOME_AND_ALL = pytest.mark.parametrize(
-    "most", [2, pytest.param(1000, marks=pytest.mark.stress)], ids=["some", "all"]
-)
-
-
-def recorded(rows: int, most: int, *, norms: bool = False) -> list[Run]:
-    """At most `most` finite stretches per folder, each around the first spike of a recorded run."""
-    kept: list[Run] = []
-    folders: dict[str, int] = {}
-    for name, losses, its_norms, onset in recorded_runs.all_runs():
-        folder = name.rsplit("__", 1)[0].rsplit("/", 1)[0]
-        start = max(0, min(onset - rows // 2, len(losses) - rows))
-        part = slice(start, start + rows)
-        found = Run(name, losses[part], losses[part] if its_norms is None else its_norms[part])
-        usable = (found.loss > 0).all() and np.isfinite(found.loss).all()
-        if norms:
-            usable = usable and its_norms is not None and np.isfinite(found.norm).all()
-        if usable and folders.get(folder, 0) < most:
-            folders[folder] = folders.get(folder, 0) + 1
-            kept.append(found)
-    return kept
-
-
-@functools.cache
-def everything() -> list[Run]:
-    """Synthetic runs, and recorded ones where they are."""
-    absent = recorded_runs.needed.args[0]
-    return [*synthetic(), *([] if absent else recorded(STEPS, 3, norms=True))]

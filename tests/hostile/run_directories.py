@@ -13,7 +13,7 @@ import pytest
 from healcore.runtime.store import files, manifest
 from tests.healer.training_loops import broken_at, loop_of, rules, train
 
-STEPS = 12
+STEPS, LENGTH = 12, 18
 
 
 class Code:
@@ -45,7 +45,7 @@ def go_on(framework: str, root: Path, **options: Any) -> Any:
     """The next process."""
     policy = rules()
     loop = loop_of(framework, policy=policy)
-    return train(loop, policy, range(3 * STEPS), store=root, **options)
+    return train(loop, policy, range(LENGTH), store=root, **options)
 
 
 def checkpoints(root: Path) -> list[Path]:

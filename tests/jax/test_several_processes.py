@@ -15,8 +15,9 @@ from healcore.jax.opt_state import without_heal_state
 from tests.jax import trained_together
 from tests.jax.killed_processes import SAVES, SECONDS
 from tests.jax.processes import Program
-from tests.jax.trained_together import FAULT, FAULTS, KINDS_OF_FAULT, SPECS, STEPS
+from tests.jax.trained_together import FAULTS, KINDS_OF_FAULT, SPECS, STEPS
 from tests.jax.two_processes import BAD, POLICY
+from tests.torch.compared_ranks import FAULT
 from tests.torch.forked_ranks import free_port, run_ranks
 
 SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}

@@ -17,7 +17,8 @@ from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store import Keep
-from tests.torch.compared_ranks import watched
+from tests.torch import compared_ranks
+from tests.torch.compared_ranks import FAULT
 from tests.torch.policies import OF_RANKS
 
 PARTS, ROWS, WIDTH = 4, 4, 8
@@ -192,7 +193,6 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     return {"same": same, "moved": moved, "listed": listed}
 
 
-COMPARED_STEPS, FAULT, SAVE_EVERY = 110, 65, 20
 KINDS_OF_FAULT = ("damage", "healthy")
 """All weights x 50, once; targets x 10 from then on, which is no fault. On one device also "rate":
 the rate x 100, at which training is chaotic."""
@@ -232,23 +232,19 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         state=(params, tx.init(params)),
         loss_fn=lambda state, number: observed_loss(state[0], rows_of(number)),
         store=MemoryStore(keep=Keep(good=5, candidates=5)),
-        checkpoints=healcore.Checkpoints(every=SAVE_EVERY),
-        rollback={"probation": SAVE_EVERY},
-        hooks=healcore.Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
-        logging=healcore.Logging(console=False),
+        **compared_ranks.options(rollbacks),
     )
     with healer:
-        watched(healer._loop.recovery.comparisons, seen)
-        for number in healer.batches(list(range(COMPARED_STEPS))):
+        compared_ranks.watched(healer._loop.recovery.comparisons, seen)
+        for number in healer.batches(list(range(compared_ranks.STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages
             healer.update(step(healer.state, rows_of(number), 50.0 if damages else 1.0))
         scale = healer.metrics()["heal/lr_scale"]
     held = jax.tree.leaves(whole(mesh, healer.state[0]))
-    names = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
     return {
         "compared": seen,
-        "rollbacks": [{name: each.get(name) for name in names} for each in rollbacks],
+        "rollbacks": rollbacks,
         "lr_scale": float(scale),
         "norm": float(np.sqrt(sum(np.square(each).sum() for each in held))),
     }

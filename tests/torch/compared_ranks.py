@@ -23,6 +23,18 @@ FAULTS = ("damage", "rate", "healthy")
 
 A fourth one is "raises": damage, and comparisons for which the `loss_fn` fails on rank 1.
 """
+NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
+
+
+def options(rollbacks: list[Any]) -> dict[str, Any]:
+    """Of a Healer that notes its rollbacks."""
+    note = lambda event: rollbacks.append({name: event.get(name) for name in NAMES})  # noqa: E731
+    return {
+        "checkpoints": Checkpoints(every=SAVE_EVERY),
+        "rollback": {"probation": SAVE_EVERY},
+        "hooks": Hooks(on_rollback=[note]),
+        "logging": Logging(console=False),
+    }
 
 
 def watched(comparisons: Comparisons, seen: list[Any]) -> None:
@@ -78,10 +90,7 @@ def run(case: str) -> dict[str, Any]:
         "default",
         state={"model": net, "optimizer": optimizer},
         loss_fn=loss_fn,
-        checkpoints=Checkpoints(every=SAVE_EVERY),
-        rollback={"probation": SAVE_EVERY},
-        hooks=Hooks(on_rollback=[lambda event: rollbacks.append(dict(event))]),
-        logging=Logging(console=False),
+        **options(rollbacks),
     ) as healer:
         comparisons: Any = healer._loop.recovery.comparisons
         if fault != "raises":
@@ -102,13 +111,12 @@ def run(case: str) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
         metrics = healer.metrics()
-    names = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
     return {
         "steps": healer.step,
         "compared": compared,
         "compared at": compared_at,
         "problems": problems,
-        "rollbacks": [{name: each.get(name) for name in names} for each in rollbacks],
+        "rollbacks": rollbacks,
         "lr_scale": metrics["heal/lr_scale"],
         "norm": float(torch.stack([whole(p).norm() for p in net.parameters()]).norm()),
     }

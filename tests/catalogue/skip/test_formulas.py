@@ -22,7 +22,7 @@ def equal_wherever_the_windows_are(recipe, original):
     the port finds whatever the original finds, and some steps more.
     """
     compared = skipped = more = 0
-    for run, ours in curves.on(curves.everything(), recipe):
+    for run, ours in curves.on(curves.synthetic(), recipe):
         theirs, alarm = original(run.loss, run.norm), ours.cause != 0
         before = np.cumsum(np.concatenate([[0], alarm]))
         at = np.arange(len(alarm))
@@ -60,7 +60,7 @@ MEGATRON = functools.partial(published.megatron_skips, threshold=100.0)
 )
 def test_the_same_norms_are_skipped(policy, original, fewest):
     """AXLearn: equal where the first norm is below 20 and no level shifts for good."""
-    runs, skipped = curves.everything(), 0
+    runs, skipped = curves.synthetic(), 0
     if original is BY_DEVIATIONS:
         runs = [run for run in curves.synthetic() if "shift" not in run.name]
     for run, ours in curves.on(runs, policy):
@@ -83,7 +83,7 @@ def test_megatron_finds_the_same_losses_unexpectedly_large():
 
 def test_a_fixed_clip_has_the_factors_of_torch_and_optax():
     clip = optax.clip_by_global_norm(1.0)
-    for run, ours in curves.on(curves.everything(), "fixed-clip"):
+    for run, ours in curves.on(curves.synthetic(), "fixed-clip"):
         factors = []
         for norm in run.norm:
             weight = torch.nn.Parameter(torch.ones(1))

@@ -13,7 +13,6 @@ import torch
 
 from healcore.core.decision import Cause
 from tests.catalogue import curves
-from tests.parity import recorded_runs
 
 fabric = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
 spike = pytest.importorskip("lightning.fabric.utilities.spike")
@@ -62,11 +61,3 @@ def test_the_port_equals_the_original_at_every_step(name):
         assert found == 0
     elif name.startswith(("spikes", "heavy", "shift 0")):
         assert found
-
-
-@recorded_runs.needed
-@curves.SOME_AND_ALL
-def test_the_same_on_recorded_runs(most):
-    runs = curves.recorded(250, most)
-    assert len(runs) >= 10
-    assert sum(compare(losses)[0] for _, losses, _ in runs) >= 1

@@ -12,7 +12,6 @@ from healcore.core.decision import Action, Cause
 from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals
-from tests.parity import recorded_runs
 
 PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
     "default": (3, 5.0, 50, 3.0, 5),
@@ -111,13 +110,6 @@ def test_the_same_first_loss_spike(ratio):
     answers = {name: same_spikes(losses, ratio) for name, losses in curves.SYNTHETIC.items()}
     assert all(same for same, _ in answers.values()), answers
     assert any(at for _, at in answers.values())
-
-
-@recorded_runs.needed
-@curves.SOME_AND_ALL
-def test_the_same_first_loss_spike_on_recorded_runs(most):
-    runs = curves.recorded(300, most)
-    assert all(same_spikes(losses, ratio)[0] for _, losses, _ in runs for ratio in (1.2, 2.0))
 
 
 def test_the_attempts_end_with_a_stop(preset):

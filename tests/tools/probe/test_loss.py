@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.tools.probe.loss_curve import Event, find_events
-from tests.parity.recorded_runs import FOLDER, needed
 from tests.tools.probe.curves import falling, probe, probe_values, write
 from tests.tools.probe.trained_networks import verdicts
+from tests.tools.recorded_runs import FOLDER, needed
 from tests.tools.replay import logs
 
 ROWS = 100

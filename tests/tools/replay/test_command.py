@@ -13,7 +13,7 @@ from healcore.tools.cli import app
 from healcore.tools.replay import replay
 from healcore.tools.replay.table import summary_table
 from tests.packaging.test_pages import blocks, snippet
-from tests.parity import recorded_runs
+from tests.tools import recorded_runs
 from tests.tools.replay import logs
 
 

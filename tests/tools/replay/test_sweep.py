@@ -17,7 +17,7 @@ from healcore.policy.loader import variants
 from healcore.tools.cli import app
 from healcore.tools.replay import replay
 from healcore.tools.traces import open_traces
-from tests.parity.recorded_runs import FOLDER
+from tests.tools.recorded_runs import FOLDER
 from tests.tools.replay import logs
 
 SPIKE = 300

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore
 from tests.forked_programs import TRANSFORMERS
-from tests.healer.run_options import grouped
+from tests.torch import compared_ranks
 from tests.torch.forked_ranks import Worlds, folder, serve, worlds_of
 
 pytestmark = pytest.mark.slow  # processes that import transformers or lightning
@@ -19,17 +19,11 @@ SECONDS = 150
 STEPS, FAULT, ROWS = 90, 45, 8
 """Steps of a run, the step whose weights are damaged, and rows of a global batch."""
 worlds = worlds_of("tests.torch.trainers.test_comparing_ranks", SECONDS, TRANSFORMERS)
-NAMES = ("step", "checkpoint", "onset", "lr_limit", "lr_scale", "batches")
 
 
 def options(rollbacks: list[Any]) -> dict[str, Any]:
-    return {
-        "store": MemoryStore(keep=Keep(good=5, candidates=5)),
-        "save_every": 20,
-        "rollback": {"probation": 20},
-        "on_rollback": [lambda e: rollbacks.append({name: e.get(name) for name in NAMES})],
-        "console": False,
-    }
+    store = MemoryStore(keep=Keep(good=5, candidates=5))
+    return {"store": store, **compared_ranks.options(rollbacks)}
 
 
 def damage(step: int, layer: Any, done: list[int]) -> None:
@@ -64,7 +58,7 @@ def transformers_run(world: int) -> dict[str, Any]:
         lr_scheduler_type="constant",
         **more,
     )
-    heal_trainer(trainer, **grouped(options(rollbacks))).train()
+    heal_trainer(trainer, **options(rollbacks)).train()
     assert trainer.args.world_size == world
     return result(rollbacks, trainer.state.global_step, trainer.model)
 
@@ -84,7 +78,7 @@ def lightning_run(world: int) -> dict[str, Any]:
 
     torch.manual_seed(0)
     module = fits.Regression()
-    callback = LightningHealingCallback(loss_fn=module.loss, **grouped(options(rollbacks)))
+    callback = LightningHealingCallback(loss_fn=module.loss, **options(rollbacks))
     running = fits.trainer(
         callback,
         Damages(),
