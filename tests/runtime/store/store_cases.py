@@ -20,7 +20,7 @@ import torch
 import healcore.jax.store as jax_stores
 import healcore.torch.store as torch_stores
 from healcore.jax.store.orbax import JaxFormat
-from healcore.runtime.store import CheckpointStore, Keep, superfluous
+from healcore.runtime.store import CheckpointStore, Keep
 from healcore.runtime.store.host_copy import HostCopy, parts_of, raw
 
 KEEP = Keep(good=3, candidates=8)
@@ -212,11 +212,6 @@ def mark_good(store: CheckpointStore, step: int) -> None:
     """Makes a checkpoint and all older ones known-good."""
     healing = {"attempts": [0], **store.healings().get(step, {})}
     store.commit(step, {**healing, "proven": step})
-
-
-def prune(store: CheckpointStore, keep: Keep) -> None:
-    for step in superfluous(store.steps(), keep):
-        store.delete(step)
 
 
 def held_bytes(store: CheckpointStore) -> int:

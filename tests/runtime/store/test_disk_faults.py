@@ -1,5 +1,6 @@
-"""Disks that are full, read-only or damaged, and directories that another run holds."""
+"""Disks that are full, read-only or damaged, kills, and directories that another run holds."""
 
+import multiprocessing
 import os
 import random
 import resource
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from healcore.runtime.store import CheckpointDamaged, SaveFailed, StoreError, files
+from healcore.runtime.store import CheckpointDamaged, Keep, SaveFailed, StoreError, files
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.files import ChecksumError, unseal
 from healcore.runtime.store.manifest import sweep
+from healcore.torch.store import DCPStore, MemoryStore
 from tests import forked_programs
 from tests.forked_programs import ROOT, ForkedProgram
 from tests.hostile.run_directories import cut_short, go_on
@@ -322,3 +326,95 @@ def test_the_work_of_pods_that_are_gone_is_removed_by_a_run_that_has_the_lock(tm
     held.release()
     go_on("torch", tmp_path)
     assert not old.parent.exists()
+
+
+# -- kills in a save and in a deletion, and a fork in a save --------------------------------------
+
+KILLED = """
+import os, pathlib, sys
+from functools import partial
+import jax, numpy, torch
+from tests.healer.killed_runs import WRITE, Aim, Watched, forked
+from tests.runtime.store import store_cases
+
+name, root = sys.argv[1], pathlib.Path(sys.argv[2])
+case = store_cases.named(name)
+
+def start(calls):
+    store = case.make(root / "store")
+    assert store.damaged() == [], store.damaged()
+    found = [each.step for each in store.steps()]
+    for step in found:
+        store.verify(step)
+    assert found or calls is None, "the first one is gone"
+    if calls is not None:
+        Watched(root / "phases", Aim(WRITE, 1, calls=calls))
+    put = jax.device_put if case.in_jax else torch.from_numpy
+    store.save(max(found, default=0) + 1, {"w": put(numpy.arange(999.0, dtype="f"))}, healing={})
+    store.wait()
+
+for calls in (None, *range(16), None):
+    _, status = os.waitpid(forked(partial(start, calls), root / "errors"), 0)
+    assert status == (0 if calls is None else 9), (root / "errors").read_text()
+"""
+"""Kills a save before its first, second, ... change of the disk, or at its end."""
+
+
+@over(*DISKS)
+def test_a_kill_anywhere_in_a_save_leaves_whole_checkpoints(case, tmp_path):
+    done = forked_programs.run("-c", KILLED, case.name, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_killed_while_deleting(tmp_path, monkeypatch):
+    store = DCP.filled(tmp_path, 1, 2, healing={"attempts": [0], "proven": 2})
+
+    def some(folder: Path) -> None:
+        next(folder.rglob("*.distcp")).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", some)
+    with pytest.raises(KeyboardInterrupt):
+        store.delete(2)
+    monkeypatch.undo()
+    store = DCP.make(tmp_path)
+    assert len(sweep(tmp_path)) == 1
+    assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
+    assert store.damaged() == []
+    store.verify(1)
+
+
+class Slow(DCPStore):
+    """Writes when the gate opens."""
+
+    writing, gate = threading.Event(), threading.Event()
+
+    def _write(self, captured: Any, folder: Path) -> Any:
+        self.writing.set()
+        assert self.gate.wait(60)
+        return super()._write(captured, folder)
+
+
+def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_threads(tmp_path):
+    store = Slow(tmp_path / "store", in_memory=Keep())
+    store.save(1, {"w": torch.arange(9.0)})
+    assert store.writing.wait(60)
+
+    def child() -> None:
+        # It can use what it inherits, and its end does not end the save.
+        assert store.failures() == store.steps_on_disk() == []
+        store.wait()
+        assert [saved.step for saved in store.steps()] == [1]
+        memory = MemoryStore()
+        memory.save(5, {"w": torch.zeros(3)})
+        assert [saved.step for saved in memory.steps()] == [5]
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert store.steps_on_disk() == []
+    store.gate.set()
+    store.wait()
+    assert [saved.step for saved in store.steps()] == [1]
+    store.verify(1)
