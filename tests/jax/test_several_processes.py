@@ -17,8 +17,8 @@ from tests.jax.killed_processes import SAVES, SECONDS
 from tests.jax.processes import Program
 from tests.jax.trained_together import FAULTS, KINDS_OF_FAULT, SPECS, STEPS
 from tests.jax.two_processes import BAD, POLICY
-from tests.torch.compared_ranks import FAULT
 from tests.torch.forked_ranks import free_port, run_ranks
+from tests.torch.test_compared_ranks import goes_back_from_faults_only
 
 SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
 
@@ -181,13 +181,8 @@ def one_device() -> list[Any]:
 
 
 def test_one_device_goes_back_from_faults_only(one_device: list[Any]):
-    damage, healthy, rate = one_device
-    assert [each["checkpoint"] for each in damage["rollbacks"]] in ([40], [60])  # before the fault
-    assert damage["rollbacks"][0]["lr_limit"] is None
-    assert [each["checkpoint"] for each in rate["rollbacks"]] in ([40], [60])
-    assert rate["lr_scale"] == pytest.approx(0.01)
-    assert healthy["rollbacks"] == []
-    assert sum(each["steps"][0] >= FAULT for each in healthy["compared"]) > 3
+    for fault, found in zip((*KINDS_OF_FAULT, "rate"), one_device, strict=True):
+        goes_back_from_faults_only(fault, found)
 
 
 @pytest.mark.parametrize(("world", "devices"), [(1, 4), (2, 1)])

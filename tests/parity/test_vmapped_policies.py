@@ -1,5 +1,6 @@
 """Numbers of a policy as arrays: thousands of variants in one program equal one run each."""
 
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,55 +16,39 @@ from tests.parity import lockstep
 
 VARIANTS, STEPS = 500, 120
 
-Tables = dict[str, Any]
-"""Table of a policy -> key -> the ends between which it is drawn, whole numbers if they are."""
-ZCLIP: Tables = {
-    "clip": {"z_threshold": (1.0, 6.0), "ema_decay": (0.8, 0.999), "max_norm": (0.1, 100.0)}
-    | {"min_rel_std": (0.001, 0.1), "warmup_steps": (1, 60)},
-}
-WATCHING: Tables = {
-    "loss_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "warmup_steps": (2, 24)},
-    "grad_window": {"sigmas": (1.0, 8.0), "min_rel_std": (1e-4, 0.1), "sustain": (1, 6)},
-    "grad_ema": {"ratio": (1.5, 20.0), "sigmas": (2.0, 20.0), "ema_decay": (0.8, 0.999)},
-    "grad_ceiling": {"ceiling": (1.0, 100.0), "first_ratio": (1.5, 10.0), "first_steps": (1, 40)},
-    "loss_ratio": {"ratio": (1.01, 6.0), "warmup_steps": (1, 24), "sustain": (1, 6)}
-    | {"escape": (1, 20)},
-    "loss_ceiling": {"ceiling": (0.0, 12.0), "first_ratio": (1.0, 3.0), "first_steps": (0, 50)},
-    "instability": {"growth": (0.0, 0.5), "records": (2, 5), "norm_ratio": (1.0, 6.0)}
-    | {"patience": (1, 20)},
-    "records": {"alpha": (0.001, 0.3), "record_rate": (0.1, 0.9), "growth": (0.0, 0.5)}
-    | {"warmup_steps": (1, 12)},
-}
-LR: Tables = {
-    "lr": {"factor": (0.1, 0.9), "floor": (0.01, 0.1), "ceiling": (-0.3, 1.0)}
-    | {"hold_steps": (0, 10), "ramp_steps": (0, 20)},
+CLIP, LR = RULES["zclip"](), policies.full().lr
+WATCHING = {
+    name: DETECTORS[name](**policies.SETTINGS[name])
+    for name in (*chain(*policies.PUBLISHED.values()), "instability", "records")
 }
 
 
-def drawn(tables: Tables, rng: np.random.Generator) -> Any:
-    """Numbers of all variants, by table and key; a limit below zero is none."""
+def drawn(config: Any, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """All variants of each number: from itself to twice it; a share remains one."""
 
-    def of(low: Any, high: Any) -> np.ndarray:
-        if isinstance(low, int):
-            return rng.integers(low, high, VARIANTS).astype(np.int32)
-        return np.maximum(rng.uniform(low, high, VARIANTS), 0).astype(np.float32)
+    def of(value: float) -> np.ndarray:
+        if isinstance(value, int):
+            return rng.integers(value, 2 * value + 1, VARIANTS).astype(np.int32)
+        power = rng.uniform(0.5, 2, VARIANTS)
+        return (value**power if 0 < value < 1 else value * power).astype(np.float32)
 
-    return {name: {key: of(*ends) for key, ends in t.items()} for name, t in tables.items()}
+    fields = config._asdict().items()  # the length of a window is no number of a variant
+    return {key: of(x) for key, x in fields if type(x) in (int, float) and key != "window"}
 
 
 def every_number(numbers: Any) -> EngineConfig:
     """ZClip, the catalogue's detectors, detectors of growth, and the way of the learning rate."""
     # In this order: a dict through jit is in the order of the alphabet.
-    settings = {name: policies.SETTINGS[name] | numbers[name] for name in WATCHING}
-    detectors = ((name, DETECTORS[name](**each)) for name, each in settings.items())
+    detectors = ((name, each._replace(**numbers[name])) for name, each in WATCHING.items())
     config = policies.full(None, detectors=(*policies.full().detectors[:1], *detectors))
-    clip = ("zclip", RULES["zclip"](**numbers["clip"]))
-    return config._replace(clip=clip, lr=config.lr._replace(**numbers["lr"]))
+    clip, lr = CLIP._replace(**numbers["clip"]), LR._replace(**numbers["lr"])
+    return config._replace(clip=("zclip", clip), lr=lr)
 
 
 def test_vmap_over_policies_equals_one_run_each():
     rng = np.random.default_rng(73)
-    numbers = drawn(ZCLIP | WATCHING | LR, rng)
+    configs = {"clip": CLIP, "lr": LR, **WATCHING}
+    numbers = {name: drawn(config, rng) for name, config in configs.items()}
     t = np.arange(STEPS)
     grown = np.where((t >= 40) & (t < 55), 1.5 ** np.clip(t - 40, 0, 15), 0.0)
     trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)._replace(
