@@ -18,12 +18,13 @@ from healcore.errors import SignalError
 from healcore.jax import protect
 
 calls: list[Any] = []
+Alone: Any = type("Alone", (tuple,), {"__new__": lambda c, x: tuple.__new__(c, [x])})  # not (x,)
 
 
 def batches() -> list[Any]:
     make = torch.Generator().manual_seed(1)
     return [
-        {"x": torch.randn(8, 4, generator=make), "more": [torch.randn(8, 1, generator=make)]}
+        {"x": torch.randn(8, 4, generator=make), "more": Alone(torch.randn(8, 1, generator=make))}
         for _ in range(120)
     ]
 
@@ -64,10 +65,7 @@ def run(function: Callable[..., Any], data: list[Any], *, healed: bool) -> tuple
     return model.weight.detach(), healer
 
 
-@pytest.mark.parametrize(
-    ("kind", "skipped"),
-    [(mse, []), (draws, []), (mse, [None] * 2), (mse, [{}] * 2)],
-)
+@pytest.mark.parametrize(("kind", "skipped"), [(mse, []), (draws, []), (mse, [None, {}])])
 def test_the_first_batch_changes_no_random_state(kind, skipped):
     """Nor do batches before it, which the loop skips."""
     expected, _ = run(kind, batches(), healed=False)

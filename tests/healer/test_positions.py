@@ -114,13 +114,13 @@ def test_a_position_of_workers_continues_without_workers():
     assert int(second.next()[0]) == int(first.next()[0])
 
 
-@pytest.mark.parametrize("bad", [3, 5])
-def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad):
+@pytest.mark.parametrize(("bad", "named"), [(3, False), (3, True), (5, False)])
+def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad, named):
     """The order for the last step before the `break` is read when the loop begins again."""
     loop, data = TorchLoop(Faults(once=[bad])), listed()
     with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=2)) as healer:
         for epoch in range(2):
-            for number in healer.batches(data):
+            for number in healer.batches(data, epoch=epoch if named else None):
                 loop.step(healer, number)
                 if epoch == 0 and number == bad:
                     break

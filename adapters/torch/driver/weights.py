@@ -197,13 +197,12 @@ def copied(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     parts = {key: copied(part) for key, part in _parts(batch).items()}
-    if isinstance(batch, list | tuple):
-        kind: Any = type(batch)
-        return getattr(kind, "_make", kind)(parts.values())
     with suppress(Exception):  # an object that cannot be copied is shared
+        if isinstance(batch, tuple):
+            return tuple.__new__(type(batch), parts.values())  # its class may take other arguments
         copy_of = copy.copy(batch)
         for key, part in parts.items():
-            if isinstance(batch, MutableMapping):
+            if isinstance(batch, MutableMapping | list):
                 copy_of[key] = part
             elif is_dataclass(batch):
                 object.__setattr__(copy_of, key, part)  # frozen ones too

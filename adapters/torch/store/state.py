@@ -179,25 +179,23 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a state into the optimizer's own tensors, which `load_state_dict` would replace.
+    """Loads a state into the optimizer's own tensors and groups; `load_state_dict` replaces them.
 
-    The device may have no memory for second moments, CUDA graphs use the addresses, and
-    capturable optimizers reject a rate on the host.
+    The device may have no memory for second moments, CUDA graphs use the addresses, capturable
+    optimizers reject a rate on the host, and other objects (SAM, a schedule) hold the groups.
     """
-    groups = [dict(group) for group in optimizer.param_groups]
+    groups = [*optimizer.param_groups]
     own = {"state": {**optimizer.state_dict().get("state", {})}}
     moments = _overwritten(own, {key: state[key] for key in state.keys() & own})
     optimizer.load_state_dict({**state, **moments})
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        for name in group.keys() & before.keys() - {"params"}:
-            group[name] = _overwritten(before[name], group[name])
+    optimizer.param_groups[:] = map(_overwritten, groups, optimizer.param_groups)
 
 
 @torch.no_grad()
 def _overwritten(old: Any, new: Any) -> Any:
     """The value `new`, in the tensors and containers of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        return old.copy_(new)
+        return old if old is new else old.copy_(new)
     if isinstance(old, dict) and isinstance(new, dict):
         items = {key: _overwritten(old.get(key), value) for key, value in new.items()}
         old.clear()

@@ -149,9 +149,9 @@ class LoaderRegistry:
             self.next_epoch, self.names_epochs = epoch, True
         elif saved is not None and begun.before_end:
             self.notices.append(
-                f"epoch 0 of this loop was trained before the restart, which resumes in epoch "
-                f"{saved['epoch']}; a loop that begins at an epoch of its own has to write "
-                "healer.batches(loader, epoch=epoch), see healer.epochs"
+                f"the restart resumes in epoch {saved['epoch']}, before which batches(loader) has "
+                "none: a loop of epochs writes batches(loader, epoch=epoch), see healer.epochs, a "
+                "loop without epochs batches(loader, epochs=None)"
             )
         while len(self._loaders) > _MAX_LOADERS:
             others = (each for each in self._loaders if each is not self.current)

@@ -94,9 +94,13 @@ class Loop:
         data, guard = self.data, self.guard
         data.count_pass()
         self._count_dispatch()
-        if not self._is_evaluation(data.loaders.find(loader)):
-            self.after_step()  # for the last step of a loop that was left by `break`
+        known = data.loaders.find(loader)
+        acts = not self._is_evaluation(known)
+        if acts and known is None:
+            self.after_step()
         begun = data.begin(loader, *args)
+        if acts and known is not None:  # the loop was left by `break`, and continues from `begun`
+            self.after_step()
         while True:
             try:
                 guard.watch()
@@ -122,7 +126,6 @@ class Loop:
             self._count_dispatch()
             if not self._is_evaluation(begun):
                 self.after_step()
-        self._count_dispatch()
         data.end(begun, evaluates=self._is_evaluation(begun))
 
     def _is_evaluation(self, loader: RunLoader | None) -> bool:
@@ -166,9 +169,8 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        is_between = data.between_steps
-        unread, unseen = 0 if is_between else len(data.unused), False
-        may_end = is_between or unread >= _MAX_WITHOUT_STEP
+        unread, unseen = len(data.unused), False
+        may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
         trains = data.current is not None and (data.current.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
             unseen = self.driver.settings()[WEIGHTS] != self.record.settings.get(WEIGHTS)

@@ -12,7 +12,7 @@ from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, driver_for
+from healcore.runtime.driver import WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.rank_group import RankGroup
@@ -185,8 +185,7 @@ def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
         path = None if ranks.rank or given is None else Path(given)
         return Metrics(path, run=log.run, tracked=tracked)
     to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
-    path = metrics_path(log.path) if log.path is not None and to_file else None
-    path = _unlinked(path, "metrics")
+    path = _unlinked(metrics_path(log.path) if log.path and to_file else None, "metrics")
     return Metrics(path, run=log.run, automatic=True, tracked=tracked)
 
 
@@ -222,6 +221,9 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     changes = agreed(group.processes, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         _check_resume(loop, options.resume, newest, saves, changes)
+    if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
+        store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
+        saves, newest = [], None
     if saves and previous is not None:
         log.run = previous
     log.event(
@@ -275,8 +277,8 @@ def _check_resume(
     if newest is None or not newest.completed:
         return
     own = root and _records.get(root.resolve())
-    own_completed = own and own.completed
-    which = "that this process has completed" if own_completed else run_settings.other_run(changes)
+    which = run_settings.other_run(changes)
+    which = "that this process has completed" if own and own.completed else which
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
@@ -308,8 +310,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     record.settings = record.settings or dict(settings)
     recovery.read_engines()
     recovery.comparisons.silent_until = recovery.ledger.accepted_until
-    completed_at = newest.step if newest is not None and newest.completed else None
-    data.start(resumed=resume, completed_at=completed_at)
+    data.start(resumed=resume, completed_at=newest.step if newest and newest.completed else None)
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:

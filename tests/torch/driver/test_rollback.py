@@ -95,16 +95,16 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
 
 
 def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
-    """The device may not hold second moments, and a CUDA graph writes into the gradients."""
+    """The device may not hold second moments, a CUDA graph has the gradients, SAM the groups."""
     run = Run(OPTIMIZERS["AdamW"])
     driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None)
     run.step(0)
     store.save(1, driver.state(), healing=driver.engines())
-    tensors = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
-    before = tensors()
+    owned = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
+    before = [*owned(), *run.optimizer.param_groups]
     driver.load(store.restore(1, driver.state()).state)
-    assert all(a is b for a, b in zip(tensors(), before, strict=True))
+    assert all(a is b for a, b in zip([*owned(), *run.optimizer.param_groups], before, strict=True))
     driver.observe(1e6)
     run.backward(0, NAN)
     driver.load(store.restore(1, driver.state()).state)
