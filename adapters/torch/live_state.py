@@ -156,28 +156,6 @@ def is_scheduler(value: Any) -> bool:
     )
 
 
-class RngState:
-    """torch's global random generators: of the CPU, and of every CUDA device once CUDA is in use.
-
-    Reading them is no sync: a CUDA generator's seed and offset are on the host.
-    """
-
-    per_rank = True
-    optional = True
-
-    def state_dict(self) -> dict[str, Any]:
-        """`{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`."""
-        # get_rng_state_all would initialise CUDA in a process that only uses the CPU.
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return {"cpu": torch.get_rng_state(), "cuda": cuda}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets every generator. Ignores devices that this process does not have."""
-        torch.set_rng_state(state["cpu"].cpu())
-        for device, generator in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(generator.cpu(), device)
-
-
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
     problem, methods = "", ("state_dict", "load_state_dict")

@@ -61,8 +61,6 @@ class Driver(Protocol):
     """The gradients since the last step, to repeat batches in smaller parts."""
     on_end: Callable[[], object] = staticmethod(lambda: None)
     """Called before anything else when the run ends, also by an exception."""
-    generators: Any = None
-    """The global random generators, with `state_dict` and `load_state_dict`; None in JAX."""
 
     @property
     def live(self) -> Any:
@@ -185,6 +183,7 @@ class Driver(Protocol):
         Raises:
             WeightsChanged: `weights` is a copy of other parameters. `loss_fn` was not called.
             SignalError: `loss_fn` changes its batch.
+            DataError: the compiled training step has deleted a batch.
         """
         ...
 

@@ -73,10 +73,12 @@ def test_the_first_batch_changes_no_random_state(kind, skipped):
     assert torch.equal(weights, expected)
 
 
-def test_weights_are_not_compared_by_a_loss_fn_with_state(caplog):
+def test_weights_are_not_compared_by_a_loss_fn_with_state_or_if_the_batch_is_donated(caplog):
     run(warm_up, batches()[:4], healed=True)
     assert "keeps state" in caplog.text
     assert len(calls) == 4 + 3, "a comparison would call it more often"
+    jax_run(lambda state, batch: batch[1], donated=True)
+    assert "donated the batch" in caplog.text
 
 
 @pytest.mark.parametrize("convert", [dict, UserDict])
@@ -98,7 +100,7 @@ def test_a_loss_fn_that_changes_its_batch_is_an_error(convert, write, part):
     assert part in str(raised.value)
 
 
-def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **named: Any) -> None:
+def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **how: Any) -> None:
     tx = protect(optax.sgd(0.1))
     params = {"w": jnp.ones(2)}
     state = {"params": params, "opt": tx.init(params)}
@@ -107,7 +109,9 @@ def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **named: A
             old = healer.state
             updates, opt = tx.update({"w": batch}, old["opt"], value=jnp.float32(1.0))
             new = {"params": optax.apply_updates(old["params"], updates), "opt": opt}
-            healer.update(new, **dict.fromkeys(named, batch))
+            healer.update(new, batch=batch if how.get("named") else None)
+            if how.get("donated"):
+                batch.delete()
 
 
 @pytest.mark.parametrize(
@@ -124,11 +128,11 @@ def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
         jax_run(loss_fn)
 
 
-@pytest.mark.parametrize("named", [{"batch": True}, {}])
+@pytest.mark.parametrize("named", [True, False])
 def test_a_loop_that_reads_its_own_batches_has_to_name_them(named, caplog):
     def own(healer: Any, data: Any) -> Any:
         return (data[number] for number in healer.steps(len(data)))
 
     calls.clear()
-    jax_run(lambda state, batch: calls.append(batch) or batch[1], own, 102, **named)
-    assert [bool(calls), "no step had a batch" in caplog.text] == [bool(named), not named]
+    jax_run(lambda state, batch: calls.append(batch) or batch[1], own, 102, named=named)
+    assert [bool(calls), "no step had a batch" in caplog.text] == [named, not named]

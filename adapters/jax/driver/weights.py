@@ -20,6 +20,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.driver.live_state import LiveState
 from healcore.jax.opt_state import without_heal_state
+from healcore.runtime.data.loader_adapters import DataError
 from healcore.runtime.driver import SAMPLE, WeightsChanged
 
 Part = tuple[str, ...]
@@ -84,6 +85,9 @@ class JaxWeights:
         shapes = {path: getattr(leaf, "shape", None) for path, leaf in weights.items()}
         if weights and any(shapes.get(k) != leaf.shape for k, leaf in self._trained().items()):
             raise WeightsChanged
+        leaves = jax.tree.leaves(batches)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise DataError("the step has donated the batch: remove it from donate_argnums")
         live, in_place = self._live.read(), self._live.in_place
         replaced = self._without_averages(weights)
         if redraw:

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from healcore.torch.driver.driver import TorchDriver
-from healcore.torch.live_state import RngState
 
-__all__ = ["RngState", "TorchDriver"]
+__all__ = ["TorchDriver"]

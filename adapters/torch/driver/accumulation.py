@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from healcore.runtime.faults.microbatches import MicrobatchError
+from healcore.runtime.random_states import set_torch_states, torch_states
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.batch_statistics import BatchStatistics
-from healcore.torch.live_state import RngState
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
@@ -131,7 +131,6 @@ class GradientWindow:
     ) -> None:
         self._accumulations, self._statistics = accumulations, statistics
         self._scaler, self._modules = scaler, modules
-        self._generators = RngState()
         self._shared: DDPGradients | None = None
         self.begin_window()
 
@@ -142,7 +141,7 @@ class GradientWindow:
     def begin_window(self) -> None:
         """Saves the state at the start of a window."""
         self._begun = self._steps_and_records()
-        self._random = self._generators.state_dict()
+        self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def has_stepped(self) -> bool:
@@ -156,7 +155,7 @@ class GradientWindow:
             accumulation.clear()
         for statistics in self._statistics:
             statistics.end(True)
-        self._generators.load_state_dict(self._random)
+        set_torch_states(self._random)
         free_graphs(held, since=self._node)
         held.clear()
         gc.collect()  # an exception and its frames refer to each other

@@ -76,7 +76,6 @@ class TorchDriver(Driver):
             raise
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
-        self.generators = live_state.RngState()
         self._pending: deque[PendingEntry] = deque()
         self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
         self._recorders = [

@@ -18,11 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
 from healcore.runtime.driver import SAMPLE, WeightsChanged
-from healcore.runtime.run.loss_function import isolated
+from healcore.runtime.random_states import isolated
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
-from healcore.torch.live_state import RngState
 
 
 class TorchWeights:
@@ -137,7 +136,7 @@ class TorchWeights:
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """Restores gradients, buffers, public attributes and random states.
+        """Restores gradients, buffers and public attributes.
 
         A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
         mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
@@ -150,7 +149,6 @@ class TorchWeights:
             for module in modules
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         ]
-        generators = RngState().state_dict()
         marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
         grads = [(p, p.grad) for params in self._parameters() for p in params]
         for p, _ in grads:
@@ -170,7 +168,6 @@ class TorchWeights:
                 module._buffers[name] = buffer
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
-            RngState().load_state_dict(generators)
 
 
 def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from healcore.core.decision import Cause
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
+from healcore.runtime.random_states import isolated
 from healcore.runtime.run.evidence import TrainedStep
 from healcore.runtime.store.ranks import Ranks
 
@@ -171,14 +168,3 @@ class LossFunction:
 
 def _checked_loss(loss: Any) -> float:
     return float(check_scalar("loss_fn(batch)", loss))
-
-
-@contextmanager
-def isolated() -> Iterator[None]:
-    """Restores the global generators of Python and NumPy after the block."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 -- users do
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002

@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
+from healcore.runtime.random_states import set_torch_states, torch_states
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.store import Course, StoreError, values
@@ -216,15 +217,14 @@ class HostState:
     per_rank = True
     optional = True
 
-    def __init__(self, position: Callable[[], dict[str, Any]], generators: Any) -> None:
-        """Takes a function that returns the loaders' positions, and the framework's generators."""
+    def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
+        """Takes a function that returns the loaders' positions."""
         self._position = position
-        self._generators = generators
         self._after_step: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Generators of Python, NumPy and the framework, and positions of the loaders."""
+        """Generators of Python, NumPy and torch, and positions of the loaders."""
         if self._earlier is not None:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
@@ -253,7 +253,7 @@ class HostState:
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(),  # noqa: NPY002 (the global generator)
-            "framework": None if self._generators is None else self._generators.state_dict(),
+            "framework": torch_states(),
         }
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
@@ -284,8 +284,7 @@ class HostState:
             random.setstate(parts.python)
         if parts.numpy is not None:
             np.random.set_state(parts.numpy)  # noqa: NPY002
-        if parts.framework is not None and self._generators is not None:
-            self._generators.load_state_dict(parts.framework)
+        set_torch_states(parts.framework or {})
 
 
 def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:

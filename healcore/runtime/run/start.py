@@ -147,7 +147,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     loss_fn = options.loss_fn if policy.rolls_back else None
     data = RunBatches(
         loaders=loaders,
-        host=HostState(loaders.position, driver.generators),
+        host=HostState(loaders.position),
         policy=policy,
         ranks=ranks,
         termination=group.termination,

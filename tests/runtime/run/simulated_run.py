@@ -34,7 +34,7 @@ from tests.healer.training_loops import rules
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2)
 POLICY = HostPolicy.of(rules(), {"rollback": {"probation": PROBATION, "region": REGION}})
-NO_DATA = HostState(LoaderRegistry().position, None).state_dict()
+NO_DATA = HostState(LoaderRegistry().position).state_dict()
 """Random states, and the positions of no loaders."""
 
 
@@ -129,7 +129,7 @@ class Process:
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
-        host = HostState(self.loaders.position, None)
+        host = HostState(self.loaders.position)
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         parts: dict[str, Any] = {"policy": POLICY, "driver": Nothing(), "store": store, "log": log}
         options = Checkpoints(every=EVERY, keep=KEEP)

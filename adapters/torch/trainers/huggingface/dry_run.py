@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import math
-import random
 import tempfile
 import types
 from collections import deque
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 from transformers.trainer_callback import (
@@ -29,9 +27,9 @@ from healcore.core.decision import Cause
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, load
 from healcore.runtime.faults import classify
+from healcore.runtime.random_states import isolated
 from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
-from healcore.torch.live_state import RngState
 
 
 class DryRun(NamedTuple):
@@ -72,12 +70,10 @@ def train_copy(trainer: Any, steps: int, policy: Any, callback: Callable[..., An
         policy = load(policy, mode="observe")
     else:
         policy = policy.config._replace(mode="observe")
-    rng, python, numpy = RngState(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    torch_state = rng.state_dict()
     shared = trainer.accelerator.gradient_state.__dict__
     gradient_state = {**shared}
     try:
-        with tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
+        with isolated(), tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
             copied, metrics = _copy(trainer, steps, folder), Path(folder, "metrics.jsonl")
             copied.add_callback(callback(policy, logging=Logging(metrics=metrics)))
             copied.train()
@@ -88,9 +84,6 @@ def train_copy(trainer: Any, steps: int, policy: Any, callback: Callable[..., An
     finally:
         shared.clear()
         shared.update(gradient_state)
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        rng.load_state_dict(torch_state)
 
 
 def _add_hint(error: Exception) -> None:
