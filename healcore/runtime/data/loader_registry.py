@@ -258,7 +258,8 @@ class LoaderRegistry:
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
         for loader in (loader for loader in loaders if loader.next_id == current.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.
-            loader.left_out.update(bad, after)
+            end = loader.length
+            loader.left_out.update(bad, (b for b in after if end is None or b.index < end))
             loader.left_out.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
