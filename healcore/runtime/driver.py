@@ -75,9 +75,9 @@ class Driver(Protocol):
         """Returns the dispatch since the last call or None, and starts to copy its records."""
         ...
 
-    def has_stepped(self) -> bool:
-        """Whether there are steps that `steps` has not returned. False in JAX."""
-        return False
+    def has_stepped(self) -> int:
+        """Steps of each optimizer, rounded up, that `steps` has not returned. 0 in JAX."""
+        return 0
 
     def request_vote(self) -> None:
         """Marks the following steps on all ranks.
@@ -224,6 +224,8 @@ class Driver(Protocol):
 
 WEIGHTS = "initial weights"
 """Name of the digest of the weights in `Driver.settings`."""
+OPTIMIZER_STATE = "optimizer state"
+"""In `Driver.settings`: whether an optimizer has taken steps before the run."""
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:

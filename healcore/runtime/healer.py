@@ -217,6 +217,7 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
+        An epoch may be one step without `batches`, as in full-batch training.
         Code after an epoch runs again, unless a checkpoint was saved after its end. Call `save`
         before that code changes the state, as a scheduler's step does.
         """
@@ -407,7 +408,7 @@ class Healer(Generic[State]):
 
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
-        self._live.count_last_step()
+        self._live.count_dispatch()
         self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
@@ -415,7 +416,7 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        return self._loop.data.step + self._loop.driver.has_stepped()
+        return self._loop.data.step + bool(self._loop.driver.has_stepped())
 
     @property
     def rollbacks(self) -> int:

@@ -160,9 +160,9 @@ LENGTH = 10
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
-def start(framework, store, program, kill_at=None):
+def start(framework, store, program, kill_at=None, faults=None):
     """Runs `program(healer, step)` in a new Healer; returns the batches. A kill saves nothing."""
-    loop, taken = loop_of(framework, policy=rules()), []
+    loop, taken = loop_of(framework, faults, policy=rules()), []
     healer = Healer(rules(), state=loop.state, store=store, checkpoints=Checkpoints(every=4))
 
     def step(healer, batch):
@@ -276,20 +276,22 @@ def test_a_dictionary_of_the_state_may_grow(store, tmp_path):
 
 
 @BOTH
-def test_steps_continue_after_a_kill_and_end_at_the_total(framework, tmp_path):
+@pytest.mark.parametrize("kind", ["steps", "epochs"])
+def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp_path):
+    """An epoch may be one step without `batches`."""
     numbers = []
 
     def program(healer, step):
-        for number in healer.steps(30):
+        for number in getattr(healer, kind)(30):
             numbers.append(number)
             assert healer.step == number
             step(healer, number)
-            assert healer.step == number + 1
 
-    start(framework, tmp_path, program, 17)
-    numbers.clear()
-    start(framework, tmp_path, program)
-    assert numbers == [*range(16, 30)]
+    start(framework, tmp_path, program, 17, faults=Faults(once=[13]))
+    (rollback,) = events(tmp_path, "rollback")
+    first = numbers.index(rollback["checkpoint"], 13)
+    assert numbers == [*range(first), *range(rollback["checkpoint"], 17)]
+    assert start(framework, tmp_path, program) == [*range(16, 30)]
 
 
 @pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])

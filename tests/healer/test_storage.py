@@ -107,7 +107,7 @@ def test_a_completed_store_is_of_one_run_which_may_go_on(tmp_path):
         with pytest.raises(StoreNotEmpty, match=r"this process has completed.*runs/{fold}"):
             run(seed)
     new_process()
-    with pytest.raises(StoreNotEmpty, match="began with other weights than this program"):
+    with pytest.raises(StoreNotEmpty, match=r"began with other weights.*loads its own snapshot"):
         run(1)
     with pytest.raises(AlreadyCompleted, match="completed at step 12; resume=True"):
         run(0)
@@ -223,6 +223,17 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     assert "-> 'default (" in lines
     assert "batch size: 2 -> 4" in lines
     assert "restart their warm-up" in lines
+
+
+def test_a_state_that_the_program_has_trained_already(tmp_path: Path):
+    """As if it had loaded a snapshot of its own."""
+    loop = loop_of("torch")
+    breaks_off(loop, rules(), range(12), store=tmp_path, at=7)
+    train(loop, rules(), range(12), store=tmp_path)
+    assert any("the checkpoint of step 5 replaces them" in each for each in warned(tmp_path))
+    new_process()
+    with pytest.raises(AlreadyCompleted):
+        train(loop, rules(), range(12), store=tmp_path)
 
 
 def test_hyperparameters_of_a_jax_state(tmp_path: Path):

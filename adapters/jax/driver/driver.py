@@ -25,7 +25,7 @@ from healcore.jax.optax_states import (
 )
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import WEIGHTS, Driver, json_setting
+from healcore.runtime.driver import OPTIMIZER_STATE, WEIGHTS, Driver, json_setting
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
@@ -209,6 +209,7 @@ class JaxDriver(Driver):
         values = [json_setting(float(str(value))) for value in injected.values()]
         dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
         others = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
+        others[OPTIMIZER_STATE] = any(each["state"]["step"] for each in self.engines().values())
         return {**dict(zip(names, values, strict=True)), **others}
 
     def learning_rates(self) -> dict[str, float | None]:

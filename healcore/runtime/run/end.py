@@ -15,9 +15,11 @@ from functools import partial
 from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.events.models import Ending
+from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.failures import is_broken_connection
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.run_settings import LAST_WEIGHTS
 from healcore.runtime.run.termination import (
     EndRequested,
     IncompleteRun,
@@ -137,8 +139,7 @@ class _End:
             self.attempt("checkpoints on probation", saver.poll)
             self.attempt("the last saves", saver.read_nonfinite)
         if self.ending == Ending.COMPLETED:
-            loop.record.completed = True
-            self.attempt("the record of the end", partial(saver.commit, data.step))
+            self.attempt("the record of the end", self.commit_end)
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(data.step)
@@ -163,6 +164,12 @@ class _End:
             why = "the data were exhausted" if exhausted else "the loop ended without a step"
             self.loop.warn(f"no step was taken: {why} at step {data.step}")
 
+    def commit_end(self) -> None:
+        """Records in the last checkpoint that the run has completed."""
+        self.loop.record.completed = True
+        self.loop.record.settings[LAST_WEIGHTS] = self.loop.driver.settings()[WEIGHTS]
+        self.saver.commit(self.data.step)
+
     # -- the last state -------------------------------------------------------------------------
 
     def save_and_log_fault(self) -> None:
@@ -173,7 +180,7 @@ class _End:
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         alone = self.group.world == 1 and self.saver.store.durable
         if alone and "save" in loop.policy.answers(fault.cause):
-            why_not = "the exception interrupted the optimizer's update"
+            why_not = "the exception interrupted the updates of a step"
             try:
                 if loop.count_last_step():
                     loop.report_last_steps()
@@ -234,7 +241,8 @@ class _End:
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
-            exception, trace = error_text(error) + self.memory, _trace(error)
+            exception = error_text(error) + self.memory
+            trace = "".join(traceback.format_exception(error))
             if is_broken_connection(error):
                 exception += ". Another rank has ended: its output says why, unless it was killed; "
                 exception += f"then {AFTER_A_KILL}"
@@ -301,10 +309,6 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _why(error: BaseException | None) -> str:

@@ -58,15 +58,26 @@ class Loop:
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._number, self._has_stepped = math.inf, False  # the step of `steps`; its work waits
+        self._before_epoch_0: int | None = None
+        """Steps before epoch 0 if an epoch of `epochs` is one step without `batches`, or None."""
 
     # -- the loop -------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`."""
-        loaders = self.data.loaders
-        for epoch in range(loaders.next_epoch, total):
+        data, loaders, ledger = self.data, self.data.loaders, self.recovery.ledger
+        while (epoch := loaders.next_epoch) < total:
+            first, rollbacks = data.step, len(ledger.rollbacks)
             yield epoch
-            loaders.next_epoch = epoch + 1
+            single_step = self._before_epoch_0 is not None
+            if not single_step:
+                loaders.next_epoch = epoch + 1
+            if data.current is None and self.driver.has_stepped() <= 1:
+                self.after_step(last=single_step and epoch + 1 == total)
+            if not single_step or rollbacks == len(ledger.rollbacks):  # else it was moved back
+                loaders.next_epoch = epoch + 1
+                single_step = data.current is None and data.step == first + 1
+                self._before_epoch_0 = first - epoch if single_step else None
         self.reached_end = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -93,7 +104,7 @@ class Loop:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
-        self._count_dispatch()
+        self.count_dispatch()
         if not self._is_evaluation(data.loaders.find(loader)):
             self.after_step()  # for the last step of a loop that was left by `break`
         begun = data.begin(loader, *args)
@@ -119,10 +130,10 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
-            self._count_dispatch()
+            self.count_dispatch()
             if not self._is_evaluation(begun):
                 self.after_step()
-        self._count_dispatch()
+        self.count_dispatch()
         data.end(begun, evaluates=self._is_evaluation(begun))
 
     def _is_evaluation(self, loader: RunLoader | None) -> bool:
@@ -153,7 +164,7 @@ class Loop:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
         self.polled = True
-        self._count_dispatch()
+        self.count_dispatch()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
         if last:
@@ -178,7 +189,7 @@ class Loop:
         self.group.raise_if_asked(may_end=may_end)
         return False
 
-    def _count_dispatch(self) -> None:
+    def count_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
         pending = self.driver.steps()
         if pending is None:
@@ -190,13 +201,19 @@ class Loop:
         if loader != self.data.loaders.current:
             self.recovery.monitor.begin_loader(first.index)
         self.recovery.reader.push(pending, first)
+        self._set_next_epoch()
         self.guard.stepped(self.data.step)
         self.saver.after_step()
+
+    def _set_next_epoch(self) -> None:
+        """A restart continues after the last step, also if the step is a whole epoch."""
+        if self._before_epoch_0 is not None:
+            self.data.loaders.next_epoch = self.data.step - self._before_epoch_0
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.current)
-        self._count_dispatch()
+        self.count_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
@@ -233,6 +250,7 @@ class Loop:
         """Whether there was a rollback, after which the marks of undone steps mean nothing."""
         if done is not None:
             self.group.on_rollback()
+            self._set_next_epoch()
         return done is not None
 
     def _save_when_due(self) -> bool:
@@ -258,7 +276,7 @@ class Loop:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
-        self._count_dispatch()
+        self.count_dispatch()
         return True
 
     def act_on_last_steps(self) -> None:
@@ -268,7 +286,7 @@ class Loop:
 
     def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
-        self._count_dispatch()
+        self.count_dispatch()
         self.log_warnings()
         for step, order in self.unread_steps(all=True):
             if order is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from healcore.runtime.driver import WEIGHTS, Driver
+from healcore.runtime.driver import OPTIMIZER_STATE, WEIGHTS, Driver
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
@@ -18,7 +18,10 @@ _SHOWN = 6
 _LOADERS = 8
 """Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
 _POLICY, _WORLD = "policy", "number of ranks"
-_HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
+LAST_WEIGHTS = "last weights"
+"""Name of the digest of the weights with which a run has completed."""
+_HIDDEN = {WEIGHTS, OPTIMIZER_STATE}
+_HARMLESS = {_POLICY, _WORLD, OPTIMIZER_STATE, "max_steps", "max_epochs", "num_train_epochs"}
 """Settings that do not change the model of a completed run."""
 
 
@@ -34,14 +37,15 @@ def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> d
 def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Name -> `saved -> given`, for each setting that differs from the saved setting."""
     changed = [name for name in now if name in before and before[name] != now[name]]
-    if _WORLD in changed:  # the ranks shard the weights
+    # The ranks shard the weights; or the program has loaded the run's last weights by itself.
+    if _WORLD in changed or before.get(LAST_WEIGHTS) == now.get(WEIGHTS):
         changed = [name for name in changed if name != WEIGHTS]
     return {name: f"{before[name]!r:.60} -> {now[name]!r:.60}" for name in changed}
 
 
 def changes_text(changes: Mapping[str, str]) -> str:
-    """The changes of `changes_since` in one line, or an empty string; without the weights."""
-    shown = [f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS]
+    """The changes of `changes_since` in one line, or an empty string; without `_HIDDEN`."""
+    shown = [f"{name}: {each}" for name, each in changes.items() if name not in _HIDDEN]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return f"{', '.join(shown[:_SHOWN])}{more}"
 
@@ -51,7 +55,8 @@ def other_run(changes: Mapping[str, str]) -> str:
     changed = {n: each for n, each in changes.items() if n not in _HARMLESS and "hparams." not in n}
     if changed.keys() - {WEIGHTS}:
         return f"that completed with other settings (saved -> given): {changes_text(changed)}"
-    return "that completed and began with other weights than this program" * bool(changed)
+    why = "that completed and began with other weights than this program"
+    return f"{why} (a program that loads its own snapshot passes resume=True)" * bool(changed)
 
 
 def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
@@ -60,17 +65,7 @@ def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))
     common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
     every = {**settings, **{n: value for n, value in common.items() if value is not None}}
-    return {n: v for n, v in every.items() if n != WEIGHTS and not n.startswith("hparams.")}
-
-
-def batch_of(settings: Mapping[str, Any]) -> str:
-    """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
-    found = named(settings, None)
-    size, parts = found.get("batch_size"), found.get("accumulation", 1)
-    if size is None:
-        return ""
-    more = f" × {parts} accumulated" if parts > 1 else ""
-    return f"{size}{more}{f' × {settings[_WORLD]} ranks' if settings[_WORLD] > 1 else ''}"
+    return {n: v for n, v in every.items() if n not in _HIDDEN and not n.startswith("hparams.")}
 
 
 def has_trainer(state: Any) -> bool:

@@ -12,7 +12,7 @@ from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import Driver, driver_for
+from healcore.runtime.driver import OPTIMIZER_STATE, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.rank_group import RankGroup
@@ -373,12 +373,19 @@ def _log_first_lines(
         where = f"in {type(store).__name__ if store.root is None else store.root}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
     rate = next(iter(loop.driver.learning_rates().values()))  # of the first optimizer
+    size = run_settings.named(settings, rate).get("batch_size")
     parts = [
         f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
         "" if rate is None else f"learning rate {rate:.4g}",
-        (batch := run_settings.batch_of(settings)) and f"batch size {batch}",
+        "" if size is None else f"batch size {size}",
     ]
     loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
+    if OPTIMIZER_STATE in changes and not loop.has_trainer:
+        loop.warn(
+            "an optimizer has taken steps before the Healer (in a snapshot of the program?), and "
+            f"the checkpoint of step {step} replaces them: begin the loop at epoch 0, or write "
+            "`for epoch in healer.epochs(n)`"
+        )
     if text := run_settings.changes_text(changes):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
