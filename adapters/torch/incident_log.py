@@ -1,8 +1,7 @@
-"""`IncidentLog`: one line for each incident, for `attach` without a Healer. `LoopMistakes`."""
+"""`IncidentLog`: one line for each incident, for `attach` without a Healer. `MissingLoss`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
@@ -22,12 +21,6 @@ from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20
 """Steps without a loss after which a warning is logged."""
-HITS = 20
-"""Steps at one maximum norm after which this norm counts as another code's limit."""
-_SAME = 2e-4
-"""Relative tolerance of equal norms: clipping rounds gradients and divides by the norm + 1e-6."""
-_VALUES = 3
-"""Distinct norms required within the tolerance: a constant gradient repeats one norm exactly."""
 
 _ANSWERS = {
     Action.ROLLBACK: "restore a checkpoint and call heal.on_rollback()",
@@ -52,7 +45,7 @@ class IncidentLog:
         self.console: console.Console = "auto"
         self._nonfinite_row = self._incident = 0
         self._logged: set[str] = set()
-        self._mistakes = LoopMistakes(engine)
+        self._missing_loss = MissingLoss(engine)
         self.restart()
 
     def restart(self) -> None:
@@ -68,7 +61,7 @@ class IncidentLog:
                 if self._last_step < 0 and record.onset < record.step - 1:
                     self._incident = record.incident  # it began before the state was loaded
                 self._last_step = record.step
-                for line in self._mistakes.add(record, has_seen_loss=has_seen_loss):
+                for line in self._missing_loss.add(has_seen_loss=has_seen_loss):
                     self._write(line)
                 self._log(record)
 
@@ -124,46 +117,18 @@ class IncidentLog:
             write(f"{type(self._optimizer).__name__}: {line}", self.console)
 
 
-class LoopMistakes:
-    """Notices, once each, mistakes of the loop that would disable detectors without an error.
-
-    A loop may observe no loss. Other code may clip the gradients before the policy compares their
-    norms: `clip_grad_norm_(..., 1.0)`, or a trainer's own clipping, turns every larger norm into
-    1.0, and the policy sees neither a spike nor the growth before a spike.
-    """
+class MissingLoss:
+    """Notices, once, that the loop observes no loss, which would disable detectors silently."""
 
     def __init__(self, engine: Engine) -> None:
-        self._reads_loss, self._compares_norms = "loss" in engine.needs, engine.compares_norms
-        self._steps = self._hits = 0
-        self._highest = 0.0
-        self._values: set[float] = set()
+        self._reads_loss, self._steps = "loss" in engine.needs, 0
 
-    def add(self, record: StepRecord, *, has_seen_loss: bool) -> list[str]:
-        """Adds a judged step. Returns a warning at the step that proves a mistake."""
+    def add(self, *, has_seen_loss: bool) -> list[str]:
+        """Adds a judged step. Returns a warning at the step that proves it."""
         self._steps += 1
-        found = []
-        if self._steps == WITHOUT_LOSS and self._reads_loss and not has_seen_loss:
-            found.append(
-                f"no loss has been observed in {WITHOUT_LOSS} steps: call observe(loss) before "
-                "each optimizer.step(); detectors that read it are inactive"
-            )
-        if self._compares_norms and self._is_clipped(record.grad_norm):
-            self._compares_norms = False
-            found.append(
-                f"the gradient norm was {self._highest:.4g} at {HITS} steps and never above: other "
-                "code clips before the policy, which hides spikes; remove clip_grad_norm_ from "
-                "the loop, or the trainer's own clipping (max_grad_norm, gradient_clip_val, "
-                "gradient_clipping), and set the limit in the policy: clip={'max_norm': ...}"
-            )
-        return found
-
-    def _is_clipped(self, norm: float) -> bool:
-        """Whether the norms so far, and this one, have a limit."""
-        if not self._highest * (1 - _SAME) <= norm < math.inf or not norm:
-            return False
-        if norm > self._highest * (1 + _SAME):
-            self._highest, self._hits, self._values = norm, 0, set()
-        self._hits += 1
-        if len(self._values) < _VALUES:
-            self._values.add(norm)
-        return self._hits >= HITS and len(self._values) == _VALUES
+        if has_seen_loss or not self._reads_loss or self._steps != WITHOUT_LOSS:
+            return []
+        return [
+            f"no loss has been observed in {WITHOUT_LOSS} steps: call observe(loss) before "
+            "each optimizer.step(); detectors that read it are inactive"
+        ]

@@ -60,11 +60,6 @@ class Incident:
         return "ROLLBACK" in self.action
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop was ordered and not declined."""
-        return "STOP" in self.action and not self.declined
-
-    @property
     def end(self) -> float:
         """Step of the last alarm or order."""
         return self.step if self.last_step is None else self.last_step

@@ -73,9 +73,9 @@ class Driver(Protocol):
         """Returns the dispatch since the last call or None, and starts to copy its records."""
         ...
 
-    def has_stepped(self) -> bool:
-        """Whether there are steps that `steps` has not returned. False in JAX."""
-        return False
+    def has_stepped(self) -> int:
+        """Steps of each optimizer, rounded up, that `steps` has not returned. 0 in JAX."""
+        return 0
 
     def request_vote(self) -> None:
         """Marks the following steps on all ranks.

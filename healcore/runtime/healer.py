@@ -27,6 +27,7 @@ from healcore.runtime.run_options import (
     Hooks,
     HostPolicy,
     Logging,
+    checked_path,
 )
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.story.trackers import select
@@ -145,6 +146,8 @@ class Healer(Generic[State]):
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
+        checked_path("store", None if isinstance(store, CheckpointStore) else store)
+        checked_path("stop_file", stop_file)
         for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
             if not isinstance(given, kind):
                 name = kind.__name__
@@ -214,6 +217,7 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
+        An epoch may be one step without `batches`, as in full-batch training.
         Code after an epoch runs again, unless a checkpoint was saved after its end. Call `save`
         before that code changes the state, as a scheduler's step does.
         """
@@ -404,7 +408,7 @@ class Healer(Generic[State]):
 
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
-        self._live.count_last_step()
+        self._live.count_dispatch()
         self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
@@ -412,7 +416,7 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        return self._loop.data.step + self._loop.driver.has_stepped()
+        return self._loop.data.step + bool(self._loop.driver.has_stepped())
 
     @property
     def rollbacks(self) -> int:

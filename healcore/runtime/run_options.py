@@ -230,6 +230,12 @@ def error_text(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
+def checked_path(option: str, given: Any) -> None:
+    """Raises ValueError unless the value of an option is a path or None."""
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise ValueError(f'{option} is a path, as in {option}="runs/1", or None, not {given!r}')
+
+
 def _name(hook: Any) -> str:
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     return f"{getattr(hook, '__module__', None) or '?'}.{name}"
@@ -281,7 +287,7 @@ class Logging:
             set up no logging for the logger `healcore`. True always prints, False never.
 
     Raises:
-        ValueError: `console` is none of these.
+        ValueError: `console` is none of these, or a path is no path.
     """
 
     events: str | os.PathLike[str] | None = None
@@ -289,6 +295,8 @@ class Logging:
     console: Console = "auto"
 
     def __post_init__(self) -> None:
+        checked_path("events", self.events)
+        checked_path("metrics", self.metrics)
         console.checked_console(self.console)
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 import torch
 
-from healcore import Checkpoints, Healer, Hooks
+from healcore import Checkpoints, Healer, Hooks, Logging
 from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
@@ -117,6 +117,10 @@ def test_used_where_it_cannot_be():
         pass
     with pytest.raises(ValueError, match=r"hooks is a healcore.Hooks\(...\), not 3"):
         Healer(rules(), state=loop.state, hooks=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'store is a path, as in store="runs/1", or None, not 3'):
+        Healer(rules(), state=loop.state, store=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="events is a path"):
+        Logging(events=3)  # type: ignore[arg-type]
     with pytest.raises((TypeError, ValueError), match=r"nothing of torch|no healing state"):
         Healer(rules(), state={}).__enter__()
 

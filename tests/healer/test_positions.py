@@ -183,7 +183,7 @@ def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
 
 def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     """No more than the epoch has: the next one is read from its first batch."""
-    for count, batches in ((4, range(23, 28)), (30, range(23, 40))):
+    for count, batches in ((4, range(23, 28)), (1000, range(23, 40))):
         loop, store = loop_of("torch", Faults(once=[23])), tmp_path / str(count)
         train(loop, rules(skip_batches=count), range(40), store=store, epochs=2)
         (left_out,) = events(store, "skipped_batches")

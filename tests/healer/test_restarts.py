@@ -154,9 +154,9 @@ LENGTH = 10
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
-def start(framework, store, program, kill_at=None):
+def start(framework, store, program, kill_at=None, faults=None):
     """Runs `program(healer, step)` in a new Healer; returns the batches. A kill saves nothing."""
-    loop, taken = loop_of(framework, policy=rules()), []
+    loop, taken = loop_of(framework, faults, policy=rules()), []
     random.seed(0)
     torch.manual_seed(0)
     healer = Healer(rules(), state=loop.state, store=store, checkpoints=Checkpoints(every=4))
@@ -273,6 +273,25 @@ def test_a_dictionary_of_the_state_may_grow(store, tmp_path):
             assert 0 in lengths[24:], "the rollback has emptied it"
         else:
             assert lengths[0] == 1, "the restart has filled it"
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["steps", "epochs"])
+def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp_path):
+    """An epoch may be one step without `batches`."""
+    numbers = []
+
+    def program(healer, step):
+        for number in getattr(healer, kind)(30):
+            numbers.append(number)
+            assert healer.step == number
+            step(healer, number)
+
+    start(framework, tmp_path, program, 17, faults=Faults(once=[13]))
+    (rollback,) = events(tmp_path, "rollback")
+    first = numbers.index(rollback["checkpoint"], 13)
+    assert numbers == [*range(first), *range(rollback["checkpoint"], 17)]
+    assert start(framework, tmp_path, program) == [*range(16, 30)]
 
 
 @pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])

@@ -10,12 +10,12 @@ import torch
 from torch.nn import Parameter
 from torch.optim import AdamW
 
-from healcore.core.decision import RECORD_FIELDS, Action, Cause, host_record
+from healcore.core.decision import Action, Cause
 from healcore.core.engine import Engine, RuleConfig
 from healcore.errors import SignalError
 from healcore.torch import attach
 from healcore.torch.healed_step import RECORD_LAG
-from healcore.torch.incident_log import HITS, WITHOUT_LOSS, LoopMistakes
+from healcore.torch.incident_log import WITHOUT_LOSS
 from tests.torch import policies
 from tests.torch.optimizer_cases import NAN, host_and_device
 
@@ -187,28 +187,3 @@ def test_a_forgotten_observe_is_logged_once(where: Any, logged: Any):
     Loop(where).steps(*[1.0] * 3 * WITHOUT_LOSS, observes=False)
     (line,) = logged()
     assert f"no loss has been observed in {WITHOUT_LOSS} steps" in line
-
-
-def warnings_of(norms: np.ndarray) -> int:
-    """Lines about code that clips before the policy sees the gradients."""
-    found, empty = LoopMistakes(policies.SKIPS), host_record([0] * len(RECORD_FIELDS))
-    records = (empty._replace(grad_norm=float(norm)) for norm in norms)
-    return sum(len(found.add(each, has_seen_loss=True)) for each in records)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.2])
-def test_a_limit_is_noticed_once(share: float):
-    """Also where it is reached at some steps only, and by gradients of few digits."""
-    random = np.random.default_rng(0)
-    limit = 0.3 * (1 + 5e-5 * random.standard_normal(1000)).astype(np.float32)
-    norms = np.where(random.random(1000) < share, limit, 0.3 * random.random(1000))
-    assert warnings_of(norms) == 1
-    assert warnings_of(norms[: HITS - 1]) == 0
-
-
-@pytest.mark.parametrize("spread", [0.003, 0.02, 0.3])
-def test_norms_without_a_limit(spread: float):
-    random = np.random.default_rng(1)
-    norms = np.exp(spread * random.standard_normal(10_000)).astype(np.float32)
-    for drift in (0.0, 1e-5, -1e-5):
-        assert warnings_of(norms * np.exp(drift * np.arange(10_000))) == 0

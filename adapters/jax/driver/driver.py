@@ -208,7 +208,7 @@ class JaxDriver(Driver):
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(value))) for value in injected.values()]
         dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
-        others = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
+        others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
         return {**dict(zip(names, values, strict=True)), **others}
 
     def learning_rates(self) -> dict[str, float | None]:

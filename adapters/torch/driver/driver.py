@@ -85,6 +85,8 @@ class TorchDriver(Driver):
         after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
         call: Callable[[], Any] = lambda: (method := after_step()) and method()  # noqa: E731
         self._accumulations = [Accumulation(healing, call) for healing in self.healings.values()]
+        self._usual = {*self._accumulations}
+        """Those whose optimizers stepped for the last batch; at first all."""
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._unpolled = 0.0  # steps before the first call of `steps`, then -Inf
@@ -141,6 +143,7 @@ class TorchDriver(Driver):
         # by-products: a GAN's generator loss also has gradients in the discriminator.
         all_stepped = all(accumulation.stepped for accumulation in self._accumulations)
         all_stepped &= len(self._accumulations) > 1
+        self._usual = {each for each in self._accumulations if each.stepped} or self._usual
         for accumulation in self._accumulations:
             accumulation.idle += bool(entries) and not accumulation.stepped
             accumulation.stepped = False
@@ -156,9 +159,9 @@ class TorchDriver(Driver):
             return None
         return PendingStep(entries, early)
 
-    def has_stepped(self) -> bool:
+    def has_stepped(self) -> int:
         """See `Driver.has_stepped`."""
-        return bool(self._pending)
+        return -(-len(self._pending) // len(self.healings))
 
     def request_vote(self) -> None:
         """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
@@ -231,8 +234,10 @@ class TorchDriver(Driver):
         return not pending
 
     def interrupted(self) -> bool:
-        """Whether an update has started and has not ended, or raised."""
-        return any(healing.healed_step.in_update for healing in self.healings.values())
+        """See `Driver.interrupted`. Fewer optimizers than for the last batch are part of a step."""
+        in_update = any(healing.healed_step.in_update for healing in self.healings.values())
+        stepped = {each for each in self._accumulations if each.stepped}
+        return in_update or (bool(stepped) and stepped < self._usual)
 
     def undo_window(self) -> str:
         """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""

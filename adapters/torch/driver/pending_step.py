@@ -12,7 +12,7 @@ from healcore.core.decision import Evidence, StepRecord, evidence
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
-from healcore.torch.incident_log import LoopMistakes
+from healcore.torch.incident_log import MissingLoss
 from healcore.torch.measurement import StepNorms
 from healcore.torch.ranks import requests_vote
 
@@ -47,7 +47,7 @@ class Recorder:
         self.name, self._state, self._healings = name, state, healings
         self._healing = healings[name]
         self._pending, self._early, self._warnings = pending, early, warnings
-        self._mistakes = LoopMistakes(self._healing.engine)
+        self._missing_loss = MissingLoss(self._healing.engine)
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
@@ -77,7 +77,7 @@ class Recorder:
         if record.lr in (0.0, 1.0):  # the engine reads the rate only if the host has limited it
             record = record._replace(lr=entry.lr)
         has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
-        self._warnings += self._mistakes.add(record, has_seen_loss=has_seen_loss)
+        self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss)
         if record.cause:
             rank_signals = entry.norms.rank_signals() if self._healing.ranks > 1 else None
             return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)

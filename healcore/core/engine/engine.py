@@ -87,12 +87,6 @@ class Engine:
         return frozenset(names)
 
     @property
-    def compares_norms(self) -> bool:
-        """Whether a clip or a detector compares finite gradient norms."""
-        others = (each for name, each in self.config.detectors if name != "nonfinite")
-        return self.config.clip is not None or any("grad_norm" in each.NEEDS for each in others)
-
-    @property
     def resets_moments(self) -> bool:
         """Whether a cut of the learning rate resets the optimizer's moments."""
         return self.config.lr.reset_moments and self.cuts_lr and self.mode != "observe"

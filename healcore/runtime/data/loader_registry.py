@@ -94,6 +94,11 @@ class LoaderRegistry:
     def __iter__(self) -> Iterator[RunLoader]:
         return iter(self._loaders)
 
+    @property
+    def unused(self) -> bool:
+        """Whether the run has used no loader, in this and in earlier processes."""
+        return self.current is None and not self._saved_count
+
     def find(self, loader: Any) -> RunLoader | None:
         """The cursor of a loader, or None before its first use."""
         return next((known for known in self._loaders if known.loader is loader), None)
@@ -258,7 +263,8 @@ class LoaderRegistry:
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
         for loader in (loader for loader in loaders if loader.next_id == current.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.
-            loader.left_out.update(bad, after)
+            end = loader.length
+            loader.left_out.update(bad, (b for b in after if end is None or b.index < end))
             loader.left_out.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"

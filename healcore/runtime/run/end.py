@@ -173,7 +173,7 @@ class _End:
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         alone = self.group.world == 1 and self.saver.store.durable
         if alone and "save" in loop.policy.answers(fault.cause):
-            why_not = "the exception interrupted the optimizer's update"
+            why_not = "the exception interrupted the updates of a step"
             try:
                 if loop.count_last_step():
                     loop.report_last_steps()
@@ -234,7 +234,8 @@ class _End:
         why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
-            exception, trace = error_text(error) + self.memory, _trace(error)
+            exception = error_text(error) + self.memory
+            trace = "".join(traceback.format_exception(error))
             if is_broken_connection(error):
                 exception += ". Another rank has ended: its output says why, unless it was killed; "
                 exception += f"then {AFTER_A_KILL}"
@@ -301,10 +302,6 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-def _trace(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
 
 
 def _why(error: BaseException | None) -> str:

@@ -62,9 +62,14 @@ class Loop:
     # -- the loop -------------------------------------------------------------------------------
 
     def epochs(self, total: int) -> Iterator[int]:
-        """See `Healer.epochs`."""
+        """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
         loaders = self.data.loaders
         for epoch in range(loaders.next_epoch, total):
+            if epoch and loaders.unused and self.data.step + self.driver.has_stepped() == epoch:
+                for number in self.steps(total):
+                    loaders.next_epoch = number + 1
+                    yield number
+                return
             yield epoch
             loaders.next_epoch = epoch + 1
         self.reached_end = True
@@ -93,7 +98,7 @@ class Loop:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
         data.count_pass()
-        self._count_dispatch()
+        self.count_dispatch()
         known = data.loaders.find(loader)
         acts = not self._is_evaluation(known)
         if acts and known is None:
@@ -123,7 +128,7 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
-            self._count_dispatch()
+            self.count_dispatch()
             if not self._is_evaluation(begun):
                 self.after_step()
         data.end(begun, evaluates=self._is_evaluation(begun))
@@ -156,7 +161,7 @@ class Loop:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
         self.polled = True
-        self._count_dispatch()
+        self.count_dispatch()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
         if last:
@@ -180,7 +185,7 @@ class Loop:
         self.group.raise_if_asked(may_end=may_end)
         return False
 
-    def _count_dispatch(self) -> None:
+    def count_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
         pending = self.driver.steps()
         if pending is None:
@@ -198,7 +203,7 @@ class Loop:
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.current)
-        self._count_dispatch()
+        self.count_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read(all=True):
@@ -260,7 +265,7 @@ class Loop:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
-        self._count_dispatch()
+        self.count_dispatch()
         return True
 
     def act_on_last_steps(self) -> None:
@@ -270,7 +275,7 @@ class Loop:
 
     def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
-        self._count_dispatch()
+        self.count_dispatch()
         self.log_warnings()
         for step, order in self.unread_steps(all=True):
             if order is not None:

@@ -51,7 +51,8 @@ def other_run(changes: Mapping[str, str]) -> str:
     changed = {n: each for n, each in changes.items() if n not in _HARMLESS and "hparams." not in n}
     if changed.keys() - {WEIGHTS}:
         return f"that completed with other settings (saved -> given): {changes_text(changed)}"
-    return "that completed and began with other weights than this program" * bool(changed)
+    why = "that completed and began with other weights than this program"
+    return f"{why} (a program that loads its own snapshot passes resume=True)" * bool(changed)
 
 
 def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
@@ -61,16 +62,6 @@ def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
     common = {"learning_rate": rate, "batch_size": size, "accumulation": parts}
     every = {**settings, **{n: value for n, value in common.items() if value is not None}}
     return {n: v for n, v in every.items() if n != WEIGHTS and not n.startswith("hparams.")}
-
-
-def batch_of(settings: Mapping[str, Any]) -> str:
-    """The size of a batch if a trainer knows it: `8`, or `8 × 4 accumulated × 2 ranks`."""
-    found = named(settings, None)
-    size, parts = found.get("batch_size"), found.get("accumulation", 1)
-    if size is None:
-        return ""
-    more = f" × {parts} accumulated" if parts > 1 else ""
-    return f"{size}{more}{f' × {settings[_WORLD]} ranks' if settings[_WORLD] > 1 else ''}"
 
 
 def has_trainer(state: Any) -> bool:

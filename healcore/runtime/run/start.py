@@ -374,10 +374,11 @@ def _log_first_lines(
         where = f"in {type(store).__name__ if store.root is None else store.root}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
     rate = next(iter(loop.driver.learning_rates().values()))  # of the first optimizer
+    size = run_settings.named(settings, rate).get("batch_size")
     parts = [
         f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
         "" if rate is None else f"learning rate {rate:.4g}",
-        (batch := run_settings.batch_of(settings)) and f"batch size {batch}",
+        "" if size is None else f"batch size {size}",
     ]
     loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
     if text := run_settings.changes_text(changes):

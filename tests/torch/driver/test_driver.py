@@ -83,9 +83,12 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
     driver = TorchDriver(state, ROLLS_BACK)
 
     def judged() -> list[Any]:
+        parts = []
         for module, name in ((a, "one"), (b, "two"), (a, "one")):
             module(torch.ones(1)).backward()
             state[name].step()
+            parts.append(driver.interrupted())
+        assert parts == [True, False, False], "an exception here leaves half a step, as of a GAN"
         handle: Any = driver.steps()
         return [(record.engine, record.step, record.loss) for record in handle.steps()[0]]
 
