@@ -273,8 +273,11 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Takes the script of the search from the site."""
-    return output.replace(SHIM, "../" * page.url.count("/") + "search-frame.js")
+    """Takes the script of the search from the site, and links pages that a docstring names."""
+    root = "../" * page.url.count("/")
+    if page.file.src_uri.startswith("api/"):
+        output = re.sub(r"\bdocs/([a-z-]+)\.md\b", rf'<a href="{root}\1.html">\1</a>', output)
+    return output.replace(SHIM, f"{root}search-frame.js")
 
 
 def on_post_template(output_content: str, **_: Any) -> str:

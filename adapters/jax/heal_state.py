@@ -40,7 +40,7 @@ policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the Eng
 
 
 class HealStateError(HealcoreError, ValueError):
-    """Raised if an optimizer state has no healing state, several, or one of another policy."""
+    """An optimizer state has no healing state, several, or one of another policy."""
 
 
 class HealState(NamedTuple):
@@ -89,25 +89,26 @@ def step(
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
-    numbers = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]  # maybe traced
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]  # maybe traced
     rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
-    return _step((structure, rest), numbers, state, signals, leaf_norms)
+    return _step((structure, rest), arrays, state, signals, leaf_norms)
 
 
 @partial(compiled, static=(0,))
 def _step(
     policy: Any,
-    numbers: list[Any],
+    arrays: list[Any],
     state: HealState,
     signals: Signals,
     leaf_norms: jax.Array | None,
 ) -> tuple[HealState, Decision]:
-    (structure, rest), given = policy, iter(numbers)
+    """Judges one step. `policy` is the hashable part of the policy, and `arrays` the others."""
+    (structure, rest), given = policy, iter(arrays)
     engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
     old = _unpack(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
-    kept = _flat_decision(old.last.decision)
-    kept = {name for name, leaf in _flat_decision(decision).items() if leaf is kept.get(name)}
+    before = _flat_decision(old.last.decision)
+    kept = {name for name, leaf in _flat_decision(decision).items() if leaf is before.get(name)}
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)

@@ -217,7 +217,7 @@ def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
     for path in engines:
         for place, node in tree_leaves_with_path(node_at(tree, path[:-1]), is_leaf=is_known):
             if is_known(node) or any(getattr(key, "name", "") == "acc_grads" for key in place):
-                continue  # `JaxDriver.replace` empties the accumulators of optax.MultiSteps
+                continue  # `JaxDriver.load` empties the accumulators of optax.MultiSteps
             if jnp.ndim(node) and is_gradient(node):  # 0-d numbers are scales or hyperparameters
                 return (
                     f"state{keystr((*path[:-1], *place))} is not in an optax state with known "

@@ -61,9 +61,9 @@ def heal(
         A transformation. Its `update` takes these optional keywords: `value` (loss, 0-d floating),
         `eval_loss` (NaN at steps without evaluation), `grad_norm` (if it has to be reduced over a
         mesh), `change_expected` and `externally_skipped` (bool), and `learning_rate` (of the
-        schedule, for a policy with an absolute limit). Without `value` the detectors of
-        the loss are inactive. Unknown keywords are ignored. `update` raises SignalError, while
-        tracing, for a signal that is not a 0-d number or bool.
+        schedule, for a policy with an absolute limit). Without `value` the detectors of the loss
+        are inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for
+        a signal that is not a 0-d number or bool.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -239,7 +239,7 @@ def protect(
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
         given, others = split_keywords(extra_args)
-        keywords = {**given, **others}
+        keywords = given | others
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         inner_update = partial(inner.update, **keywords)
@@ -257,7 +257,7 @@ def protect(
         signals, norms = make_signals(
             engine, gradients.without_unread(updates, unread), reported, axes
         )
-        heal, decision = heal_state.step(engine, state.heal, signals, norms)
+        healed, decision = heal_state.step(engine, state.heal, signals, norms)
         skip, resets = decision.skip, state.heal_reset_moments
         observes = engine.mode == "observe"
         scales_inside = not observes and engine.scales_lr and has_lr_scale(state.inner_state)
@@ -290,7 +290,7 @@ def protect(
             updates = gradients.fill_where(updates, skip, -0.0)
         if resets is not None:
             resets = jnp.where(skip, resets, (decision.action & Action.CUT_LR) != 0)
-        return updates, ProtectState(heal, resets, inner_state)
+        return updates, ProtectState(healed, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

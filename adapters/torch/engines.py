@@ -34,7 +34,7 @@ from healcore.core.decision import (
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.errors import AttachError
 from healcore.core.numerics import PRODUCT_LIMIT, leaves, map_leaves
-from healcore.core.recorded import record
+from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
@@ -78,7 +78,7 @@ class _StatefulEngine:
 
     Attributes:
         engine: the policy's engine.
-        current: the engine that makes the steps, see `Engine.without_limit`.
+        stepping: the engine that makes the steps, see `Engine.without_limit`.
         groups: number of parameters.
         state: the state, in scalars of NumPy or in tensors.
         decision: the last step's decision as enforced, in the engine's arrays, or None.
@@ -96,7 +96,7 @@ class _StatefulEngine:
 
     def _start(self, state: EngineState) -> None:
         """Continues from a state in NumPy."""
-        self.current = self.engine.without_limit(state)
+        self.stepping = self.engine.without_limit(state)
         self.state: EngineState = map_leaves(self._place, state)
         self.decision: Decision | None = None
 
@@ -174,10 +174,10 @@ class HostEngine(_StatefulEngine):
         signals = Signals._make(values)
         ignored = (signals.externally_skipped or 0) > 0
         signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        key = self.current, self.groups, *map(type, signals)
+        key = self.stepping, self.groups, *map(type, signals)
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
             if key not in self._programs:
-                self._programs[key] = record(self.current.step, self.state, signals)
+                self._programs[key] = to_program(self.stepping.step, self.state, signals)
             self.state, decision = self._programs[key](self.state, signals)
         self.decision = decision
         groups = decision.group_scale
@@ -236,7 +236,7 @@ class DeviceEngine(_StatefulEngine):
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.current.step(self.state, signals, xp=self._xp)
+        new, decision = self.stepping.step(self.state, signals, xp=self._xp)
         if torch.compiler.is_compiling():
             self._write(new)
         else:
@@ -248,7 +248,7 @@ class DeviceEngine(_StatefulEngine):
         return StepOrder(
             skip=skip.to(torch.float32),
             grad_scale=scale,
-            lr_scale=decision.lr_scale if self.current.scales_lr else None,
+            lr_scale=decision.lr_scale if self.stepping.scales_lr else None,
             action=decision.action,
             group_scale=decision.group_scale,
             grad_divisor=divisor,

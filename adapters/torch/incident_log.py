@@ -1,4 +1,4 @@
-"""`IncidentLog`: one line for each incident, for `attach` without a Healer. `MissingLoss`."""
+"""`IncidentLog`: one line for each incident, for `attach` without a Healer."""
 
 from __future__ import annotations
 

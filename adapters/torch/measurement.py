@@ -101,7 +101,7 @@ class Measurer:
             grad_norm=norm,
             group_norms=each,
             eval_loss=self._at_home(evaluation) if "eval_loss" in self.engine.needs else None,
-            learning_rate=self._learning_rate() if self._live.current.limits_lr else None,
+            learning_rate=self._learning_rate() if self._live.stepping.limits_lr else None,
         )
         self.clear()
         return signals

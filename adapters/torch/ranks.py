@@ -214,6 +214,8 @@ def _is_mesh(value: Any) -> bool:
 
 _COUNTED = ("loss", "grad_norm")
 """Signals that one rank may have while another has not."""
+_SUMS, _MARKS = 6, 3
+"""Numbers of signals and of marks (the module's table) before the squared norms."""
 
 
 class SignalAllReduce:
@@ -274,17 +276,17 @@ class SignalAllReduce:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
         sums = self._summed(torch.cat([terms, self._mark(last), squares]))
-        self.last_marks = AsyncCopy(sums[6:9])
+        self.last_marks = AsyncCopy(sums[_SUMS : _SUMS + _MARKS])
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
-        loss, evals, evaluated, overflows, losses, grads = sums[:6].unbind()
-        total = sums[9:] if self.ranks.has_parts else sums[9:] / grads
+        loss, evals, evaluated, overflows, losses, grads = sums[:_SUMS].unbind()
+        total = sums[_SUMS + _MARKS :] if self.ranks.has_parts else sums[_SUMS + _MARKS :] / grads
         norms = total.sqrt().to(torch.float32)
         found = {name for name in _COUNTED if getattr(signals, name) is not None}
         if len(found) < len(_COUNTED):
-            counts = sums[4:6].cpu().numpy()
+            counts = sums[_SUMS - len(_COUNTED) : _SUMS].cpu().numpy()
             found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
         evaluation = signals.eval_loss
         reduced = signals._replace(

@@ -126,7 +126,7 @@ def as_float(count: Any, *, xp: Any) -> Any:
     return xp.astype(count, xp.float32)
 
 
-def sub_one(count: Any, *, xp: Any) -> Any:
+def decremented(count: Any, *, xp: Any) -> Any:
     """Decrements an int32, but not below zero."""
     return xp.maximum(count - 1, 0)
 

@@ -27,7 +27,7 @@ class NotRecordable(TypeError):
     """The recorded function branches on a value."""
 
 
-def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
+def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
 
     The function must be pure. The trees are nested NamedTuples, tuples and None with NumPy scalars
@@ -44,8 +44,8 @@ def record(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     return tape.program([pattern for _, pattern in pairs], result)
 
 
-def record_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
-    """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `record`.
+def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
+    """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `to_program`.
 
     `state` and `inputs`, a tuple of scalars, are examples, and the outputs are a tuple.
 
@@ -240,7 +240,7 @@ class Tape:
     def loop(
         self, first: Any, pattern: str, names: str, new: Any, outputs: tuple[Any, ...]
     ) -> Callable[..., Any]:
-        """Compiles a loop, whose state is in local variables; see `record_loop`."""
+        """Compiles a loop, whose state is in local variables; see `to_loop`."""
         pairs = zip(leaves(first), leaves(new), strict=True)
         changed = [(old, value) for old, value in pairs if old is not value]
         body, results = self._operations((outputs, *(value for _, value in changed)))

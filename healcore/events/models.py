@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from healcore.core.decision import Action, Cause
 
-NONFINITE = ("nan", "inf", "-inf")
+NONFINITE_TEXTS = ("nan", "inf", "-inf")
 """Numbers that JSON cannot express, as strings that `float` reads."""
 
 _MAX_INT = 2**53  # largest whole number. Readers with only 64-bit floats round larger numbers.
@@ -43,7 +43,7 @@ def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
 
 
 def _parse_nonfinite(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in NONFINITE else value
+    return float(value) if isinstance(value, str) and value in NONFINITE_TEXTS else value
 
 
 NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT, title="whole number")]
@@ -54,7 +54,9 @@ Seconds = Annotated[float, Field(allow_inf_nan=False, title="seconds")]
 Number = Annotated[
     float,
     BeforeValidator(_parse_nonfinite),
-    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "string", "enum": list(NONFINITE)}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "number"}, {"type": "string", "enum": list(NONFINITE_TEXTS)}]}
+    ),
     Field(title="number"),
 ]
 NullableNumber = Annotated[Number | None, Field(title="number, or null")]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.events.log import parse_line, read_lines
-from healcore.events.models import NONFINITE
+from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
 _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
@@ -138,7 +138,7 @@ def _values(line: Mapping[str, Any]) -> tuple[float, ...]:
     values = {}
     for name in _CURVES:
         value = line.get(name)
-        if type(value) in (int, float) or (isinstance(value, str) and value in NONFINITE):
+        if type(value) in (int, float) or (isinstance(value, str) and value in NONFINITE_TEXTS):
             assert value is not None
             with contextlib.suppress(OverflowError):  # an int of 400 digits
                 values[name] = float(value)

@@ -63,7 +63,7 @@ class RunProcess:
         last = None if self.last is None else self.last.mono
         return None if last is None or self.began is None else last - self.began
 
-    def process(self) -> Process | None:
+    def identity(self) -> Process | None:
         """Identity of the process, or None if the event `start` is missing."""
         start = self.start
         if start is None or start.host is None or start.pid is None:
@@ -74,7 +74,7 @@ class RunProcess:
         """Returns the state by the event `end`, or else by whether the process exists."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
-        process = self.process()
+        process = self.identity()
         states = {True: RunState.GONE, False: RunState.RUNNING, None: RunState.UNKNOWN}
         return states[None if process is None else process.gone()]
 

@@ -90,7 +90,7 @@ class HealingReport:
         known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
         lines = [
             f"policy      {self.policy}",
-            f"ending      {self.ending} at step {self.steps}, converged: {self.converged}",
+            f"ending      {self.ending} at step {self.steps}, healthy: {self.converged}",
             f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
             f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
             f"known-good  {known_good}",

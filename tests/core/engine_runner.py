@@ -9,7 +9,7 @@ from healcore.core.decision import Action, Cause, Decision
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import record
+from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
 
 
@@ -20,7 +20,7 @@ def recorded(engine: Engine) -> Any:
     def step(state: EngineState, signals: Signals) -> Any:
         there = tuple(value is None for value in signals)
         if there not in programs:
-            programs[there] = record(engine.step, state, signals)
+            programs[there] = to_program(engine.step, state, signals)
         return programs[there](state, signals)
 
     return step

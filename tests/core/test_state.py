@@ -12,13 +12,13 @@ import pytest
 
 from healcore.core.engine import Engine, StateError
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import NotRecordable, record
+from healcore.core.recorded import NotRecordable, to_program
 from tests.core import fuzz, policies
 
 
 def test_a_branch_on_a_value_is_refused_where_a_step_is_recorded():
     with pytest.raises(NotRecordable, match=r"xp\.where"):
-        record(lambda x, *, xp: 1 if x > 0 else x, np.float32(1))
+        to_program(lambda x, *, xp: 1 if x > 0 else x, np.float32(1))
 
 
 @pytest.mark.parametrize("clip", policies.CLIPS)

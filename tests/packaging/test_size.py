@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 36680),
-    "tests": (("tests",), 31753),
+    "product": (("healcore", "adapters"), 36675),
+    "tests": (("tests",), 31775),
     "benchmarks": (("benchmarks",), 8918),
 }
 """Part -> its folders, and the most lines."""

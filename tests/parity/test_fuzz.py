@@ -20,7 +20,7 @@ from healcore.core import numerics
 from healcore.core.decision import Action
 from healcore.core.engine import Engine
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import record
+from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
@@ -164,7 +164,7 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
     state = mine = lockstep.start("recorded", engine.init(groups=policies.GROUPS))
-    program = record(engine.step, state, drawn(engine, random, externally_skipped))
+    program = to_program(engine.step, state, drawn(engine, random, externally_skipped))
     for i in range(60):
         seen = drawn(engine, random, externally_skipped)
         with np.errstate(all="ignore"):

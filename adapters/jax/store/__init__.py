@@ -8,6 +8,5 @@ restored = store.restore(step, {"params": params, "opt_state": opt_state}).state
 from __future__ import annotations
 
 from healcore.jax.store.orbax import MemoryStore, OrbaxStore
-from healcore.runtime.store import Keep
 
-__all__ = ["Keep", "MemoryStore", "OrbaxStore"]
+__all__ = ["MemoryStore", "OrbaxStore"]

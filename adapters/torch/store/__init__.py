@@ -8,8 +8,7 @@ and to restore: `apply(state, store.restore(step, state).state)`.
 
 from __future__ import annotations
 
-from healcore.runtime.store import Keep
 from healcore.torch.store.dcp import DCPStore, MemoryStore
 from healcore.torch.store.state import apply
 
-__all__ = ["DCPStore", "Keep", "MemoryStore", "apply"]
+__all__ = ["DCPStore", "MemoryStore", "apply"]

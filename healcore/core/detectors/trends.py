@@ -78,7 +78,7 @@ class DivergenceConfig(NamedTuple):
         high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > HIGH * (peak - best))
-        elevated_count = xp.where(elevated, state.run + 1, numerics.sub_one(state.run, xp=xp))
+        elevated_count = xp.where(elevated, state.run + 1, numerics.decremented(state.run, xp=xp))
         elevated_count = xp.where(high, elevated_count, 0)
         alarm = learn & elevated & (elevated_count >= self.patience)
         expired = elevated_count >= self.patience + self.patience

@@ -175,7 +175,8 @@ class Engine:
                 quiet=incident.quiet * 0,
             ),
             budget=budget._replace(
-                recoveries=numerics.sub_one(budget.recoveries, xp=xp), healthy=budget.healthy * 0
+                recoveries=numerics.decremented(budget.recoveries, xp=xp),
+                healthy=budget.healthy * 0,
             ),
             lr=live.lr._replace(
                 broken=xp.where(raised, then.broken, live.lr.broken),

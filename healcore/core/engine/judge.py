@@ -36,7 +36,7 @@ def judge(
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
-    grace = numerics.sub_one(state.grace, xp=xp)  # steps left of the window, with this step
+    grace = numerics.decremented(state.grace, xp=xp)  # steps left of the window, with this step
     grace = xp.where(change_expected, config.grace_steps, grace)
     clips = config.clip is not None
     seen = observe(signals, change_expected, state.last, clips=clips, xp=xp)
@@ -77,7 +77,8 @@ def judge(
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
         actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
-    one = state.last.decision.grad_scale  # 1 at every step, unless the policy clips
+    # The old object, which is 1 unless the policy clips: in JAX an unchanged object is not written.
+    one = state.last.decision.grad_scale
     if clips:
         one = one - one + 1.0
     grad_scale, group_scale, clipped = _scales(clip, skip, one, xp=xp)

@@ -31,7 +31,7 @@ _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
 
 
 class RecoveryOrders(NamedTuple):
-    """RecoveryOrders of one step within the budget. An order that no rule can give is None."""
+    """The orders of one step that the budget allows. An order that no rule can give is None."""
 
     healthy: Any = None  # bool: no alarm, and no incident is open in which the model may get worse
     refund: Any = None  # bool: refund one rollback and one cut
@@ -249,7 +249,7 @@ def update_rate(
     peak = xp.where(keeps_peak & ~cut, state.peak, rate)
 
     holding = hold > 0
-    ramp = numerics.sub_one(ramp + (holding | ~advances), xp=xp)
+    ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
     top = _top_multiplier(config, broken, peak, xp=xp) if may_limit_rate(config) else 1.0
     bottom = xp.minimum(numerics.quotient(low, rate, xp=xp), top)

@@ -175,7 +175,10 @@ class LrState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """Everything that a decision depends on, except the policy and the step's signals."""
+    """Everything that a decision depends on, except the policy and the step's signals.
+
+    `step` and `change_expected` stay first: `adapters/jax/heal_state.py` finds them by index.
+    """
 
     step: Int  # steps judged
     change_expected: Flag  # the next step opens the grace window

@@ -60,9 +60,10 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NONFINITE_GRAD: Failure(
         "nan_loss",
         Severity.ERROR,
-        "Gradients were NaN or Inf: a square root or a norm at exactly 0, a softmax over a fully "
-        "masked row, float16 overflow; or the weights are NaN or Inf, because the optimizer made "
-        "NaN of finite gradients: a learning rate of NaN, Adam's eps in float16.",
+        "Gradients were NaN or Inf: a run that was already diverging (very large last norms: lower "
+        "the learning rate), a square root or a norm at exactly 0, a softmax over a fully masked "
+        "row, float16 overflow; or the weights are NaN or Inf, because the optimizer made NaN of "
+        "finite gradients: a learning rate of NaN, Adam's eps in float16.",
         (_PALM, _TABLE),
     ),
     # Published: clip by ZClip, and alarm at an absolute norm of 100. An absolute norm ignores the

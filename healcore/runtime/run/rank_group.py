@@ -34,7 +34,6 @@ class RankGroup:
 
     Attributes:
         processes: The framework's ranks.
-        votes: Whether there are several ranks, which vote.
         ends_together: Whether the ranks have agreed to end after this step.
         termination: The received signals.
     """
@@ -44,10 +43,9 @@ class RankGroup:
     ) -> None:
         self.processes = ranks
         self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
-        self.votes = ranks.world > 1
         self.ends_together = False
         self.stop_file = StopFile(stop_file)
-        self.termination = TerminationWatch(self._propose_end if self.votes else None)
+        self.termination = TerminationWatch(self._propose_end if self.world > 1 else None)
         self._driver = driver
         self._pending: list[Proposal] = []
         self._due_at: int | None = None
@@ -60,7 +58,7 @@ class RankGroup:
         Args:
             may_end: whether the state can be saved now, so that a rank may end alone.
         """
-        if self.votes:  # the next step brings the vote
+        if self.world > 1:  # the next step brings the vote
             if self.stop_file.found and not self._proposed_end:
                 self._proposed_end = True
                 self.propose(Proposal(self.stop_file.why))

@@ -147,7 +147,7 @@ def _tried(end: RunEnd) -> Iterator[str]:
     if end.run.observes:
         yield "nothing: the policy only observes."
         return
-    rollbacks = [f"rolled back {sentence(event)}" for event in end.run.rollbacks[-_SHOWN:]]
+    rollbacks = [f"a rollback {sentence(event)}" for event in end.run.rollbacks[-_SHOWN:]]
     if earlier := len(end.run.rollbacks) - len(rollbacks):
         rollbacks.insert(0, counted(earlier, "earlier rollback"))
     if done := "; ".join([*interventions(end), *rollbacks]):

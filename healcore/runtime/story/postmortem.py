@@ -66,7 +66,7 @@ def write(
         "ended": last.time or "" if killed else log.now(),
         "seconds": None if seconds is None else round(seconds, 6),
         "lost_events": run.lost if lost is None else lost,
-        "process": process.process(),
+        "process": process.identity(),
         "environment": start.environment or {},
         "certain": certain,
         "stacks": list(stacks),
@@ -117,7 +117,7 @@ def of_killed(events: Path, run: Run) -> bool:
 
     The next process calls this function before it writes its own `start`.
     """
-    process = run.processes[-1].process()
+    process = run.processes[-1].identity()
     gone = False if run.end is not None or process is None else process.gone()
     if process is None or gone is False:
         return False

@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.core import numerics
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.numerics import map_leaves
-from healcore.core.recorded import record
+from healcore.core.recorded import to_program
 from healcore.core.signals import Observed
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
@@ -184,7 +184,7 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     with np.errstate(all="ignore"):  # as in the engine
         for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
             observed = blank._replace(loss=loss)
-            update = update or record(config.update, state, observed)
+            update = update or to_program(config.update, state, observed)
             state, reading = update(state, observed)
             # `lasting` keeps an event open over single steps that return to the level.
             sustained = reading.sustained or state.lasting > 0

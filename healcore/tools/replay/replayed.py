@@ -22,7 +22,7 @@ from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import map_leaves
-from healcore.core.recorded import record_loop
+from healcore.core.recorded import to_loop
 from healcore.core.signals import Signals
 from healcore.history import Curves, Incident, Mode
 from healcore.history.curves import thinned
@@ -412,7 +412,7 @@ def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[...
     """Records the loop over rows that log these signals, once for a policy."""
     engine = Engine(config)
     row = tuple(np.float32(0) for _ in names)
-    return record_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
+    return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
 
 
 def _first_state(engine: Engine) -> EngineState:

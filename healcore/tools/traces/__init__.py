@@ -5,16 +5,7 @@ rows = traces[0].rows
 rows.step, rows.values["loss"], rows.logged["loss"]
 """
 
-from healcore.tools.traces.columns import Attempt, Rows, Trace, TraceError, Unreadable, lineage
+from healcore.tools.traces.columns import Trace, TraceError, lineage
 from healcore.tools.traces.opening import open_traces, parse_columns
 
-__all__ = [
-    "Attempt",
-    "Rows",
-    "Trace",
-    "TraceError",
-    "Unreadable",
-    "lineage",
-    "open_traces",
-    "parse_columns",
-]
+__all__ = ["Trace", "TraceError", "lineage", "open_traces", "parse_columns"]

@@ -32,8 +32,8 @@ JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
 
 KNOWN_FORMATS = (
-    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, the console "
-    "output of a Trainer, a TensorBoard event file, or healcore's own metrics"
+    "a CSV file with a header, a W&B export (CSV), JSON Lines, trainer_state.json, console output "
+    "that names the numbers, a TensorBoard event file, or healcore's own metrics"
 )
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})

@@ -45,6 +45,12 @@ LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
+_NAMED_NUMBER = re.compile(
+    r"""(?<![\w/.])([a-z]\w*(?:[ /._-]\w+)*?)(?:\ *[:=]\ *|\ +)  # a name, and : or = or blanks
+    ([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf)(?![\w.]))""",
+    re.IGNORECASE | re.VERBOSE,
+)
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 _SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
@@ -69,15 +75,18 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
                 problems.append((number, f"not a JSON object: {quote_excerpt(text)}: skipped"))
 
 
-def console_lines(path: str, problems: list[Problem]) -> Records:
-    """Yields line number and record for each line that ends in a dict as Python prints it."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            record = printed_record(line)
-            if record is not None:
-                yield number, record
-            elif "{'" in line:
-                problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
+def printed_lines(parse: Callable[[str], Fields | None]) -> Callable[..., Records]:
+    """Makes a reader: yields line number and record of each line in which `parse` finds one."""
+
+    def read(path: str, problems: list[Problem]) -> Records:
+        with open_text(path) as file:
+            for number, line in enumerate(file, 1):
+                if record := parse(line):
+                    yield number, record
+                elif parse is printed_record and "{'" in line:
+                    problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
+
+    return read
 
 
 def printed_record(line: str) -> Fields | None:
@@ -89,6 +98,20 @@ def printed_record(line: str) -> Fields | None:
         return json.loads(_PYTHON.sub(_to_json, found + rest))
     except (ValueError, RecursionError):
         return None
+
+
+def named_numbers(line: str) -> Fields:
+    """Returns the numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
+
+    The first name of a step is "step", because a program may print "step 0" in one line and
+    "iter 0" in another. Returns nothing for a line that names neither a loss nor a norm.
+    """
+    record: Fields = {}
+    for name, number in _NAMED_NUMBER.findall(_COLOR.sub("", line[:_MAX_PRINTED])):
+        record.setdefault(STEP if is_step(name) else name, number.replace(",", ""))
+    return (
+        record if any("loss" in name or "norm" in name for name in map(normalize, record)) else {}
+    )
 
 
 def _to_json(token: re.Match[str]) -> str:

@@ -18,7 +18,7 @@ _NAMES = {
         "step",
         "global_step train_global_step trainer_global_step",
         "iteration iter iteration_num iterations steps num_updates update optimizer_step "
-        "train_step training_step train_iter time_batch heal_step",
+        "train_step training_step completed_step train_iter time_batch heal_step",
         "wandb_step",  # the number of W&B's log calls
     ),
     EPOCH: ("epoch",),

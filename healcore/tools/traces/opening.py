@@ -188,8 +188,10 @@ _DOCUMENT = Format("trainer_state.json", formats.json_document, formats.is_no_su
 _TABLE = Format("CSV")
 _PLAIN = Format("JSON Lines", formats.json_lines)
 _TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
-_CONSOLE = Format("console output", formats.console_lines, formats.is_no_summary)
-FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE)
+_DICTS = formats.printed_lines(formats.printed_record)
+_CONSOLE = Format("console output", _DICTS, formats.is_no_summary)
+_NAMED = Format("lines with named numbers", formats.printed_lines(formats.named_numbers))
+FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 """Formats by preference. In a directory only the first format with a usable log is read."""
 
 
@@ -213,6 +215,8 @@ def detect_format(start: bytes) -> Format:
         return _TYPED if any(map(formats.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
+    if not is_table and any(map(formats.named_numbers, text.splitlines())):
+        return _NAMED
     return _TABLE
 
 

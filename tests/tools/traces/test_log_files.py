@@ -19,7 +19,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("step,loss\n1,\n2,\n", "no usable row"),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         ("a log in prose\nof two lines\n", "It is not a CSV"),
-        ("[2026-01-01] iteration 1/ 9 | lm loss: 2.5\n", "It is not a CSV"),
+        ("[D loss: 2.5] [G loss: 0.5]\n", "Name one: --column loss=D loss"),
         ("step,loss\n" + '"1,000",2\n' * 20, "20 numbers cannot be read, first in line 2: column"),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
@@ -48,6 +48,27 @@ def test_a_directory_of_several_kinds_reports_what_it_reads(tmp_path):
     write(tmp_path / ".hidden.csv", "step,loss\n1,2\n")
     trace = open_one(tmp_path)
     assert (trace.rows.step.tolist(), trace.rows.values["loss"].tolist()) == ([1, 2], [2, 1])
+
+
+PRINTED = {
+    "nanoGPT": "step 0: train loss 4.2, val loss 4.3\niter 7: loss 2.5, time 1.2ms, mfu 1.1%",
+    "Megatron": " [2026-01-01] iteration  7/ 900 | elapsed time (ms): 1.0 | lm loss: 2.50E+00 | "
+    "loss scale: 1.0 | grad norm: 0.5 | number of nan iterations:  0 |",
+    "torchtitan": "00,000 - root - INFO - \x1b[31mstep:  7  \x1b[32mloss:  2.5  grad_norm:  0.5",
+    "llm.c": "step    7/18865 | loss 2.5 (+nanz)| norm 15.33 (+nanz)| lr 8.57e-07",
+    "MaxText": "completed step: 7, seconds: 1.02, TFLOP/s/device: 5.1, loss: 2.5",
+    "litgpt": "Epoch 1 | iter 7 step 1 | loss train: 2.5, val: n/a | iter time: 3.1 ms (step)",
+    "nanotron": "iteration: 7 / 100 | tokens: 4.1K | lm_loss: 2.5 | grad_norm: 0.5",
+    "thousands": "Step 1,200 - Training Loss: 9\nStep 1,207 - Training Loss: 2.5",
+}
+
+
+@pytest.mark.parametrize("program", PRINTED)
+def test_console_output_that_names_its_numbers(tmp_path, program):
+    trace = open_one(write(tmp_path / "train.log", f"a model of 5 layers\n{PRINTED[program]}\n"))
+    values = trace.rows.values
+    assert (trace.rows.step[-1] % 100, values["loss"][-1]) == (7, 2.5)
+    assert ("grad_norm" in values) == ("grad" in PRINTED[program])
 
 
 TRAINERS = {
