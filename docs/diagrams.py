@@ -147,10 +147,10 @@ def rollback() -> Iterator[str]:
     yield line(healthy, 150, 32, "better")
     yield line([*worse, (380, 60), (402, 7), (421, 6)], 150, 32, "worse")
     yield line([(351, 0.1), (435, 0.1)], 150, 32, "better again")
-    yield text(at(373), 142, "first attempt", "small") + text(at(376), 172, "repeat", "small")
+    yield text(at(366), 142, "first attempt", "small") + text(at(376), 172, "repeat", "small")
     yield f'<circle class="dot" cx="{at(300)}" cy="182" r="6"/>'
     yield arrow((at(421), 206), (at(300), 206), (at(300), 192))
-    yield text(at(360), 224, "restore, limit the rate", "small", "middle")
+    yield text(at(351) - 5, 224, "restore, limit the rate", "small", "end")
 
     yield text(16, 250, "evidence M", "title")
     for value, words in ((1e4, "10,000"), (100, "100"), (1, "1")):
