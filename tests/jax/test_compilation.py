@@ -138,7 +138,7 @@ def test_a_healer_reads_once_and_computes_nothing_outside_of_jit_between_two_ste
     assert calls["pack"] == calls["copy_to_host_async"] == calls["asarray"] == 10
     assert calls["device_get"] == calls["bind"] == calls["apply_primitive"] == 0
     # Of Python functions in one `Healer.update`: 277 with Python 3.11.
-    assert calls["Python"] <= 10 * 308
+    assert calls["Python"] <= 10 * 309
 
 
 VECTOR = {"w": jnp.ones(3)}

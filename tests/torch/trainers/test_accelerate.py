@@ -1,6 +1,5 @@
 """A loop that Accelerate has prepared: attach, accumulation, scaler, clipping."""
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,18 +101,3 @@ def test_a_wrapper_with_a_scaler_is_healed_and_released(caplog: pytest.LogCaptur
     assert not step(1e4)
     assert int(heal.metrics()["heal/steps"]) == 0
     assert sum("pass accelerate's optimizer" in each.message for each in caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-    ("clip", "policy", "lines"),
-    [(None, policies.SKIPS, 0), (0.01, policies.SKIPS, 1), (0.01, "default", 0)],
-)
-def test_clipping_in_the_loop_is_noticed(clip: Any, policy: Any, lines: int, caplog: Any):
-    """It hides the norm from the policy; one line, where the loop clips and the policy compares."""
-    caplog.set_level(logging.WARNING, "healcore")
-    loop = Loop()
-    heal = attach(loop.optimizer, policy)
-    for batch in [*loop.loader] * 2:
-        loop.step(batch, heal.observe, clip=clip)
-    said = "remove clip_grad_norm_", "the gradient norm was 0.01 at 20 steps and never above"
-    assert [caplog.text.count(each) for each in said] == [lines] * 2
