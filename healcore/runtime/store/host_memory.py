@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-_PIECE = 1 << 17
+_PIECE = 1 << 19
 """Bytes that stay in a core's cache: a second read of them costs no memory bandwidth."""
 _CACHE_LINE = 64
 """Bytes; also the alignment that XLA needs to use memory without a copy."""
