@@ -1,7 +1,7 @@
-"""All exceptions of healcore, for programs that handle them separately.
+"""The exceptions of a run, for programs that handle them separately.
 
 Each derives from `healcore.HealcoreError`. Most also derive from `PolicyError` (invalid policy),
-`StoreError` (checkpoints), `DataError` (loaders) or `RunStopped` (the policy ended the run).
+`StoreError` (checkpoints), `DataError` (loaders) or `RunStopped` (the run). JAX: `HealStateError`.
 """
 
 from __future__ import annotations

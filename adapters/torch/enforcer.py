@@ -1,7 +1,7 @@
 """Enforces a decision on one optimizer: clips, scales the rate, resets the moments.
 
-Learning rates and the two attributes that fused kernels read are changed for one
-step, and restored afterwards unless other code has written there.
+Learning rates and the two attributes that fused kernels read are changed for one step, and restored
+afterwards unless other code has written there.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PendingDispatch(Protocol):
         ...
 
 
-SAMPLE = 64
+DIGESTED = 64
 """Values of each parameter in the digest of the initial weights, see `Driver.settings`."""
 
 
@@ -49,7 +49,7 @@ class WeightsChanged(Exception):
 
 
 class Driver(Protocol):
-    """The framework's side of a healed run. JAX uses the bodies that methods have here."""
+    """The framework's side of a healed run. A method with a body is a default."""
 
     framework: str
     """`torch` or `jax`."""

@@ -21,7 +21,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from healcore.jax.driver.live_state import LiveState
 from healcore.jax.opt_state import without_heal_state
 from healcore.runtime.data.loader_adapters import DataError
-from healcore.runtime.driver import SAMPLE, WeightsChanged
+from healcore.runtime.driver import DIGESTED, WeightsChanged
 
 Part = tuple[str, ...]
 """Paths of the tensors of a part of the state."""
@@ -61,7 +61,7 @@ class JaxWeights:
         for leaf in self._all().values():
             part = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
             flat = np.asarray(part).reshape(-1)
-            found.update(flat[:: max(1, flat.size // SAMPLE)][:SAMPLE].tobytes())
+            found.update(flat[:: max(1, flat.size // DIGESTED)][:DIGESTED].tobytes())
         return found.hexdigest()
 
     def nonfinite(self) -> list[str]:

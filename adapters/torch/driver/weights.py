@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
-from healcore.runtime.driver import SAMPLE, WeightsChanged
+from healcore.runtime.driver import DIGESTED, WeightsChanged
 from healcore.runtime.random_states import isolated
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
@@ -59,7 +59,7 @@ class TorchWeights:
         for part in self._trained().values():
             if not (is_lazy(part) or part.is_meta):
                 flat = part.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].to("cpu", copy=True)
+                sample = flat[:: max(1, flat.numel() // DIGESTED)][:DIGESTED].to("cpu", copy=True)
                 found.update(bytes(sample.view(torch.uint8).numpy()))
         return found.hexdigest()
 

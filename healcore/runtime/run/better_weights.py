@@ -95,6 +95,8 @@ class BetterWeights:
             rise_remembered=verdict.rise_remembered,
         )
         past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
+        if not past and self._last_trial() > self._ledger.accepted_until:
+            self._ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
@@ -115,8 +117,6 @@ class BetterWeights:
             trial=Trial.ACCEPT,
         )
         tried = [Trial(each.trial) for each in past]
-        if not tried and self._last_trial() > self._ledger.accepted_until:
-            self._ledger.accepted = 0  # the trials at the last place have helped
         if not tried and self._ledger.accepted >= MAX_ACCEPTED:
             return order
         unusual = agreed(self._ranks, self.comparisons.unusual(verdict)) if tried else []

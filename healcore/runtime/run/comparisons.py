@@ -137,7 +137,7 @@ class Comparisons:
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
-        The reasons: an alarm, a loss above the last hundred, a mean loss above the best copy's mean
+        The reasons: an alarm, a loss above the last hundred, a mean loss above the best anchor's
         by more than its spread, and the regular distance.
 
         Args:
@@ -213,7 +213,7 @@ class Comparisons:
         self._history.forget()
 
     def accept(self, until: int) -> None:
-        """Drops copies and losses, and compares and copies no weights before step `until`."""
+        """Drops anchors and losses, and compares and copies no weights before step `until`."""
         self.silent_until = max(self.silent_until, until)
         self.anchors.clear()
         self._forget_trouble()
@@ -271,7 +271,7 @@ class Comparisons:
         return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
 
     def _best_below(self, index: int) -> Anchor | None:
-        """The copy with the lowest mean loss, if the mean loss is above it by more than its spread.
+        """The anchor with the lowest mean loss, if the mean loss is more than its spread above it.
 
         None within `HEARTBEAT` steps after such a comparison without evidence.
         """
@@ -348,7 +348,7 @@ class Comparisons:
         return verdict
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
-        """The newest copy from before the trouble with half of a verdict's wins, or `anchor`.
+        """The newest anchor from before the trouble with half of a verdict's wins, or `anchor`.
 
         A rollback to it repeats fewer steps.
         """

@@ -168,7 +168,7 @@ class Loop:
             return self._roll_back_at_end()
         data = self.data
         if has_stepped:
-            if self.read() or self._save_when_due():
+            if self.read_and_act() or self._save_when_due():
                 return True
             self.group.vote_when_due(data.step, self.log)
             self.saver.poll()
@@ -206,38 +206,38 @@ class Loop:
         self.count_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
-        if self.read(all=True):
+        if self.read_and_act(all=True):
             return True
         recovery = self.recovery
         verdict = recovery.comparisons.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._rewound(recovery.better_weights.roll_back(verdict)):
+        if verdict is not None and self._note_rollback(recovery.better_weights.roll_back(verdict)):
             return True
-        return alone and self._rewound(recovery.roll_back_if_nonfinite(at_end=of_training))
+        return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read(self, *, all: bool = False) -> bool:
+    def read_and_act(self, *, all: bool = False) -> bool:
         """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
-        for step, order in self.unread_steps(all=all):
-            if self._rewound(self.recovery.act(step, order)):
+        for step, order in self._process_due(all=all):
+            if self._note_rollback(self.recovery.act(step, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
                 self.saver.save("ordered")
         return False
 
-    def unread_steps(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
-        """Yields the steps that are due with their orders, which the caller carries out."""
+    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
+        """Processes the steps that are due; yields each with its order, which the caller obeys."""
         self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
             self.guard.pause()
             order = self.recovery.process(step)
-            self.group.read(step)
+            self.group.note_mark(step)
             yield step, order
             self.guard.watch()
         self.guard.pause()
 
-    def _rewound(self, done: RollbackRecord | None) -> bool:
-        """Whether there was a rollback, after which the marks of undone steps mean nothing."""
+    def _note_rollback(self, done: RollbackRecord | None) -> bool:
+        """Tells the ranks of a rollback, which undoes marks. Returns whether there was one."""
         if done is not None:
             self.group.on_rollback()
         return done is not None
@@ -251,10 +251,10 @@ class Loop:
             return False  # after a restart the code after the epoch would average over no batch
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
-        if self.read(all=True):
+        if self.read_and_act(all=True):
             return True
         if not self.saver.delayed:
-            if self._rewound(self.recovery.roll_back_if_nonfinite()):
+            if self._note_rollback(self.recovery.roll_back_if_nonfinite()):
                 return True
             self.saver.save("regular")
         return False
@@ -271,13 +271,13 @@ class Loop:
     def act_on_last_steps(self) -> None:
         """Reads the unread steps and carries out their orders, unless an update was interrupted."""
         if self.count_last_step():
-            self.read(all=True)
+            self.read_and_act(all=True)
 
     def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
         self.count_dispatch()
         self.log_warnings()
-        for step, order in self.unread_steps(all=True):
+        for step, order in self._process_due(all=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

@@ -4,8 +4,8 @@ Pure functions. Steps are counted from 0. A checkpoint of step n holds the state
 from, so a checkpoint of the onset's step holds the last state before the trouble.
 
 A rollback that changes nothing is harmless by construction: the run repeats its own steps. A change
-of the rate or the data is a trial. If the trouble comes back after all
-trials, they are undone: the program means what it does.
+of the rate or the data is a trial. If the trouble comes back after all trials, they are undone: the
+program means what it does.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A signal or a stop file may reach one rank only. This rank must not end alone: the others would wait
 for it in their next collective. Instead it makes a proposal:
 
-    loop.group.propose(Proposal("signal 15", signal=15))
+    self.propose(Proposal("signal 15", signal=15))
 
 The driver marks the steps from then on (`Driver.request_vote`; in torch a bit of the step's own
 all_reduce), and every rank reads the mark with the step's record, `LAG` steps later. Then the ranks
@@ -75,7 +75,7 @@ class RankGroup:
     def _propose_end(self, number: int) -> None:
         self.propose(Proposal(f"signal {number}", signal=number))
 
-    def read(self, step: StepResult) -> None:
+    def note_mark(self, step: StepResult) -> None:
         """Schedules a vote if a step is marked.
 
         The vote is due at a fixed step, because a rank that evaluates alone reads the mark earlier.

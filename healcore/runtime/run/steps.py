@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
 
 
 class DelayedReader:
-    """Queue of `LAG` dispatches."""
+    """Queue of dispatches. Each is read `LAG` dispatches after it was queued."""
 
     def __init__(self) -> None:
         # Dispatches, each with the index of its first step and its batches.
@@ -208,7 +208,7 @@ class RunMetrics:
         self._last: dict[str, StepRecord] = {}
 
     def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the counts from engine states (`Driver.healing`), and drops undone steps."""
+        """Sets the counts from engine states (`Driver.engines`), and drops undone steps."""
         for name, engine in engines.items():
             tally = engine["state"]["tally"]
             self._counts[name] = {count: int(tally[count]) for count in COUNTS}

@@ -90,7 +90,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
 
 
 class IncompleteRun(HealcoreError, SystemExit):
-    """The loop has ended, and the Healer has seen no step.
+    """The loop took no step, or took its steps without the Healer.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
     next start resumes the run.
