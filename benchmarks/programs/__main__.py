@@ -142,7 +142,7 @@ def compared(
 
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
-    head = ("program", "lines", "same bits", "a NaN, off → on", "rate × 30, off → on", "killed")
+    head = ("program", "lines", "same bits", "NaN: without → with", "rate × 30", "killed")
     rows = [head, ("---",) * len(head)]
     for each in (each for each in results.values() if isinstance(each, dict)):
         runs = {name: Run(**run) for name, run in each["runs"].items()}
