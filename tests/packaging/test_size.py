@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
     "product": (("healcore", "adapters"), 36675),
-    "tests": (("tests",), 31759),
+    "tests": (("tests",), 31760),
     "benchmarks": (("benchmarks",), 8918),
 }
 """Part -> its folders, and the most lines."""
