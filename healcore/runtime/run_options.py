@@ -287,7 +287,7 @@ class Logging:
             set up no logging for the logger `healcore`. True always prints, False never.
 
     Raises:
-        ValueError: `console` is none of these, or a path is no path.
+        ValueError: `console` is none of these, or a file is not given as a path.
     """
 
     events: str | os.PathLike[str] | None = None

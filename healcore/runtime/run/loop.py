@@ -101,7 +101,7 @@ class Loop:
         self.count_dispatch()
         known = data.loaders.find(loader)
         acts = not self._is_evaluation(known)
-        if acts and known is None:
+        if acts and known is None:  # a new loader has no position to save yet
             self.after_step()
         begun = data.begin(loader, *args)
         if acts and known is not None:  # the loop was left by `break`, and continues from `begun`
@@ -226,7 +226,7 @@ class Loop:
         return False
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
-        """Processes the steps that are due; yields each with its order, which the caller obeys."""
+        """Processes the steps that are due; yields each with its order, not yet carried out."""
         self.guard.watch()  # reading waits for the device
         for step in self.recovery.reader.due(all=all):
             self.guard.pause()
@@ -237,7 +237,7 @@ class Loop:
         self.guard.pause()
 
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
-        """Tells the ranks of a rollback, which undoes marks. Returns whether there was one."""
+        """Drops the marks of steps that a rollback has undone. Returns whether there was one."""
         if done is not None:
             self.group.on_rollback()
         return done is not None

@@ -46,7 +46,7 @@ _PYTHON = re.compile(
     r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
 )
 _NAMED_NUMBER = re.compile(
-    r"""(?<![\w/.])([a-z]\w*(?:[ /._-]\w+)*?)(?:\ *[:=]\ *|\ +)  # a name, and : or = or blanks
+    r"""(?<![\w/.])([a-z]\w*(?:[ /.-]\w+){0,5}?)(?:\ *[:=]\ *|\ +)  # up to six words, and : or =
     ([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf)(?![\w.]))""",
     re.IGNORECASE | re.VERBOSE,
 )
