@@ -87,8 +87,7 @@ class CheckpointStore(Writer):
         self._written.set()
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self._unreadable = ""
-        self._failed: list[Path] = []
-        """Folders of failed saves, where threads of the framework may have continued to write."""
+        self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory

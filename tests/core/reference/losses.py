@@ -39,8 +39,6 @@ class Outliers:
         self.noise = Noise(config.window)
         self.level = self.threshold = self.votes = 0.0
         self.lasted = 0
-        self.doubt = math.inf
-        """The last sum of votes too close to call: threshold and end of the spike rest on it."""
 
     def see(self, x: float, learn: bool, restart: bool) -> tuple[bool, bool]:
         c, noise = self.config, self.noise
@@ -50,7 +48,7 @@ class Outliers:
         if noise.count == 0:
             self.level = noise.last = x
             self.threshold, self.votes, self.lasted = c.z_threshold, 0.0, 0
-            self.doubt = math.inf
+            self.doubt = math.inf  # a sum of votes too close to call: all later ones rest on it
         if not learn:
             return False, False
         warm = noise.count < c.window
