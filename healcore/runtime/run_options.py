@@ -232,7 +232,7 @@ def error_text(error: BaseException) -> str:
 
 def checked_path(option: str, given: Any) -> None:
     """Raises ValueError unless the value of an option is a path or None."""
-    if given is not None and not isinstance(given, str | os.PathLike):
+    if given is not None and not (isinstance(given, str | os.PathLike) and os.fspath(given)):
         raise ValueError(f'{option} is a path, as in {option}="runs/1", or None, not {given!r}')
 
 

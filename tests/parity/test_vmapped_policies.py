@@ -47,8 +47,7 @@ def every_number(numbers: Any) -> EngineConfig:
 
 def test_vmap_over_policies_equals_one_run_each():
     rng = np.random.default_rng(73)
-    configs = {"clip": CLIP, "lr": LR, **WATCHING}
-    numbers = {name: drawn(config, rng) for name, config in configs.items()}
+    numbers = {name: drawn(x, rng) for name, x in ({"clip": CLIP, "lr": LR} | WATCHING).items()}
     t = np.arange(STEPS)
     grown = np.where((t >= 40) & (t < 55), 1.5 ** np.clip(t - 40, 0, 15), 0.0)
     trace = lockstep.scalar(fuzz.signals(rng, STEPS, 1, wild=False), 0)._replace(
@@ -60,9 +59,8 @@ def test_vmap_over_policies_equals_one_run_each():
 
     def run(numbers: Any) -> Any:
         engine = Engine(every_number(numbers))
-        state = map_leaves(jnp.asarray, engine.init())
-        body = lambda s, x: engine.step(s, x, xp=jnp)  # noqa: E731
-        return jax.lax.scan(body, state, map_leaves(jnp.asarray, trace))
+        fresh = map_leaves(jnp.asarray, engine.init())
+        return jax.lax.scan(lambda s, x: engine.step(s, x, xp=jnp), fresh, trace)
 
     got = jax.jit(jax.vmap(run))(jax.tree.map(jnp.asarray, numbers))
     last, decisions = map_leaves(np.asarray, got)
@@ -76,8 +74,5 @@ def test_vmap_over_policies_equals_one_run_each():
         assert lockstep.first_difference(mine, theirs) is None, plain
         mine = map_leaves(lambda leaf, i=i: leaf[i], decisions)
         assert lockstep.first_difference(mine, decided) is None, plain
-    averages = last.detectors[1 + [*WATCHING].index("grad_ema")].mean
-    for values in (last.clip.mean, averages):
-        assert len({float(x) for x in values}) > VARIANTS // 2, "the variants do differ"
-    for values, least in ((decisions.cause, VARIANTS // 10), (decisions.lr_scale, VARIANTS // 2)):
-        assert len({tuple(each) for each in values}) > least, "and what they decide"
+    assert len({tuple(each) for each in decisions.lr_scale}) > VARIANTS // 2, "they differ"
+    assert len({tuple(each) for each in decisions.cause}) > VARIANTS // 10, "and their alarms"

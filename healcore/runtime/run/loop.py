@@ -99,12 +99,9 @@ class Loop:
         data, guard = self.data, self.guard
         data.count_pass()
         self.count_dispatch()
-        known = data.loaders.find(loader)
-        acts = not self._is_evaluation(known)
-        if acts and known is None:  # a new loader has no position to save yet
-            self.after_step()
+        acts = not self._is_evaluation(data.loaders.find(loader))
         begun = data.begin(loader, *args)
-        if acts and known is not None:  # the loop was left by `break`, and continues from `begun`
+        if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
         while True:
             try:

@@ -87,6 +87,7 @@ class CheckpointStore(Writer):
         self._written.set()
         self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self._unreadable = ""
+        self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory
@@ -323,6 +324,8 @@ class CheckpointStore(Writer):
         If one rank fails, all ranks raise SaveFailed.
         """
         # All exchanges of the ranks go through `ranks.gather`, in the same order.
+        while self._failed:
+            files.discard(self._failed.pop())
         folder = root / ranks.agreed(self.processes, files.new_temporary())
         try:
             ranks.on_first(self.processes, lambda: folder.mkdir())
@@ -330,10 +333,10 @@ class CheckpointStore(Writer):
             complete = partial(manifest.complete, root, folder, copy, self.format.name)
             return ranks.on_first(self.processes, complete)
         except Exception as error:
-            raise SaveFailed(copy.step, f"while writing to {root}", error) from error
-        finally:
             if self.processes.rank == 0:
-                files.discard(folder)  # after a success the folder has its final name
+                files.discard(folder)
+                self._failed.append(folder)
+            raise SaveFailed(copy.step, f"while writing to {root}", error) from error
 
     def _write(self, copy: HostCopy, folder: Path) -> None:
         """Writes `data/` and `state.json`. Every rank calls it."""

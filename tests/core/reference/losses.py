@@ -48,6 +48,7 @@ class Outliers:
         if noise.count == 0:
             self.level = noise.last = x
             self.threshold, self.votes, self.lasted = c.z_threshold, 0.0, 0
+            self.doubt = math.inf  # a sum of votes too close to call: all later ones rest on it
         if not learn:
             return False, False
         warm = noise.count < c.window
@@ -64,7 +65,10 @@ class Outliers:
         before, limit = noise.last, self.threshold * unit if unit > 0 else math.inf
         weight = noise.learn(x, limit)
         self.votes = min(self.votes * (1 - weight) + vote, c.evidence + 1)
-        enough = self.ties.above(self.votes, c.evidence)
+        here = Ties()
+        enough = here.above(self.votes, c.evidence)
+        self.doubt = here.closest if here.close else self.doubt
+        self.ties.recall(min(here.closest, self.doubt))
         if off > 0:
             self.level += weight * min(off, limit)
         else:
