@@ -129,6 +129,15 @@ class TorchWeights:
         trained = [p for p in params if p.requires_grad]
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
+    def _frozen(self) -> set[int]:
+        """Ids of the parameters that are not trained, such as a momentum encoder's.
+
+        Empty if they need more memory than the trained ones: no forward pass averages into these.
+        """
+        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
+        fits = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in self._trained().values())
+        return {id(p) for p in frozen if fits}
+
     def _write(self, weights: Mapping[int, Tensor]) -> None:
         trained = self._trained()  # reshards, so that later steps see the shards
         for key, saved in weights.items():
@@ -136,7 +145,7 @@ class TorchWeights:
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """Restores gradients, buffers and public attributes.
+        """Restores gradients, buffers, frozen parameters and public attributes.
 
         A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
         mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
@@ -144,10 +153,13 @@ class TorchWeights:
         """
         modules = self._modules()
         attributes = [{n: v for n, v in vars(m).items() if n[0] != "_"} for m in modules]
-        buffers = [
-            (module, name, buffer, buffer.detach().clone())
+        frozen = self._frozen()
+        written = [
+            (table, name, tensor, tensor.detach().clone())
             for module in modules
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+            for table in (module._buffers, module._parameters)
+            for name, tensor in table.items()
+            if tensor is not None and (table is module._buffers or id(tensor) in frozen)
         ]
         marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
         grads = [(p, p.grad) for params in self._parameters() for p in params]
@@ -163,9 +175,9 @@ class TorchWeights:
                 p.grad = grad
             for values, before in marks:
                 values.update(before)
-            for module, name, buffer, content in buffers:
-                buffer.data.copy_(content)
-                module._buffers[name] = buffer
+            for table, name, tensor, content in written:
+                tensor.data.copy_(content)
+                table[name] = tensor
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
 

@@ -30,6 +30,7 @@ from healcore.runtime.data.loader_adapters import (
 
 _END = object()
 _KEPT = 64  # number of recent batches to whose beginning a rewind is exact
+_FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
 _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
 
@@ -57,8 +58,7 @@ def _recorded(loader: Any) -> Any:
     reads_ahead = base is not loader and not base.num_workers
     generators = generators_of((loader, *samplers_of(loader)))
     order = _Order(getattr(base, name), generators, ahead, reads_ahead)
-    fresh = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
-    copied = _with(base, **{name: order}, **fresh)
+    copied = _with(base, **{name: order}, **_FRESH)
     if base is loader:
         return copied
     # Accelerate calls `__iter__` of the inner loader, in a generator that an exception would end.
@@ -102,7 +102,7 @@ class TorchLoader(LoaderAdapter):
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
-        self._copy_iteration()
+        self._copy_settings()
         self._order.begin()
         self._reading, self._index, self._draws_first = None, 0, False
         return self
@@ -151,7 +151,7 @@ class TorchLoader(LoaderAdapter):
         at_index = self._reading is not None and order.random is not None and self._index == index
         if at_index and not skip and order.digest(index) == digest:
             return self, 0
-        self._copy_iteration()
+        self._copy_settings()
         current = order.states()
         try:
             after = order.draw(state["random"], index + skip, digest)
@@ -195,8 +195,11 @@ class TorchLoader(LoaderAdapter):
             return module.move_data_to_device(batch, self._fabric.device)
         return batch
 
-    def _copy_iteration(self) -> None:
-        """Copies Accelerate's count of epochs, from which its sampler draws the order."""
+    def _copy_settings(self) -> None:
+        """Copies what the loop may set, such as `collate_fn`, and Accelerate's count of epochs."""
+        given = vars(_base(self._loader)).items()
+        own = {_order_name(self._base), *_FRESH}
+        vars(self._base).update((name, value) for name, value in given if name not in own)
         if self._accelerated:
             self._copy.iteration = self._loader.iteration
 
@@ -288,7 +291,8 @@ class _Order:
         for number in range(1, skip + 1):
             recent.append(_digested(next(items, None), recent))
             matches |= (number, recent[-1][1]) == digest
-        first = next(items, _END)  # samplers draw when their first item is read
+        # Samplers draw when their first item is read. Some draw at each item: not before its turn.
+        first = _END if skip else next(items, _END)
         if not matches:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "

@@ -112,7 +112,7 @@ class Comparisons:
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
         """
-        if self._dispatch_losses and not self.loss_function.is_checked:
+        if self.is_enabled and self._dispatch_losses and not self.loss_function.is_checked:
             self.loss_function.function = None
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"

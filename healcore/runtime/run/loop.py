@@ -243,8 +243,9 @@ class Loop:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
         if not self.saver.due() or self.data.within_batch:
             return False
-        loader, named = self.data.loaders.current, self.data.loaders.names_epochs
-        if named and loader is not None and loader.at_end and loader.next_id.index > 1:
+        training = [each for each in self.data.loaders if each.trains and each.in_loop]
+        ends = any(each.at_end and each.next_id.index > 1 for each in training)
+        if ends and self.data.loaders.names_epochs:
             return False  # after a restart the code after the epoch would average over no batch
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.

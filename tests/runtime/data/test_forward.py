@@ -111,6 +111,32 @@ def test_an_order_that_is_not_drawn_again():
     assert "generator" in (cursor.why_not or "")
 
 
+class DrawsEachItem(OwnGenerator):
+    """As a sampler of few-shot episodes."""
+
+    def __iter__(self):
+        return (int(torch.randint(11, ())) for _ in range(11))
+
+
+def test_a_sampler_that_draws_at_each_item_continues_with_the_next_draw():
+    torch.manual_seed(0)
+    cursor = Cursor(DataLoader(Squares(), batch_size=3, sampler=DrawsEachItem()))
+    take(cursor, 2)
+    position, state = cursor.position(), torch.get_rng_state()
+    rest = take(cursor)
+    assert cursor.rewind(position)
+    torch.set_rng_state(state)
+    assert take(cursor) == rest
+
+
+def test_settings_of_a_loader_that_change_between_epochs():
+    loader = DataLoader(Squares(), batch_size=SIZE)
+    cursor = Cursor(loader, epochs=2)
+    take(cursor, BATCHES)
+    loader.collate_fn = sum
+    assert take(cursor, 1) == [(BatchId(1, 0), 5)]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
     loader = DataLoader(Squares(bad=4), batch_size=SIZE, num_workers=workers)

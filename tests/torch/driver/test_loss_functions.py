@@ -46,6 +46,21 @@ def test_an_average_stays_current_while_earlier_weights_are_evaluated():
     assert model.bias.item() == average.bias.item() == 3.0
 
 
+def test_a_momentum_encoder_that_the_forward_pass_updates_is_restored():
+    model, teacher = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), *teacher.parameters()], lr=0.1)
+    driver = TorchDriver({"model": model, "teacher": teacher, "optimizer": optimizer})
+
+    def seen(batch: Tensor) -> Tensor:
+        teacher.weight.data.mul_(0.9)
+        teacher.bias.data = teacher.bias.data + model.bias.data
+        return (teacher(batch) - model(batch)).square().sum()
+
+    before = copy.deepcopy(teacher.state_dict())
+    assert driver.losses_of(seen, [torch.ones(2)]) == driver.losses_of(seen, [torch.ones(2)])
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+
+
 def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
     """The optimizer trains copies in float32, which a step writes into the module."""
     module: Any = type("M", (nn.Linear,), {"parameters": lambda m: [m.weight, m.bias]})(2, 1)
