@@ -46,7 +46,7 @@ class Loop:
         self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
         self.record = recovery.saver.record
         self.group, self.claim = group, claim
-        self.guard = HangGuard(self.policy, group.processes, self.log)
+        self.guard = HangGuard(self.policy, group.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""

@@ -295,7 +295,7 @@ class Saver:
 
         def delete() -> None:
             try:
-                surplus, deleted, newest = on_first(self.store.processes, chosen)
+                surplus, deleted, newest = on_first(self.store.ranks, chosen)
                 if surplus and newest is not None:
                     self.store.verify(newest)
                 for old in surplus:

@@ -218,7 +218,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     saves, newest = restorer.saves(), restorer.newest_record()
     settings = run_settings.settings_of(loop.driver, policy, options.state, group.world)
     saved = {} if newest is None else newest.settings
-    changes = agreed(group.processes, run_settings.changes_since(saved, settings))
+    changes = agreed(group.ranks, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         _check_resume(loop, options.resume, newest, saves, changes)
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
@@ -304,7 +304,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     else:
         if saver.damage:
             raise _no_usable_checkpoint(loop, {})
-        record.run = agreed(loop.group.processes, loop.log.events.run)
+        record.run = agreed(loop.group.ranks, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
     record.settings = record.settings or dict(settings)

@@ -332,14 +332,14 @@ class Ring:
         """Steps that never leave the ring by themselves."""
         self.copies: dict[int, HostCopy] = {}
 
-    def has_room(self, copy: HostCopy, processes: int) -> bool:
+    def has_room(self, copy: HostCopy, world: int) -> bool:
         """Whether the copies that follow `copy` fit into half of the free host memory.
 
-        Assumes that all processes share this machine: a slow rollback is better than an OOM kill.
+        Assumes that all ranks share this machine: a slow rollback is better than an OOM kill.
         """
         following = self.keep.most - len(self.copies) if self.keep else 0
         # The other half is for data loaders, the page cache and the next allocation.
-        return following * copy.nbytes * processes <= host_memory.free() / 2
+        return following * copy.nbytes * world <= host_memory.free() / 2
 
     def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
         """Adds a copy. Returns a copy that is not in the ring any more, possibly this copy."""
