@@ -62,7 +62,7 @@ class TrainerCheckpoints(MemoryStore):
             self._save_now()
         return False
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
         """Does nothing: the trainer's checkpoint has the state of the policy."""
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:

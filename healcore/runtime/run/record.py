@@ -345,9 +345,9 @@ class Record:
 _RECORD = TypeAdapter(Record)
 
 
-def read(healing: Mapping[str, Any]) -> Record:
+def read(stored: Mapping[str, Any]) -> Record:
     """Inverse of `to_dict`. Raises StoreError or ValueError for other values."""
-    content = dict(healing)
+    content = dict(stored)
     if content.pop("schema", None) != SCHEMA:
         raise StoreError("it is of another version of healcore: resume with that version")
     return _RECORD.validate_json(json.dumps(content), strict=True)

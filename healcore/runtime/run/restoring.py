@@ -154,10 +154,10 @@ class Restorer:
     def newest_record(self) -> Record | None:
         """The newest record in the store, or None. Reads no arrays."""
         found: list[Record] = []
-        healings = self.saver.store.healings() if self.ranks.rank == 0 else {}
-        for healing in agreed(self.ranks, healings).values():
+        stored = self.saver.store.records() if self.ranks.rank == 0 else {}
+        for each in agreed(self.ranks, stored).values():
             with suppress(Exception):  # the resume reports a malformed record
-                found.append(records.read(healing))
+                found.append(records.read(each))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
 
     def resume(self, newest: Record | None, steps: Sequence[int]) -> tuple[int, HostParts | None]:
@@ -289,7 +289,7 @@ class Restorer:
 
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
-        record = None if restored.healing is None else records.read(restored.healing)
+        record = None if restored.record is None else records.read(restored.record)
         host = self.host.read(restored.state.get(ITEM))
         if record is not None:
             if record.step != step:

@@ -113,7 +113,7 @@ class Saver:
         """The live state to save, except healcore's record."""
         return {**self.driver.state(), ITEM: self.data.host}
 
-    def healing_record(self, step: int) -> dict[str, Any]:
+    def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
             self.record,
@@ -127,7 +127,7 @@ class Saver:
 
     def commit(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
-        self.store.commit(step, self.healing_record(step))
+        self.store.commit(step, self.record_of(step))
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Saver:
             return
         began = time.monotonic()
         try:
-            self.store.save(step, self.items(), healing=self.healing_record(step))
+            self.store.save(step, self.items(), record=self.record_of(step))
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise

@@ -23,7 +23,7 @@ from healcore.runtime.store.host_copy import (
     Ring,
     Target,
     checked_step,
-    sealed_healing,
+    sealed_record,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -112,7 +112,7 @@ class CheckpointStore(Writer):
         return True
 
     def save(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+        self, step: int, state: Mapping[str, Any], *, record: Mapping[str, Any] | None = None
     ) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
@@ -123,7 +123,7 @@ class CheckpointStore(Writer):
         Args:
             step: number of the optimizer step, >= 0.
             state: name -> tree of arrays and Python values, or an object with `state_dict`.
-            healing: the healing state, JSON-safe. The attempt of the save is the number of items
+            record: the record of the run, JSON-safe. The attempt of the save is the number of items
                 in its list `attempts`, or 1 without the list.
 
         Raises:
@@ -133,7 +133,7 @@ class CheckpointStore(Writer):
         if self.busy:  # never in a forked child
             self._written.wait()  # at most one copy is pending; deletions may be
         try:
-            copy = self.format.copy(step, state, healing)
+            copy = self.format.copy(step, state, record)
         except Exception as error:
             if self.ranks.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
@@ -176,17 +176,17 @@ class CheckpointStore(Writer):
             copy = self.ring.copies.get(saved.step)
             if copy is None or copy.path == saved.path:
                 saves[saved.step] = saved
-        course = Course.newest(found.healings | self.ring.healings())
+        course = Course.newest(found.records | self.ring.records())
         return course.judged(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
         return [*manifest.scan(self.root).complete]
 
-    def healings(self) -> dict[int, dict[str, Any]]:
-        """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The intact records of the run by step, also of checkpoints that are damaged elsewhere."""
         self._wait_for_inspection()
-        return manifest.scan(self.root).healings | self.ring.healings()
+        return manifest.scan(self.root).records | self.ring.records()
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
@@ -219,7 +219,7 @@ class CheckpointStore(Writer):
         if copy is not None:
             try:
                 state = ranks.on_each(self.ranks, lambda: self.format.restore(copy, like))
-                return Restored(state, copy.healing_state)
+                return Restored(state, copy.unsealed_record)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
                 if stored is None:
@@ -236,23 +236,23 @@ class CheckpointStore(Writer):
         target = ranks.on_each(self.ranks, matched)
         with stored.only_written_by_healcore():
             arrays = self.format.read(stored, target)
-            return Restored(self.format.assemble(target, arrays), stored.healing)
+            return Restored(self.format.assemble(target, arrays), stored.record)
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
-        """Replaces the healing state of a checkpoint, atomically. The arrays stay.
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
+        """Replaces the record of a checkpoint, atomically. The arrays stay.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.
-            StoreError: the healing state could not be written.
+            StoreError: the record could not be written.
         """
-        sealed = sealed_healing(healing)
+        sealed = sealed_record(record)
         _, stored = self._locate(step)
         if (copy := self.ring.copies.get(step)) is not None:
-            copy.healing = sealed
+            copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
         if stored is not None:
-            file = stored.folder / manifest.HEALING
-            failure = f"the healing state of step {step} cannot be written"
+            file = stored.folder / manifest.RECORD
+            failure = f"the record of step {step} cannot be written"
             self._change(failure, lambda: files.replace(file, sealed))
 
     def delete(self, step: int) -> None:

@@ -51,7 +51,7 @@ class Listed(CheckpointStore):
         copier: Any = None
         super().__init__(copier)
         self.saves: dict[int, Saved] = {}
-        self.records: dict[int, Any] = {}
+        self.stored: dict[int, Any] = {}
         self.corrupt: set[int] = set()
         self.bad: list[tuple[int, tuple[str, ...]]] = []
         """Saves with NaN that were not reported yet."""
@@ -66,16 +66,16 @@ class Listed(CheckpointStore):
             raise Killed
         self.calls_left -= self.calls_left > 0
 
-    def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
-        attempt = max(1, len(Course.of(healing).attempts))
+        attempt = max(1, len(Course.of(record).attempts))
         self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
-        self.records[step] = json.loads(json.dumps(healing))
+        self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
     def steps(self) -> list[Saved]:
-        course = Course.newest(self.records)
+        course = Course.newest(self.stored)
         return course.judged(self.saves[step] for step in sorted(self.saves))
 
     def steps_on_disk(self) -> list[int]:
@@ -93,19 +93,19 @@ class Listed(CheckpointStore):
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
         self.passes()
-        return Restored({ITEM: NO_DATA}, self.records[step])
+        return Restored({ITEM: NO_DATA}, self.stored[step])
 
-    def healings(self) -> dict[int, Any]:
-        return dict(self.records)
+    def records(self) -> dict[int, Any]:
+        return dict(self.stored)
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
         self.verify(step)
         self.passes()
-        self.records[step] = json.loads(json.dumps(healing))
+        self.stored[step] = json.loads(json.dumps(record))
 
     def delete(self, step: int) -> None:
         self.passes()
-        del self.saves[step], self.records[step]
+        del self.saves[step], self.stored[step]
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         found, self.bad = self.bad, []

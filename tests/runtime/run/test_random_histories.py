@@ -90,7 +90,7 @@ class History(RuleBasedStateMachine):
         try:
             arrival = process.go_back(depth)
         except Killed:
-            records = [record.read(each) for each in self.store.records.values()]
+            records = [record.read(each) for each in self.store.stored.values()]
             done = max(len(each.ledger.rollbacks) for each in records)
             self.start(expected if done > len(self.back) else None)
         except NoGoodCheckpoint:
