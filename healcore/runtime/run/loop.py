@@ -210,7 +210,7 @@ class Loop:
             return True
         recovery = self.recovery
         verdict = recovery.comparisons.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._note_rollback(recovery.better_weights.roll_back(verdict)):
+        if verdict is not None and self._note_rollback(recovery.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
 

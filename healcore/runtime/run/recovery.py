@@ -74,7 +74,7 @@ class Recovery:
         verdict = self.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
-        return None if verdict is None else self.better_weights.roll_back(verdict)
+        return None if verdict is None else self.better_weights.carry_out(verdict)
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
@@ -125,7 +125,7 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         verdict = self.comparisons.pending(order.index) if damaged else None
-        better = verdict and self.better_weights.roll_back(verdict, finite=False)
+        better = verdict and self.better_weights.carry_out(verdict, finite=False)
         if better is not None:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
@@ -260,7 +260,7 @@ class Recovery:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
-            done, why_not = self.restorer.roll_back(order)
+            done, why_not = self.restorer.restore(order)
         except StoreError as error:
             if order.better is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))

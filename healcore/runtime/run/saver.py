@@ -18,7 +18,7 @@ from typing import Any
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.record import ITEM, Record
+from healcore.runtime.run.record import ITEM, RunRecord
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
@@ -68,7 +68,7 @@ class Saver:
     def __init__(
         self,
         data: RunBatches,
-        record: Record,
+        record: RunRecord,
         *,
         policy: HostPolicy,
         driver: Driver,
@@ -98,7 +98,7 @@ class Saver:
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
-        self._pruned = -1  # `Record.proven` at the last deletion
+        self._pruned = -1  # `RunRecord.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1  # step of the last checkpoint or of the start

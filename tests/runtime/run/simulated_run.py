@@ -13,7 +13,7 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.record import ITEM, HostState, Record
+from healcore.runtime.run.record import ITEM, HostState, RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import Checkpoints, HostPolicy
@@ -124,7 +124,7 @@ class Process:
 
     def __init__(self, store: Listed) -> None:
         self.store, self.loaders = store, LoaderRegistry()
-        facts = Record()
+        facts = RunRecord()
         self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
@@ -172,6 +172,6 @@ class Process:
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
-        done, _ = self.restorer.roll_back(order)
+        done, _ = self.restorer.restore(order)
         self.data.step, self._goes_on = done.target, False
         return done
