@@ -107,3 +107,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def listed(names: Sequence[str]) -> str:
     """Formats names: "loss, norm and step"."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def is_logged(number: int) -> bool:
+    """Whether occurrence `number` has a line: the first ten, then each power of two."""
+    return number <= 10 or number & (number - 1) == 0
+
+
+def passes_power_of_ten(before: int, now: int) -> bool:
+    """Whether a count has just reached 1, 10, 100, ..."""
+    return now > before and (not before or len(str(now)) > len(str(before)))

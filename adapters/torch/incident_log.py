@@ -8,15 +8,11 @@ from types import SimpleNamespace
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, StepRecord, names
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
-from healcore.runtime.run.steps import (
-    FROM_START,
-    is_logged,
-    nonfinite_row_text,
-    passes_power_of_ten,
-)
+from healcore.runtime.story.diagnosis import FROM_START, nonfinite_row_text
 from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20

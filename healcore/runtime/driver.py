@@ -213,7 +213,7 @@ class Driver(Protocol):
         ...
 
     def ranks(self) -> Ranks:
-        """The processes of this run."""
+        """The ranks of this run."""
         ...
 
     def close(self) -> None:

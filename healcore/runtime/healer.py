@@ -348,15 +348,14 @@ class Healer(Generic[State]):
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
             eval_loss: an evaluation's loss. In JAX only metrics, because `tx.update` has its own.
         """
-        run = self._live
-        driver: Any = run.driver
+        run, observe = self._live, getattr(self._live.driver, "observe", None)
         if eval_loss is not None:
-            if hasattr(driver, "observe_eval"):
-                driver.observe_eval(eval_loss, optimizer)
+            if observe_eval := getattr(run.driver, "observe_eval", None):
+                observe_eval(eval_loss, optimizer)
             run.recovery.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
-        if not hasattr(driver, "observe"):
+        if observe is None:
             raise HealerError(
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
@@ -365,7 +364,7 @@ class Healer(Generic[State]):
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
-        driver.observe(loss, optimizer, weight=weight)
+        observe(loss, optimizer, weight=weight)
 
     def update(self, state: State | None = None, *, batch: object = None) -> State:
         """JAX: takes the state after a step and does the work between two steps.
@@ -385,12 +384,12 @@ class Healer(Generic[State]):
                 state before the last rollback or `expect_change`.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        driver: Any = self._live.driver
-        if not hasattr(driver, "update"):
+        update = getattr(self._live.driver, "update", None)
+        if update is None:
             raise HealerError("update is for the other framework: in torch the state is in place")
         if batch is not None:
             self._live.data.observed(batch, 1.0)
-        self._live.update(partial(driver.update, state))
+        self._live.update(partial(update, state))
         return self.state
 
     @property

@@ -14,8 +14,8 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.steps import FROM_START
 from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.story.diagnosis import FROM_START
 from healcore.torch import attach
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, train

@@ -47,11 +47,11 @@ def end_without_log(run: Any, error: BaseException | None) -> None:
 def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[str]]:
     """Raises Crash before the `at`-th point within a rollback; counts them with None."""
     passed: list[str] = []
-    inside, roll_back = [False], Restorer.roll_back
+    inside, restore = [False], Restorer.restore
 
     def watched(self: Any, order: Any) -> Any:
         inside[0] = True
-        result = roll_back(self, order)
+        result = restore(self, order)
         inside[0] = False
         return result
 
@@ -66,7 +66,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(Restorer, "roll_back", watched)
+        patch.setattr(Restorer, "restore", watched)
         for owner, name in POINTS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         # A killed process logs nothing at its end.

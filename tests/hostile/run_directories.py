@@ -54,7 +54,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 def rewrite(folder: Path, file: str, content: Any) -> None:
     """Replaces a JSON file of a checkpoint, by a value or by bytes, with the right digests."""
-    if file in (manifest.HEALING, manifest.MANIFEST) and isinstance(content, dict):
+    if file in (manifest.RECORD, manifest.MANIFEST) and isinstance(content, dict):
         content.pop("digest", None)
         (folder / file).write_bytes(files.seal(content))
         return
@@ -67,7 +67,7 @@ def rewrite(folder: Path, file: str, content: Any) -> None:
 def sealed_again(folder: Path) -> None:
     """The manifest of a checkpoint as its files are now: the digests are no secret."""
     content = files.read_sealed(folder / manifest.MANIFEST)
-    unlisted = {manifest.MANIFEST, manifest.HEALING}
+    unlisted = {manifest.MANIFEST, manifest.RECORD}
     digests = files.sync_and_digest(folder)
     content["files"] = {name: digests[name]._asdict() for name in digests.keys() - unlisted}
     (folder / manifest.MANIFEST).write_bytes(files.seal(content))

@@ -8,7 +8,7 @@ import pytest
 
 from healcore.runtime.store import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
-from healcore.runtime.store.manifest import HEALING, MANIFEST
+from healcore.runtime.store.manifest import MANIFEST, RECORD
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
@@ -47,10 +47,10 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("name", [HEALING, MANIFEST])
+@pytest.mark.parametrize("name", [RECORD, MANIFEST])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     store = DCPStore(root)
-    store.save(1, {"x": {"y": 1}}, healing={})
+    store.save(1, {"x": {"y": 1}}, record={})
     store.wait()
     (folder,) = root.glob("step-*")
     (folder / name).unlink()

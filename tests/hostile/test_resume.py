@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from healcore.core.errors import HealcoreError
 from healcore.runtime.store import StoreError
-from healcore.runtime.store.manifest import HEALING, MANIFEST, STATE
+from healcore.runtime.store.manifest import MANIFEST, RECORD, STATE
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events
 from tests.hostile import run_directories as runs
@@ -159,12 +159,12 @@ def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
             yield (path, value), mutant
 
 
-@pytest.mark.parametrize("file", [MANIFEST, STATE, HEALING])
+@pytest.mark.parametrize("file", [MANIFEST, STATE, RECORD])
 def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     store = DCPStore(tmp_path)
     state = {"model": {"w": torch.ones(2), "n": [1, (2.5, b"x")]}}
     for step in (1, 2):
-        store.save(step, state, healing={"step": step})
+        store.save(step, state, record={"step": step})
         store.wait()
     newest = runs.checkpoints(tmp_path)[-1]
     content = json.loads((newest / file).read_bytes())
@@ -195,11 +195,11 @@ def position(content: Any) -> Any:
 
 RANK = "state-rank-00000.json"
 NOT_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "incidents": (HEALING, lambda old: old | {"ledger": old["ledger"] | {"incidents": 7}}),
+    "incidents": (RECORD, lambda old: old | {"ledger": old["ledger"] | {"incidents": 7}}),
     "nothing of this rank": (RANK, lambda old: {}),
     "position": (RANK, position),
     **{
-        name: (HEALING, lambda old, name=name, value=value: old | {name: value})
+        name: (RECORD, lambda old, name=name, value=value: old | {name: value})
         for name, value in {
             "engines": "nan", "ledger": {"a": 1}, "world": "x", "step": 1, "settings": [],
             "part_limit": "", "forward": {"0": {"a": 1}}, "left_out": {"x": []}, "attempts": [""],

@@ -226,7 +226,7 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
     run, driver = driven(plain(inner, wrap=wrap))
     store = driver.store(None)
     advance(driver, run, [batch(seed) for seed in range(4)])
-    store.save(4, driver.state(), healing=driver.engines())
+    store.save(4, driver.state(), record=driver.engines())
     *_, cut = advance(driver, run, [batch(4), batch(5, bad=True)])
     assert cut.steps()[-1][0].lr_scale == 0.25
     # The user's own rate, of the last step that was taken, is reported where it is known.
@@ -234,10 +234,10 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
     assert found == (None if rate is None else pytest.approx(float(rate)))
 
     restored, live = store.restore(4, driver.state()), driver.engines()
-    driver.load(restored.state, after_rollback(Engine(POLICY), live, restored.healing))
+    driver.load(restored.state, after_rollback(Engine(POLICY), live, restored.record))
     uncut = JaxDriver(plain(inner, wrap=wrap).state, POLICY)
     restored = store.restore(4, uncut.state())
-    uncut.load(restored.state, restored.healing or {})
+    uncut.load(restored.state, restored.record or {})
     short, full = moved(driver), moved(uncut)
     assert np.abs(full).min() > 0
     # A parameter near 0.2 is rounded to 1.5e-8.

@@ -181,7 +181,7 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     """A save in the background of further steps, which donate; restored over the state after."""
     store = OrbaxStore(root)
     before = digest((params, state))
-    store.save(7, {"params": params, "opt_state": state}, healing={"of": "the run"})
+    store.save(7, {"params": params, "opt_state": state}, record={"of": "the run"})
     params, state, *_ = advance(kind, params, state, range(7))
     store.wait()
     store.verify(7)
@@ -189,7 +189,7 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     moved = digest((params, state)) != before
     found = store.restore(7, {"params": params, "opt_state": state})
     same = digest((found.state["params"], found.state["opt_state"])) == before
-    listed = [saved.finite, saved.step, store.damaged(), found.healing]
+    listed = [saved.finite, saved.step, store.damaged(), found.record]
     return {"same": same, "moved": moved, "listed": listed}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -42,7 +43,7 @@ class Accumulation:
 
     def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
         self.healing = healing
-        self._call_after_step = after_step
+        self._after_step = weakref.WeakMethod(after_step)  # hooks are not collected in cycles
         self._reached = self.stepped = self.reached_since_any_step = False
         self.steps = self.idle = 0
         self._watched: Tensor | None = None
@@ -105,7 +106,8 @@ class Accumulation:
         self._reached, self.stepped = False, True
         self.steps, self.idle = self.steps + 1, 0
         self._watch()
-        self._call_after_step()
+        if after_step := self._after_step():
+            after_step()
 
 
 class GradientWindow:

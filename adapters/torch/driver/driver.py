@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -82,9 +81,8 @@ class TorchDriver(Driver):
             Recorder(name, self._state, self.healings, self._pending, self._early, self.warnings)
             for name in self.healings
         ]
-        after_step = weakref.WeakMethod(self._after_step)  # hooks are not collected in cycles
-        call: Callable[[], Any] = lambda: (method := after_step()) and method()  # noqa: E731
-        self._accumulations = [Accumulation(healing, call) for healing in self.healings.values()]
+        healings = self.healings.values()
+        self._accumulations = [Accumulation(each, self._after_step) for each in healings]
         self._usual = {*self._accumulations}
         """Those whose optimizers stepped for the last batch; at first all."""
         self._observed = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from healcore import console
 from healcore.core.engine import Engine, StateError
@@ -16,6 +16,8 @@ from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run_options import Checkpoints, Hooks, Logging
+from healcore.torch.attachment import Healing
+from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
 
 
@@ -62,7 +64,7 @@ class TrainerCheckpoints(MemoryStore):
             self._save_now()
         return False
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
         """Does nothing: the trainer's checkpoint has the state of the policy."""
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
@@ -71,16 +73,20 @@ class TrainerCheckpoints(MemoryStore):
         return ()
 
 
+def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
+    """The handles of the optimizers by name, or none before the Healer is open."""
+    return {} if healer is None else cast(TorchDriver, loop_of(healer).driver).healings
+
+
 def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
     """Loads the engine states of a trainer's checkpoint, by name of the optimizer.
 
     Without usable states, warns and keeps the initial baselines.
     """
-    driver: Any = loop_of(healer).driver
-    known = {name: state for name, state in engines.items() if name in driver.healings}
+    known = {name: state for name, state in engines.items() if name in healings_of(healer)}
     problem = "" if known else "it has none"
     try:
-        driver.load(None, known)
+        loop_of(healer).driver.load(None, known)
     except StateError as error:
         problem = str(error)
     if problem:

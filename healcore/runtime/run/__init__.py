@@ -1,8 +1,8 @@
 """A run between its start and its end: the loop, incidents, rollbacks and comparisons of weights.
 
 In the order of a step: `loop` (between two steps), `run_batches` (steps and their batches), `steps`
-(records that are due), `monitor` (events and orders; `record` has the ledger), `comparisons`
-(of weights; `evidence`, `loss_function`, `better_weights`), `orders` (what to do), `restoring`
-(does it; `record` is what a checkpoint remembers), `saver`, and `recovery`, which joins them.
-Besides: `start`, `end`, `run_settings`, `out_of_memory`; `rank_group`, `termination` (who may end).
+(records that are due), `monitor` (events, `metrics` and orders; `record` has the ledger),
+`comparisons` (of weights; `evidence`, `loss_function`, `better_weights`), `orders` (what to do),
+`restoring` (does it; `record` is what a checkpoint remembers), `saver`, and `recovery`, which joins
+them. Besides: `start`, `end`, `run_settings`, `out_of_memory`; `termination` (who may end).
 """

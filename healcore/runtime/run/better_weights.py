@@ -78,7 +78,7 @@ class BetterWeights:
         scales, rates = self._monitor.lr_scales, self._driver.learning_rates().items()
         return {name: rate and rate * scales.get(name, 1.0) for name, rate in rates}
 
-    def roll_back(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
+    def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
 
         After several places that were accepted one after another, only alerts. Weights that are not

@@ -46,7 +46,7 @@ class Loop:
         self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
         self.record = recovery.saver.record
         self.group, self.claim = group, claim
-        self.guard = HangGuard(self.policy, group.processes, self.log)
+        self.guard = HangGuard(self.policy, group.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
@@ -207,7 +207,7 @@ class Loop:
             return True
         recovery = self.recovery
         verdict = recovery.comparisons.at_end(self.data.step) if of_training else None
-        if verdict is not None and self._note_rollback(recovery.better_weights.roll_back(verdict)):
+        if verdict is not None and self._note_rollback(recovery.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
 

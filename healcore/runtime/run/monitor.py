@@ -10,16 +10,18 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
+from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.recovery import incident_causes
 from healcore.events.schema import sentence
 from healcore.history.incident import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import Severity, failures_of
+from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.record import IncidentRecord
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.steps import RunMetrics, StepResult, is_logged, passes_power_of_ten
+from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE

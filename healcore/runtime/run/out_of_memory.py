@@ -42,7 +42,7 @@ class OutOfMemory:
 
     The parts of a batch are halved, and never grow again. Their number is a power of two, so that a
     compiled step sees few shapes. Every rank changes the size by the reports of all ranks, so that
-    the size is equal on all ranks. The run's `Record` has it for the next process.
+    the size is equal on all ranks. The run's `RunRecord` has it for the next process.
 
     Attributes:
         part: the current part, or None.

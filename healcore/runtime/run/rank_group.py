@@ -33,7 +33,7 @@ class RankGroup:
     """The ranks of one run, and the requests to end it: signals and the stop file.
 
     Attributes:
-        processes: The framework's ranks.
+        ranks: The framework's ranks.
         ends_together: Whether the ranks have agreed to end after this step.
         termination: The received signals.
     """
@@ -41,7 +41,7 @@ class RankGroup:
     def __init__(
         self, ranks: Ranks, driver: Driver, stop_file: str | os.PathLike[str] | None = None
     ) -> None:
-        self.processes = ranks
+        self.ranks = ranks
         self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
         self.ends_together = False
         self.stop_file = StopFile(stop_file)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the live state: `Record` with the `Ledger`, per rank `HostState`.
+"""What a checkpoint holds besides the live state: `RunRecord` (with `Ledger`) and `HostState`.
 
 A restart reads the budgets, the learning-rate multiplier and the skipped batches from the record of
 the checkpoint that it resumes. A rollback replaces the record of the checkpoint that it restores.
@@ -298,7 +298,7 @@ _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
 
 
 @dataclass(kw_only=True)
-class Record:
+class RunRecord:
     """The facts of a run after some step."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -341,13 +341,13 @@ class Record:
         """JSON-safe values."""
         return {**asdict(self), "schema": SCHEMA}
 
+    @classmethod
+    def of(cls, stored: Mapping[str, Any]) -> RunRecord:
+        """Inverse of `to_dict`. Raises StoreError or ValueError for other values."""
+        content = dict(stored)
+        if content.pop("schema", None) != SCHEMA:
+            raise StoreError("it is of another version of healcore: resume with that version")
+        return _RECORD.validate_json(json.dumps(content), strict=True)
 
-_RECORD = TypeAdapter(Record)
 
-
-def read(healing: Mapping[str, Any]) -> Record:
-    """Inverse of `to_dict`. Raises StoreError or ValueError for other values."""
-    content = dict(healing)
-    if content.pop("schema", None) != SCHEMA:
-        raise StoreError("it is of another version of healcore: resume with that version")
-    return _RECORD.validate_json(json.dumps(content), strict=True)
+_RECORD = TypeAdapter(RunRecord)

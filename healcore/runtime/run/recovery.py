@@ -7,27 +7,29 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from healcore.core.decision import NONFINITE, Action, Cause
+from healcore.console import passes_power_of_ten
+from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
-from healcore.events.schema import sentence
+from healcore.events.schema import flag_names, sentence
 from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.steps import (
-    FROM_START,
-    IN_A_ROW,
     DelayedReader,
     HostRules,
     StepResult,
-    cause_text,
-    nonfinite_row_text,
-    passes_power_of_ten,
 )
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
-from healcore.runtime.story.diagnosis import RunEnd, explain
+from healcore.runtime.story.diagnosis import (
+    FROM_START,
+    IN_A_ROW,
+    RunEnd,
+    explain,
+    nonfinite_row_text,
+)
 
 _SERIOUS = Action.ROLLBACK | Action.STOP
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
@@ -74,7 +76,7 @@ class Recovery:
         verdict = self.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
-        return None if verdict is None else self.better_weights.roll_back(verdict)
+        return None if verdict is None else self.better_weights.carry_out(verdict)
 
     def read_engines(self) -> None:
         """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
@@ -125,7 +127,7 @@ class Recovery:
         if not order.action & Action.ROLLBACK:
             return None
         verdict = self.comparisons.pending(order.index) if damaged else None
-        better = verdict and self.better_weights.roll_back(verdict, finite=False)
+        better = verdict and self.better_weights.carry_out(verdict, finite=False)
         if better is not None:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
@@ -175,7 +177,7 @@ class Recovery:
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
-            cause = cause_text(order.cause)
+            cause = flag_names(names(Cause(order.cause)))
             self.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
     def _with_measures(self, order: Order) -> Order:
@@ -260,7 +262,7 @@ class Recovery:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
-            done, why_not = self.restorer.roll_back(order)
+            done, why_not = self.restorer.restore(order)
         except StoreError as error:
             if order.better is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))
@@ -310,7 +312,7 @@ class Recovery:
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.log.event("data", step=done.target, outcome=data, rewound=not why_not)
-        cause = cause_text(done.cause) or "ordered by a hook"
+        cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
         if done.better is not None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeVar
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.faults import classify
-from healcore.runtime.run import record as records
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import (
     Order,
@@ -28,7 +27,7 @@ from healcore.runtime.run.orders import (
     limited,
     with_lr_states,
 )
-from healcore.runtime.run.record import ITEM, HostParts, Record
+from healcore.runtime.run.record import ITEM, HostParts, RunRecord
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -51,7 +50,7 @@ class _Checkpoint(NamedTuple):
 
     step: int
     state: dict[str, Any]
-    record: Record | None  # None if another program has saved it
+    record: RunRecord | None  # None if another program has saved it
     engines: dict[str, Any]  # engine states that fit this policy
     problem: str  # of the other engine states, or an empty string
     host: HostParts | None
@@ -72,8 +71,8 @@ class Restorer:
 
     # -- rollback -------------------------------------------------------------------------------
 
-    def roll_back(self, order: Order) -> tuple[RollbackRecord, str]:
-        """Carries out an order. Also returns why the data were not rewound, or "".
+    def restore(self, order: Order) -> tuple[RollbackRecord, str]:
+        """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
 
         Raises NoGoodCheckpoint without a usable checkpoint (one that fails while it is loaded may
         have changed a part of the live state), StateMismatch for another state, other StoreErrors.
@@ -141,8 +140,8 @@ class Restorer:
         saver, step = self.saver, done.target
         try:
             saver.commit(step)
-            stored = lambda: step in saver.store.steps_on_disk()  # noqa: E731
-            if saver.store.durable and not on_first(self.ranks, stored):
+            on_disk = saver.store.steps_on_disk
+            if saver.store.durable and step not in on_first(self.ranks, on_disk):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
             problem = f"the rollback is not on disk: {error}; a restart before the next save"
@@ -151,16 +150,16 @@ class Restorer:
 
     # -- after a start --------------------------------------------------------------------------
 
-    def newest_record(self) -> Record | None:
+    def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays."""
-        found: list[Record] = []
-        healings = self.saver.store.healings() if self.ranks.rank == 0 else {}
-        for healing in agreed(self.ranks, healings).values():
+        found: list[RunRecord] = []
+        stored = self.saver.store.records() if self.ranks.rank == 0 else {}
+        for each in agreed(self.ranks, stored).values():
             with suppress(Exception):  # the resume reports a malformed record
-                found.append(records.read(healing))
+                found.append(RunRecord.of(each))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
 
-    def resume(self, newest: Record | None, steps: Sequence[int]) -> tuple[int, HostParts | None]:
+    def resume(self, newest: RunRecord | None, steps: list[int]) -> tuple[int, HostParts | None]:
         """Resumes from the first intact checkpoint of `steps`, in descending order.
 
         `newest` is the newest record. Returns the step, and the argument of `HostState.put_back`
@@ -170,8 +169,8 @@ class Restorer:
         an older checkpoint that fits would lose the steps since then.
         """
 
-        def load(saved: _Checkpoint) -> Record:
-            own = saved.record or Record(first_step=saved.step, step=saved.step)
+        def load(saved: _Checkpoint) -> RunRecord:
+            own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
             weights = self._copies(own.comparisons, saved.step)
             repeats, reset = own.repeats(saved.step), self.policy.rollback.reset_moments
             self._load_state(saved, saved.engines, reset=reset and repeats)
@@ -289,7 +288,7 @@ class Restorer:
 
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
-        record = None if restored.healing is None else records.read(restored.healing)
+        record = None if restored.record is None else RunRecord.of(restored.record)
         host = self.host.read(restored.state.get(ITEM))
         if record is not None:
             if record.step != step:

@@ -17,7 +17,7 @@ from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.evidence import ObservedBatch
-from healcore.runtime.run.record import HostParts, HostState, Record
+from healcore.runtime.run.record import HostParts, HostState, RunRecord
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import TerminationWatch
@@ -58,7 +58,7 @@ class RunBatches:
         ranks: Ranks,
         termination: TerminationWatch,
         log: RunLog,
-        record: Record,
+        record: RunRecord,
         keeps_batches: bool = False,
     ) -> None:
         self.loaders = loaders

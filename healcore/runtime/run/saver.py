@@ -18,7 +18,7 @@ from typing import Any
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.record import ITEM, Record
+from healcore.runtime.run.record import ITEM, RunRecord
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
@@ -68,7 +68,7 @@ class Saver:
     def __init__(
         self,
         data: RunBatches,
-        record: Record,
+        record: RunRecord,
         *,
         policy: HostPolicy,
         driver: Driver,
@@ -98,7 +98,7 @@ class Saver:
         self._left_alone: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
-        self._pruned = -1  # `Record.proven` at the last deletion
+        self._pruned = -1  # `RunRecord.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1  # step of the last checkpoint or of the start
@@ -113,7 +113,7 @@ class Saver:
         """The live state to save, except healcore's record."""
         return {**self.driver.state(), ITEM: self.data.host}
 
-    def healing_record(self, step: int) -> dict[str, Any]:
+    def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
             self.record,
@@ -127,7 +127,7 @@ class Saver:
 
     def commit(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
-        self.store.commit(step, self.healing_record(step))
+        self.store.commit(step, self.record_of(step))
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
@@ -255,7 +255,7 @@ class Saver:
             return
         began = time.monotonic()
         try:
-            self.store.save(step, self.items(), healing=self.healing_record(step))
+            self.store.save(step, self.items(), record=self.record_of(step))
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise
@@ -295,7 +295,7 @@ class Saver:
 
         def delete() -> None:
             try:
-                surplus, deleted, newest = on_first(self.store.processes, chosen)
+                surplus, deleted, newest = on_first(self.store.ranks, chosen)
                 if surplus and newest is not None:
                     self.store.verify(newest)
                 for old in surplus:

@@ -16,7 +16,7 @@ from healcore.runtime.driver import WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.rank_group import RankGroup
-from healcore.runtime.run.record import HostState, Record
+from healcore.runtime.run.record import HostState, RunRecord
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_batches import RunBatches
@@ -33,7 +33,7 @@ from healcore.runtime.story.trackers import Selection, Trackers
 
 _SHOWN = 3
 """Max checkpoints that an error names."""
-_records: dict[Path, Record] = {}
+_records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
 
 
@@ -143,7 +143,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         trackers=trackers,
         hooks=options.hooks,
     )
-    loaders, record = LoaderRegistry(), Record()
+    loaders, record = LoaderRegistry(), RunRecord()
     loss_fn = options.loss_fn if policy.rolls_back else None
     data = RunBatches(
         loaders=loaders,
@@ -218,7 +218,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     saves, newest = restorer.saves(), restorer.newest_record()
     settings = run_settings.settings_of(loop.driver, policy, options.state, group.world)
     saved = {} if newest is None else newest.settings
-    changes = agreed(group.processes, run_settings.changes_since(saved, settings))
+    changes = agreed(group.ranks, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         _check_resume(loop, options.resume, newest, saves, changes)
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
@@ -246,7 +246,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
     try:
-        _begin(loop, newest, settings, resume=bool(saves))
+        _begin(loop, newest, settings, bool(saves))
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         problem, step = f"the run did not start: {error_text(error)}", loop.data.step
@@ -263,7 +263,11 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
 
 
 def _check_resume(
-    loop: Loop, resume: Any, newest: Record | None, saves: list[Saved], changes: Mapping[str, str]
+    loop: Loop,
+    resume: Any,
+    newest: RunRecord | None,
+    saves: list[Saved],
+    changes: Mapping[str, str],
 ) -> None:
     """Raises if a run with checkpoints must not be resumed."""
     root = loop.saver.store.root
@@ -295,7 +299,7 @@ def _check_resume(
         raise completed
 
 
-def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, resume: bool) -> None:
+def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, data, recovery, record = loop.saver, loop.data, loop.recovery, loop.record
     recovery.restorer.find_damage()
@@ -304,10 +308,10 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     else:
         if saver.damage:
             raise _no_usable_checkpoint(loop, {})
-        record.run = agreed(loop.group.processes, loop.log.events.run)
+        record.run = agreed(loop.group.ranks, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
-    record.settings = record.settings or dict(settings)
+    record.settings = record.settings or settings
     recovery.read_engines()
     recovery.comparisons.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=newest.step if newest and newest.completed else None)
@@ -323,7 +327,7 @@ def _begin(loop: Loop, newest: Record | None, settings: Mapping[str, Any], *, re
     loop.group.termination.start()
 
 
-def _resume(loop: Loop, newest: Record | None) -> None:
+def _resume(loop: Loop, newest: RunRecord | None) -> None:
     restorer, saver = loop.recovery.restorer, loop.saver
     if newest is not None:
         saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)

@@ -92,8 +92,8 @@ class HostCopy:
     """The state, with its arrays in host memory."""
     copied: Callable[[], object]
     """Waits for the copies from an accelerator, which are asynchronous."""
-    healing: bytes | None
-    """The sealed healing state, or None."""
+    record: bytes | None
+    """The sealed record of the run, or None."""
     attempt: int
     created: float = field(default_factory=time.time)
     nonfinite: tuple[str, ...] = ()
@@ -107,9 +107,9 @@ class HostCopy:
         return sum(part.nbytes for part in parts_of(self.flat))
 
     @property
-    def healing_state(self) -> dict[str, Any] | None:
-        """A fresh copy of the healing state."""
-        return None if self.healing is None else files.unseal(self.healing)
+    def unsealed_record(self) -> dict[str, Any] | None:
+        """A fresh copy of the record."""
+        return None if self.record is None else files.unseal(self.record)
 
     def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
         """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
@@ -199,10 +199,10 @@ class ArrayFormat(ABC):
         return flat
 
     def copy(
-        self, step: int, state: Mapping[str, Any], healing: Mapping[str, Any] | None
+        self, step: int, state: Mapping[str, Any], record: Mapping[str, Any] | None
     ) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
-        step, sealed = checked_step(step), None if healing is None else sealed_healing(healing)
+        step, sealed = checked_step(step), None if record is None else sealed_record(record)
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
@@ -214,7 +214,7 @@ class ArrayFormat(ABC):
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
-        return HostCopy(step, flat, copied, sealed, max(1, len(Course.of(healing).attempts)))
+        return HostCopy(step, flat, copied, sealed, max(1, len(Course.of(record).attempts)))
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""
@@ -332,14 +332,14 @@ class Ring:
         """Steps that never leave the ring by themselves."""
         self.copies: dict[int, HostCopy] = {}
 
-    def has_room(self, copy: HostCopy, processes: int) -> bool:
+    def has_room(self, copy: HostCopy, world: int) -> bool:
         """Whether the copies that follow `copy` fit into half of the free host memory.
 
-        Assumes that all processes share this machine: a slow rollback is better than an OOM kill.
+        Assumes that all ranks share this machine: a slow rollback is better than an OOM kill.
         """
         following = self.keep.most - len(self.copies) if self.keep else 0
         # The other half is for data loaders, the page cache and the next allocation.
-        return following * copy.nbytes * processes <= host_memory.free() / 2
+        return following * copy.nbytes * world <= host_memory.free() / 2
 
     def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
         """Adds a copy. Returns a copy that is not in the ring any more, possibly this copy."""
@@ -351,7 +351,7 @@ class Ring:
 
     def prune(self, nonfinite_ok: Collection[str]) -> None:
         """Removes superfluous copies."""
-        saves = Course.newest(self.healings()).judged(self.listed(nonfinite_ok))
+        saves = Course.newest(self.records()).judged(self.listed(nonfinite_ok))
         surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
         for step in {*surplus} - self.protected:
             self.forget(step)
@@ -364,10 +364,10 @@ class Ring:
         """The entries of the copies in a list of checkpoints, without a status."""
         return [Saved.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
 
-    def healings(self) -> dict[int, dict[str, Any]]:
-        """The healing states by step."""
-        found = {step: copy.healing_state for step, copy in self.copies.items()}
-        return {step: healing for step, healing in found.items() if healing is not None}
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The records of the run by step."""
+        found = {step: copy.unsealed_record for step, copy in self.copies.items()}
+        return {step: record for step, record in found.items() if record is not None}
 
 
 def checked_step(step: Any) -> int:
@@ -377,13 +377,13 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def sealed_healing(healing: Mapping[str, Any]) -> bytes:
-    """The healing state as JSON bytes with a digest; StoreError if it is not JSON-safe."""
+def sealed_record(record: Mapping[str, Any]) -> bytes:
+    """The record as JSON bytes with a digest; StoreError if it is not JSON-safe."""
     try:
-        return files.seal(healing)
+        return files.seal(record)
     except (TypeError, ValueError) as error:
         raise StoreError(
-            f"the healing state must be JSON-safe ({error}): pass the adapter's to_dict()"
+            f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"
         ) from None
 
 

@@ -6,7 +6,7 @@
         state.json                     structure of the state, Python values
         state-rank-00001.json          the same for per-rank values, if the state has any
         manifest.json                  size and digest of all files above
-        healing.json                   the healing state, if one was saved; a rollback replaces it
+        healing.json                   the record, if one was saved; a rollback replaces it
       .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 A save is written to a temporary directory. The manifest is written last and never changed; then the
@@ -36,7 +36,7 @@ from healcore.runtime.store.saved import CheckpointDamaged, Course, Saved, Store
 SCHEMA = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
-HEALING = "healing.json"
+RECORD = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
 _DIFFERS = "is not what was written: its digest differs"
@@ -68,10 +68,11 @@ class Manifest(NamedTuple):
     attempt: Annotated[_Count, Field(ge=1)]
     """Number of the attempt that saved the checkpoint, from 1. See `Course`."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
-    """Relative path -> size and digest, for every file except this one and the healing state."""
+    """Relative path -> size and digest, for every file except this one and the record."""
     nonfinite: tuple[str, ...]
     """Names of arrays with NaN or Inf, allowed or not."""
     healing: bool
+    """Whether the checkpoint has a record, in `healing.json`."""
 
     @property
     def nbytes(self) -> int:
@@ -87,8 +88,8 @@ class StoredCheckpoint(NamedTuple):
 
     folder: Path
     manifest: Manifest
-    healing: dict[str, Any] | None
-    """The healing state, or None if the checkpoint has none."""
+    record: dict[str, Any] | None
+    """The record of the run, or None if the checkpoint has none."""
 
     def damaged(self, file: str, difference: str) -> CheckpointDamaged:
         """Makes the error for a damaged file of this checkpoint."""
@@ -131,11 +132,11 @@ def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: 
 def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     """Completes the save of a `HostCopy`: writes the manifest, and sets the final name."""
     digests = files.sync_and_digest(folder)
-    if copy.healing is not None:
-        files.write_new(folder / HEALING, copy.healing)
+    if copy.record is not None:
+        files.write_new(folder / RECORD, copy.record)
     found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
-    has_healing = copy.healing is not None
-    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_healing)
+    has_record = copy.record is not None
+    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
     writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
     files.write_new(folder / MANIFEST, files.seal({**writer, **read._asdict()}))
     files.sync_directory(folder)
@@ -187,9 +188,9 @@ class Scan(NamedTuple):
 
     complete: dict[int, StoredCheckpoint]
     """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
-    digests of manifest and healing state are right, and every file has its size."""
-    healings: dict[int, dict[str, Any]]
-    """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+    digests of manifest and record are right, and every file has its size."""
+    records: dict[int, dict[str, Any]]
+    """The intact records of the run by step, also of checkpoints that are damaged elsewhere."""
     damaged: list[CheckpointDamaged]
     """The errors of directories that have the name of a checkpoint and are not complete. A crash
     leaves none: a save gets its name last, a deletion removes it first."""
@@ -205,25 +206,25 @@ def scan(root: Path | None) -> Scan:
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
     found: list[StoredCheckpoint] = []
-    healings: dict[int, dict[str, Any]] = {}
+    records: dict[int, dict[str, Any]] = {}
     damaged: list[CheckpointDamaged] = []
     for folder in folders:
         if step_of(folder) is None:
             continue
         try:
-            found.append(_open(folder, healings))
+            found.append(_open(folder, records))
         except CheckpointDamaged as error:
             if folder.exists():  # else the checkpoint was being deleted
                 damaged.append(error)
     found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
-    return Scan({each.manifest.step: each for each in found}, healings, damaged)
+    return Scan({each.manifest.step: each for each in found}, records, damaged)
 
 
 def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
     """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
     saves = found.complete.values()
     entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
-    return Course.newest(found.healings).judged(entries)
+    return Course.newest(found.records).judged(entries)
 
 
 def find_damage(
@@ -243,17 +244,17 @@ def find_damage(
     return sorted((error for error in errors if error), key=lambda error: error.file)
 
 
-def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint:
-    """Opens a complete checkpoint. Adds its healing state to `healings`, if that is intact."""
-    healing = None
-    if os.path.lexists(folder / HEALING):
-        healing = healings[step_of(folder) or 0] = _read_sealed(folder, HEALING)
-    record = _read_manifest(folder)
-    if folder.name != _directory_name(record.step, record.attempt):
-        raise _damaged(folder, f"is of step {record.step}, attempt {record.attempt}")
-    if record.healing and healing is None:
-        raise _damaged(folder, "is missing", HEALING)
-    for name, digest in record.files.items():
+def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
+    """Opens a complete checkpoint. Adds its record to `records`, if that is intact."""
+    record = None
+    if os.path.lexists(folder / RECORD):
+        record = records[step_of(folder) or 0] = _read_sealed(folder, RECORD)
+    manifest = _read_manifest(folder)
+    if folder.name != _directory_name(manifest.step, manifest.attempt):
+        raise _damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}")
+    if manifest.healing and record is None:
+        raise _damaged(folder, "is missing", RECORD)
+    for name, digest in manifest.files.items():
         try:
             status = (folder / name).lstat()
         except OSError as error:
@@ -262,7 +263,7 @@ def _open(folder: Path, healings: dict[int, dict[str, Any]]) -> StoredCheckpoint
             raise _damaged(folder, "is no regular file", name)
         if status.st_size != digest.bytes:
             raise _damaged(folder, f"has {status.st_size} bytes instead of {digest.bytes}", name)
-    return StoredCheckpoint(folder, record, healing)
+    return StoredCheckpoint(folder, manifest, record)
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -92,5 +92,5 @@ def on_each(ranks: Ranks, action: Callable[[], T]) -> T:
 
 def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on rank 0; returns its result, or raises its error, on every rank."""
-    nothing: Callable[[], Any] = lambda: None  # noqa: E731
-    return together(ranks, action if ranks.rank == 0 else nothing)[0]
+    results: list[Any] = together(ranks, lambda: action() if ranks.rank == 0 else None)
+    return results[0]

@@ -1,9 +1,9 @@
 """The checkpoints of a run: which belong to the run, which can be deleted; errors of stores.
 
 Each start, resume and rollback begins an attempt at a step, its base. A checkpoint is abandoned if
-a later attempt began below its step. The healing state of a checkpoint has the bases of all
-attempts so far; so nothing has to be marked, and a crash leaves nothing half marked. No error of a
-store changes the live state.
+a later attempt began below its step. The record of a checkpoint has the bases of all attempts so
+far; so nothing has to be marked, and a crash leaves nothing half marked. No error of a store
+changes the live state.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class Saved(NamedTuple):
     """Names of the arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
     @classmethod
-    def of(cls, record: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
+    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
         """The entry of a manifest or a copy in memory. The status follows from `Course.judged`."""
-        bad = disallowed(record.nonfinite, nonfinite_ok)
-        numbers = record.nbytes, record.created, record.attempt
-        return cls(record.step, "candidate", not bad, *numbers, path, bad)
+        bad = disallowed(saved.nonfinite, nonfinite_ok)
+        numbers = saved.nbytes, saved.created, saved.attempt
+        return cls(saved.step, "candidate", not bad, *numbers, path, bad)
 
 
 def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
@@ -145,12 +145,12 @@ class Restored(NamedTuple):
     state: dict[str, Any]
     """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
     `state_dict`."""
-    healing: dict[str, Any] | None
-    """The healing state, or None if the checkpoint has none."""
+    record: dict[str, Any] | None
+    """The record of the run, or None if the checkpoint has none."""
 
 
 class Course(NamedTuple):
-    """What a healing state says about all checkpoints of its store."""
+    """What a record says about all checkpoints of its store."""
 
     attempts: tuple[int, ...] = ()
     """Base step of each attempt, oldest first. Attempts are numbered from 1."""
@@ -158,17 +158,17 @@ class Course(NamedTuple):
     """Finite checkpoints up to this step are known-good."""
 
     @classmethod
-    def of(cls, healing: Mapping[str, Any] | None) -> Course:
-        """The course in a healing state. Empty if the healing state has none."""
-        attempts, proven = (healing or {}).get("attempts"), (healing or {}).get("proven")
+    def of(cls, record: Mapping[str, Any] | None) -> Course:
+        """The course in a record. Empty if the record has none."""
+        attempts, proven = (record or {}).get("attempts"), (record or {}).get("proven")
         if not isinstance(attempts, list | tuple) or type(proven) is not int:
             return cls()
         return cls(tuple(each for each in attempts if type(each) is int), proven)
 
     @classmethod
-    def newest(cls, healings: Mapping[int, Mapping[str, Any]]) -> Course:
-        """The course in the newest of some healing states, by step."""
-        courses = [(cls.of(healing), step) for step, healing in healings.items()]
+    def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> Course:
+        """The course in the newest of some records of the run, by step."""
+        courses = [(cls.of(record), step) for step, record in records.items()]
         return max(courses, key=lambda each: (len(each[0].attempts), each[1]), default=(cls(),))[0]
 
     def abandons(self, step: int, attempt: int) -> bool:

@@ -23,7 +23,7 @@ from healcore.runtime.store.host_copy import (
     Ring,
     Target,
     checked_step,
-    sealed_healing,
+    sealed_record,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -79,7 +79,7 @@ class CheckpointStore(Writer):
         """The copies in memory."""
         self.nonfinite_ok: tuple[str, ...] = ()
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
-        self.processes = ranks or Alone()
+        self.ranks = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
         self._inspected, self._written = Event(), Event()
         """Set when the last copy is inspected and in the ring, or written, or has failed."""
@@ -113,7 +113,7 @@ class CheckpointStore(Writer):
         return True
 
     def save(
-        self, step: int, state: Mapping[str, Any], *, healing: Mapping[str, Any] | None = None
+        self, step: int, state: Mapping[str, Any], *, record: Mapping[str, Any] | None = None
     ) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
@@ -124,7 +124,7 @@ class CheckpointStore(Writer):
         Args:
             step: number of the optimizer step, >= 0.
             state: name -> tree of arrays and Python values, or an object with `state_dict`.
-            healing: the healing state, JSON-safe. The attempt of the save is the number of items
+            record: the record of the run, JSON-safe. The attempt of the save is the number of items
                 in its list `attempts`, or 1 without the list.
 
         Raises:
@@ -134,9 +134,9 @@ class CheckpointStore(Writer):
         if self.busy:  # never in a forked child
             self._written.wait()  # at most one copy is pending; deletions may be
         try:
-            copy = self.format.copy(step, state, healing)
+            copy = self.format.copy(step, state, record)
         except Exception as error:
-            if self.processes.world > 1:  # the other ranks would wait for this rank
+            if self.ranks.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
             raise
         self._inspected, self._written = inspected, written = Event(), Event()
@@ -154,9 +154,9 @@ class CheckpointStore(Writer):
         Raises:
             UnsavableState: the state holds something that cannot be saved.
         """
-        if self.processes.world > 1:
+        if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = ranks.together(self.processes, lambda: self.format.nonfinite_in(state))
+        found = ranks.together(self.ranks, lambda: self.format.nonfinite_in(state))
         return ranks.union_of_names(found)
 
     # -- the checkpoints ------------------------------------------------------------------------
@@ -177,17 +177,17 @@ class CheckpointStore(Writer):
             copy = self.ring.copies.get(saved.step)
             if copy is None or copy.path == saved.path:
                 saves[saved.step] = saved
-        course = Course.newest(found.healings | self.ring.healings())
+        course = Course.newest(found.records | self.ring.records())
         return course.judged(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
         return [*manifest.scan(self.root).complete]
 
-    def healings(self) -> dict[int, dict[str, Any]]:
-        """The intact healing states by step, also of checkpoints that are damaged elsewhere."""
+    def records(self) -> dict[int, dict[str, Any]]:
+        """The intact records of the run by step, also of checkpoints that are damaged elsewhere."""
         self._wait_for_inspection()
-        return manifest.scan(self.root).healings | self.ring.healings()
+        return manifest.scan(self.root).records | self.ring.records()
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
@@ -200,7 +200,7 @@ class CheckpointStore(Writer):
         if stored is not None:
             self._check_files(stored)
         elif copy is not None:
-            ranks.on_each(self.processes, lambda: self.format.check(copy))
+            ranks.on_each(self.ranks, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -219,8 +219,8 @@ class CheckpointStore(Writer):
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = ranks.on_each(self.processes, lambda: self.format.restore(copy, like))
-                return Restored(state, copy.healing_state)
+                state = ranks.on_each(self.ranks, lambda: self.format.restore(copy, like))
+                return Restored(state, copy.unsealed_record)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
                 if stored is None:
@@ -231,29 +231,29 @@ class CheckpointStore(Writer):
 
         def matched() -> Target:
             with stored.only_written_by_healcore():
-                return self.format.match(step, stored.entries(self.processes.rank), like)
+                return self.format.match(step, stored.entries(self.ranks.rank), like)
 
         # All ranks raise or none: the others would wait for a rank that raised.
-        target = ranks.on_each(self.processes, matched)
+        target = ranks.on_each(self.ranks, matched)
         with stored.only_written_by_healcore():
             arrays = self.format.read(stored, target)
-            return Restored(self.format.assemble(target, arrays), stored.healing)
+            return Restored(self.format.assemble(target, arrays), stored.record)
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
-        """Replaces the healing state of a checkpoint, atomically. The arrays stay.
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
+        """Replaces the record of a checkpoint, atomically. The arrays stay.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.
-            StoreError: the healing state could not be written.
+            StoreError: the record could not be written.
         """
-        sealed = sealed_healing(healing)
+        sealed = sealed_record(record)
         _, stored = self._locate(step)
         if (copy := self.ring.copies.get(step)) is not None:
-            copy.healing = sealed
+            copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
         if stored is not None:
-            file = stored.folder / manifest.HEALING
-            failure = f"the healing state of step {step} cannot be written"
+            file = stored.folder / manifest.RECORD
+            failure = f"the record of step {step} cannot be written"
             self._change(failure, lambda: files.replace(file, sealed))
 
     def delete(self, step: int) -> None:
@@ -282,7 +282,7 @@ class CheckpointStore(Writer):
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
         try:
-            found = ranks.together(self.processes, lambda: self._inspect(copy))
+            found = ranks.together(self.ranks, lambda: self._inspect(copy))
             names, has_room = zip(*found, strict=True)
             copy.nonfinite = ranks.union_of_names(names)
             if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
@@ -305,12 +305,12 @@ class CheckpointStore(Writer):
             nonfinite = self.format.inspect(copy)
         except Exception as error:
             raise SaveFailed(copy.step, "while copying the state", error) from error
-        return nonfinite, self.ring.has_room(copy, self.processes.world)
+        return nonfinite, self.ring.has_room(copy, self.ranks.world)
 
     def _close_ring(self, copy: HostCopy) -> None:
         """Keeps no copies in memory from now on; StoreError for a store without a directory."""
         assert self.ring.keep is not None, "an empty ring has room"
-        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.processes.world} ranks"
+        each = f"{copy.nbytes / 1e9:.3g} GB each, {self.ranks.world} ranks"
         line = f"{self.ring.keep.most + 1} copies of the state ({each})"
         line += " do not fit into half of the free host memory"
         if self.root is None:
@@ -326,14 +326,14 @@ class CheckpointStore(Writer):
         # All exchanges of the ranks go through `ranks.gather`, in the same order.
         while self._failed:
             files.discard(self._failed.pop())
-        folder = root / ranks.agreed(self.processes, files.new_temporary())
+        folder = root / ranks.agreed(self.ranks, files.new_temporary())
         try:
-            ranks.on_first(self.processes, lambda: folder.mkdir())
-            ranks.on_each(self.processes, lambda: self._write(copy, folder))
+            ranks.on_first(self.ranks, lambda: folder.mkdir())
+            ranks.on_each(self.ranks, lambda: self._write(copy, folder))
             complete = partial(manifest.complete, root, folder, copy, self.format.name)
-            return ranks.on_first(self.processes, complete)
+            return ranks.on_first(self.ranks, complete)
         except Exception as error:
-            if self.processes.rank == 0:
+            if self.ranks.rank == 0:
                 files.discard(folder)
                 self._failed.append(folder)
             raise SaveFailed(copy.step, f"while writing to {root}", error) from error
@@ -341,7 +341,7 @@ class CheckpointStore(Writer):
     def _write(self, copy: HostCopy, folder: Path) -> None:
         """Writes `data/` and `state.json`. Every rank calls it."""
         self.format.write(copy, folder / manifest.DATA)
-        manifest.write_entries(folder, copy.flat.entries, self.processes.rank)
+        manifest.write_entries(folder, copy.flat.entries, self.ranks.rank)
 
     def _fail_on_others(self, failure: Exception) -> None:
         """Makes a save fail on the other ranks because this rank could not copy its state."""
@@ -350,7 +350,7 @@ class CheckpointStore(Writer):
             raise failure
 
         with suppress(type(failure)):  # `save` raises it on this rank
-            ranks.on_each(self.processes, fail)
+            ranks.on_each(self.ranks, fail)
 
     # -- the directory --------------------------------------------------------------------------
 
@@ -384,8 +384,8 @@ class CheckpointStore(Writer):
             incomplete = (error for error in found.damaged if error.step == step)
             return found.complete.get(step) or next(incomplete, missing)
 
-        stored = ranks.on_first(self.processes, look)
-        in_memory = all(self.processes.gather(copy is not None))
+        stored = ranks.on_first(self.ranks, look)
+        in_memory = all(self.ranks.gather(copy is not None))
         if isinstance(stored, StoreError):
             if not in_memory:
                 raise stored
@@ -396,17 +396,17 @@ class CheckpointStore(Writer):
 
     def _check_files(self, checkpoint: StoredCheckpoint) -> None:
         """Recomputes the digests of the files, shared among the ranks; CheckpointDamaged."""
-        rank, world = self.processes.rank, self.processes.world
+        rank, world = self.ranks.rank, self.ranks.world
 
         def check() -> None:
             for error in manifest.find_damage(checkpoint, rank, world):
                 raise error
 
-        ranks.on_each(self.processes, check)
+        ranks.on_each(self.ranks, check)
 
     def _change(self, failure: str, action: Callable[[], None]) -> None:
         """Changes something on disk, from rank 0; StoreError if that fails."""
         try:
-            ranks.on_first(self.processes, action)
+            ranks.on_first(self.ranks, action)
         except OSError as error:
             raise StoreError(f"{failure} in {self.root}: {error.strerror or error}") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from healcore.console import counted
-from healcore.core.decision import Cause
+from healcore.core.decision import Cause, StepRecord
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names, readings_text, sentence
 from healcore.history import Counts, Run, RunState
@@ -223,6 +224,37 @@ def last_line(end: RunEnd, newest: int | None) -> str:
         ended += f" ({end.why})"
     what = ", ".join(f"{would}{each}" for each in done) or "no intervention"
     return f"{ended} after step {end.step}: {what}; {disk}newest known-good checkpoint: {last_good}"
+
+
+# -- a run that trains nothing ---------------------------------------------------------------------
+
+FROM_START = 100
+"""Steps after which a run ends that has had no finite step."""
+IN_A_ROW = 1_000
+"""Consecutive steps without a finite step after which any other run ends."""
+
+
+def nonfinite_row_text(
+    record: StepRecord, row: int, weights: Sequence[str], from_start: bool
+) -> str:
+    """The sentence about a run of which `row` consecutive steps were not finite.
+
+    `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
+    parameter, so a run without a finite step has the parameters that it was started with.
+    """
+    which, since, loaded = "last", "", ""
+    if from_start:
+        which, since, loaded = "first", " since the start", ", because they were loaded so"
+    text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
+    if weights:
+        found = f"the weights are NaN or Inf{since}{loaded}"
+        return f"{text}: {found}; the first tensor is {weights[0]}"
+    if not record.taken:
+        return f"{text}: the training step has kept its old state{since}"
+    named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
+    first = f"; the first tensor is the gradient of {named[0]}" if named else ""
+    what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    return f"{text}: the {what} is NaN or Inf{since}{first}"
 
 
 # -- pieces of sentences --------------------------------------------------------------------------

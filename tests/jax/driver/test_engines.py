@@ -147,7 +147,7 @@ def test_a_checkpoint_of_a_run_without_healing_restores(tmp_path):
     store.save(9, {"params": params, "opt_state": tx.init(params), "epoch": np.int32(7)})
     store.wait()
     restored = store.restore(9, driver.state())
-    assert restored.healing is None
+    assert restored.record is None
     healing = driver.engines()
     driver.load(restored.state)
     assert_same_bits(driver.live["params"], params)

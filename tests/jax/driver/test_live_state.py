@@ -34,7 +34,7 @@ def saved(driver: JaxDriver) -> Any:
 def back_to(driver: JaxDriver, store: Any, step: int) -> None:
     """Restores a checkpoint."""
     restored = store.restore(step, driver.state())
-    driver.load(restored.state, restored.healing)
+    driver.load(restored.state, restored.record)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
     run, driver = driven(RUNS[kind](policy=policy), policy)
     store = driver.store(tmp_path if where == "disk" else None)
     advance(driver, run, BATCHES[:at])
-    store.save(at, driver.state(), healing=driver.engines())
+    store.save(at, driver.state(), record=driver.engines())
     store.wait()
     if where == "disk":
         store.ring.forget(at)
@@ -146,7 +146,7 @@ def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     run, driver = driven(plain(policy=policy), policy)
     store = driver.store(None)
     advance(driver, run, [*BATCHES, 1e3 * BATCHES[0]])
-    store.save(7, driver.state(), healing=driver.engines())
+    store.save(7, driver.state(), record=driver.engines())
     advance(driver, run, BATCHES[1:2])
     after = saved(driver)
     assert int(optax.tree.get(driver.state(), "count")) == 1  # of new moments

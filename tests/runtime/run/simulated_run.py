@@ -13,7 +13,7 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.record import ITEM, HostState, Record
+from healcore.runtime.run.record import ITEM, HostState, RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import Checkpoints, HostPolicy
@@ -51,7 +51,7 @@ class Listed(CheckpointStore):
         copier: Any = None
         super().__init__(copier)
         self.saves: dict[int, Saved] = {}
-        self.records: dict[int, Any] = {}
+        self.stored: dict[int, Any] = {}
         self.corrupt: set[int] = set()
         self.bad: list[tuple[int, tuple[str, ...]]] = []
         """Saves with NaN that were not reported yet."""
@@ -66,16 +66,16 @@ class Listed(CheckpointStore):
             raise Killed
         self.calls_left -= self.calls_left > 0
 
-    def save(self, step: int, state: Any, *, healing: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
-        attempt = max(1, len(Course.of(healing).attempts))
+        attempt = max(1, len(Course.of(record).attempts))
         self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
-        self.records[step] = json.loads(json.dumps(healing))
+        self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
     def steps(self) -> list[Saved]:
-        course = Course.newest(self.records)
+        course = Course.newest(self.stored)
         return course.judged(self.saves[step] for step in sorted(self.saves))
 
     def steps_on_disk(self) -> list[int]:
@@ -93,19 +93,19 @@ class Listed(CheckpointStore):
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
         self.passes()
-        return Restored({ITEM: NO_DATA}, self.records[step])
+        return Restored({ITEM: NO_DATA}, self.stored[step])
 
-    def healings(self) -> dict[int, Any]:
-        return dict(self.records)
+    def records(self) -> dict[int, Any]:
+        return dict(self.stored)
 
-    def commit(self, step: int, healing: Mapping[str, Any]) -> None:
+    def commit(self, step: int, record: Mapping[str, Any]) -> None:
         self.verify(step)
         self.passes()
-        self.records[step] = json.loads(json.dumps(healing))
+        self.stored[step] = json.loads(json.dumps(record))
 
     def delete(self, step: int) -> None:
         self.passes()
-        del self.saves[step], self.records[step]
+        del self.saves[step], self.stored[step]
 
     def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
         found, self.bad = self.bad, []
@@ -124,7 +124,7 @@ class Process:
 
     def __init__(self, store: Listed) -> None:
         self.store, self.loaders = store, LoaderRegistry()
-        facts = Record()
+        facts = RunRecord()
         self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
@@ -172,6 +172,6 @@ class Process:
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
-        done, _ = self.restorer.roll_back(order)
+        done, _ = self.restorer.restore(order)
         self.data.step, self._goes_on = done.target, False
         return done

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.run import record
-from healcore.runtime.run.record import Record
+from healcore.runtime.run.record import RunRecord
 from healcore.runtime.store import NoGoodCheckpoint
 from tests.runtime.run.simulated_run import EVERY, KEEP, PROBATION, REGION, Killed, Listed, Process
 
@@ -90,7 +89,7 @@ class History(RuleBasedStateMachine):
         try:
             arrival = process.go_back(depth)
         except Killed:
-            records = [record.read(each) for each in self.store.records.values()]
+            records = [RunRecord.of(each) for each in self.store.stored.values()]
             done = max(len(each.ledger.rollbacks) for each in records)
             self.start(expected if done > len(self.back) else None)
         except NoGoodCheckpoint:
@@ -192,7 +191,7 @@ class History(RuleBasedStateMachine):
         on_probation = self.process.saver.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
-        assert record.read(Record(ledger=ledger).to_dict()).ledger == ledger
+        assert RunRecord.of(RunRecord(ledger=ledger).to_dict()).ledger == ledger
 
     @invariant()
     def the_way_down_stays_open(self) -> None:

@@ -128,11 +128,11 @@ class StoreCase:
         state["cursor"].order[:] = 77
         state["cursor"].at = 77
 
-    def filled(self, root: Any, *steps: int, healing: Any = None) -> Any:
+    def filled(self, root: Any, *steps: int, record: Any = None) -> Any:
         """A store with checkpoints of some steps, each of the state with that seed."""
         store = self.make(root)
         for step in steps:
-            store.save(step, self.state(step), healing=healing)
+            store.save(step, self.state(step), record=record)
             store.wait()
         return store
 
@@ -210,8 +210,8 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 def mark_good(store: CheckpointStore, step: int) -> None:
     """Makes a checkpoint and all older ones known-good."""
-    healing = {"attempts": [0], **store.healings().get(step, {})}
-    store.commit(step, {**healing, "proven": step})
+    record = {"attempts": [0], **store.records().get(step, {})}
+    store.commit(step, {**record, "proven": step})
 
 
 def held_bytes(store: CheckpointStore) -> int:

@@ -184,7 +184,7 @@ HEALING = {"attempts": [0], "proven": 2}
 
 def two_saves(case: StoreCase, root: Path) -> Path:
     """Known-good checkpoints of steps 1 and 2; returns the newer one's directory."""
-    return Path(case.filled(root, 1, 2, healing=HEALING).steps()[1].path)
+    return Path(case.filled(root, 1, 2, record=HEALING).steps()[1].path)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -208,7 +208,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp
                 call(2)
             assert error.value.file == path.relative_to(newer).as_posix()
         found = store.restore(1, like)
-        assert found.healing == HEALING
+        assert found.record == HEALING
         assert same_states(case.state(1), found.state)
         flip(path, bit)
     assert same_states(case.state(2), case.make(tmp_path).restore(2, like).state)
@@ -352,7 +352,7 @@ def start(calls):
     if calls is not None:
         Watched(root / "phases", Aim(WRITE, 1, calls=calls))
     put = jax.device_put if case.in_jax else torch.from_numpy
-    store.save(max(found, default=0) + 1, {"w": put(numpy.arange(999.0, dtype="f"))}, healing={})
+    store.save(max(found, default=0) + 1, {"w": put(numpy.arange(999.0, dtype="f"))}, record={})
     store.wait()
 
 for calls in (None, *range(26), None):  # Orbax changes the disk 25 times
@@ -369,7 +369,7 @@ def test_a_kill_anywhere_in_a_save_leaves_whole_checkpoints(case, tmp_path):
 
 
 def test_killed_while_deleting(tmp_path, monkeypatch):
-    store = DCP.filled(tmp_path, 1, 2, healing={"attempts": [0], "proven": 2})
+    store = DCP.filled(tmp_path, 1, 2, record={"attempts": [0], "proven": 2})
 
     def some(folder: Path) -> None:
         next(folder.rglob("*.distcp")).unlink()

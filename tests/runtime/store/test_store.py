@@ -34,15 +34,15 @@ HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, tmp_path):
     store = case.make(tmp_path / "checkpoints")
     assert store.steps() == store.damaged() == []
-    healing, state = json.loads(json.dumps(HEALING)), case.state(1)
-    store.save(7, state, healing=healing)
+    record, state = json.loads(json.dumps(HEALING)), case.state(1)
+    store.save(7, state, record=record)
     case.spoil(state)
-    healing["state"]["heal_step"] = -1
+    record["state"]["heal_step"] = -1
     store.wait()
     for _ in range(2):
         restored = store.restore(7, case.state(2))
         assert same_states(case.state(1), restored.state)
-        assert restored.healing == HEALING
+        assert restored.record == HEALING
         cursor = Cursor()
         cursor.load_state_dict(restored.state["cursor"])
         case.spoil({**restored.state, "cursor": cursor})
@@ -64,15 +64,15 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
     assert same_states(case.state(7), store.restore(7, like).state)
     assert store.restore(8, like).state["healcore"]["at"] == 5
     assert store.restore(7, {"healcore": Newcomer()}) == ({}, None)
-    assert store.healings() == {}
+    assert store.records() == {}
     for same_but_needed in (Cursor(), {"optional": True}):
         with pytest.raises(StateMismatch, match='"healcore" is missing in the saved state'):
             store.restore(7, {**like, "healcore": same_but_needed})
 
 
 @over(*ALL)
-def test_a_commit_replaces_the_healing_state_alone_and_what_fails_changes_nothing(case, tmp_path):
-    store, like = case.filled(tmp_path, 7, healing=HEALING), case.state(1)
+def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case, tmp_path):
+    store, like = case.filled(tmp_path, 7, record=HEALING), case.state(1)
     store.commit(7, {"lr": 0.25})
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
@@ -100,7 +100,7 @@ def test_a_commit_replaces_the_healing_state_alone_and_what_fails_changes_nothin
     store.wait()
     assert [saved.step for saved in store.steps()] == [7]
     restored = store.restore(7, case.state(2))
-    assert store.healings()[7] == restored.healing == {"lr": 0.25}
+    assert store.records()[7] == restored.record == {"lr": 0.25}
     assert same_states(case.state(7), restored.state)
 
 
@@ -112,15 +112,15 @@ def test_arrays_that_may_hold_nan_are_named_by_patterns():
 
 
 def save(case: StoreCase, store, step: int, seed: int, *attempts: int) -> None:
-    healing = {"seed": seed, "attempts": [0, *attempts], "proven": 1}
-    store.save(step, case.state(seed), healing=healing)
+    record = {"seed": seed, "attempts": [0, *attempts], "proven": 1}
+    store.save(step, case.state(seed), record=record)
     store.wait()
 
 
 def holds(case: StoreCase, store, step: int, seed: int) -> bool:
     """Whether the save that counts for a step is the one of that seed."""
     restored = store.restore(step, case.state(0))
-    return restored.healing["seed"] == seed and same_states(case.state(seed), restored.state)
+    return restored.record["seed"] == seed and same_states(case.state(seed), restored.state)
 
 
 def statuses(store) -> list[tuple[int, str]]:
@@ -129,7 +129,7 @@ def statuses(store) -> list[tuple[int, str]]:
 
 def roll_back(store, target: int, *attempts: int) -> None:
     """The Healer's commit of a rollback."""
-    store.commit(target, {**store.healings()[target], "attempts": [0, *attempts]})
+    store.commit(target, {**store.records()[target], "attempts": [0, *attempts]})
 
 
 @over(*ALL)
@@ -160,7 +160,7 @@ def test_the_tenth_attempt_is_newer_than_the_ninth(case, tmp_path):
     shutil.copytree(store.root, older)
     save(case, store, 3, 10, *[1] * 9)
     shutil.copytree(older, store.root, dirs_exist_ok=True)
-    assert case.make(store.root).healings()[3]["seed"] == 10
+    assert case.make(store.root).records()[3]["seed"] == 10
 
 
 @over(*TIERS)
@@ -171,7 +171,7 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
     save(case, store, 3, 3)
     roll_back(store, 1, 1)
     with read_only(store.root):
-        store.save(3, case.state(13), healing={"seed": 13, "attempts": [0, 1], "proven": 1})
+        store.save(3, case.state(13), record={"seed": 13, "attempts": [0, 1], "proven": 1})
         store.join()
     assert [failure.step for failure in store.failures()] == [3]
     assert statuses(store) == [(1, "good"), (3, "candidate")]

@@ -95,7 +95,7 @@ def rolled_back() -> list[list[str]]:
         optimizer.zero_grad()
         assert driver.may_save()
         if not bad:
-            store.save(1, driver.state(), healing=driver.engines())
+            store.save(1, driver.state(), record=driver.engines())
         record = single_record(driver)
         assert record.skip == bad
         named.append(sorted(each.name for each in record.evidence))

@@ -89,7 +89,7 @@ def roll_back(driver: TorchDriver, saved: Any) -> None:
     merged = {
         name: engine.to_dict(
             engine.on_rollback(
-                engine.from_dict(live[name]), engine.from_dict(saved.healing[name]), xp=np
+                engine.from_dict(live[name]), engine.from_dict(saved.record[name]), xp=np
             )
         )
         for name in live

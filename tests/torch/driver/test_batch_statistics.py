@@ -100,7 +100,7 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     run = NormRun()
     store = run.driver.store(None)
     run.step(0)
-    store.save(1, run.driver.state(), healing=run.driver.engines())
+    store.save(1, run.driver.state(), record=run.driver.engines())
     saved = statistics(run.model)
     for i in range(1, 4):
         run.step(i)

@@ -61,7 +61,7 @@ def test_the_same_steps_again_are_the_same_to_the_bit(
     seen = []
     for i in range(5):
         if i == saved:
-            store.save(i, driver.state(), healing=driver.engines())
+            store.save(i, driver.state(), record=driver.engines())
         if i >= saved:
             seen.append(snapshot(run.optimizer))
         run.step(i)
@@ -84,7 +84,7 @@ def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
     run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
     driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
     store = driver.store(None)
-    store.save(0, driver.state(), healing=driver.engines())
+    store.save(0, driver.state(), record=driver.engines())
     live = driver.engines()
     run.step(0)
     driver.load(store.restore(0, driver.state()).state, live)
@@ -100,7 +100,7 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     driver = TorchDriver(run.state, ROLLS_BACK)
     store = driver.store(None)
     run.step(0)
-    store.save(1, driver.state(), healing=driver.engines())
+    store.save(1, driver.state(), record=driver.engines())
     owned = lambda: [t for p, s in run.optimizer.state.items() for t in (p.grad, *s.values())]  # noqa: E731
     before = [*owned(), *run.optimizer.param_groups]
     driver.load(store.restore(1, driver.state()).state)
@@ -130,7 +130,7 @@ def test_the_scalers_state_is_restored_too(fused: bool):
         scaler.update()
         assert scaler.get_scale() == (16.0 if i == 1 else 8.0)
         if i == 0:
-            store.save(1, driver.state(), healing=driver.engines())
+            store.save(1, driver.state(), record=driver.engines())
         if i == 3:
             ends.append([p.detach().clone() for p in run.model.parameters()])
             roll_back(driver, store.restore(1, driver.state()))
@@ -150,7 +150,7 @@ def rolled_back(optimizer: str, scheduler: str, where: str, factor: float) -> tu
     store = driver.store(None)
     for i in range(CUT + 1):
         if i == SAVED:
-            store.save(i, driver.state(), healing=driver.engines())
+            store.save(i, driver.state(), record=driver.engines())
         run.step(i, factor if i == CUT else 1.0)
     run.step(CUT + 1)  # the host learns of it one step later
     roll_back(driver, store.restore(SAVED, driver.state()))

@@ -61,7 +61,7 @@ def fresh(scale: float = 1.0) -> dict[str, Any]:
 def save(store: Any, step: int, state: Any = None) -> None:
     """Saves; then overwrites what it has saved."""
     state = state or fresh(step)
-    store.save(step, state, healing={"step": step})
+    store.save(step, state, record={"step": step})
     state["model"]["plain"].zero_()
     state["model"]["sharded"].zero_()
     store.wait()
@@ -77,7 +77,7 @@ def check(store: Any, step: int) -> None:
     assert torch.equal(model["replicated"].to_local(), whole(step))
     assert torch.equal(model["plain"], whole(step))
     assert found.state["own"]["rng"].tolist() == [rank] * 3
-    assert found.healing == {"step": step}
+    assert found.record == {"step": step}
     apply(live, found.state)
     assert torch.equal(live["model"]["sharded"].full_tensor(), whole(step))
     assert live["own"].value["rank"] == rank

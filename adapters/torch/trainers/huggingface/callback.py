@@ -29,6 +29,7 @@ from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
+    healings_of,
     load_engines,
     patched,
     resolve_options,
@@ -110,8 +111,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     @property
     def healing(self) -> Healing | None:
         """The optimizer's handle in the current or last `train()`, or None before the first."""
-        driver: Any = None if self.healer is None else loop_of(self.healer).driver
-        return None if driver is None else driver.healings["optimizer"]
+        return healings_of(self.healer).get("optimizer")
 
     def report(self) -> HealingReport:
         """Returns the report of the run so far: incidents, rollbacks, learning rate, ending.

@@ -24,7 +24,7 @@ from transformers import Trainer
 
 from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.run.steps import ChangedMetrics
+from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import patched

@@ -19,10 +19,16 @@ from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.steps import ChangedMetrics
+from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
 from healcore.torch.attachment import Healing
-from healcore.torch.trainers import TrainerOptions, load_engines, patched, resolve_options
+from healcore.torch.trainers import (
+    TrainerOptions,
+    healings_of,
+    load_engines,
+    patched,
+    resolve_options,
+)
 from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
 
 if TYPE_CHECKING:
@@ -96,8 +102,7 @@ class LightningHealingCallback(Callback):
     @property
     def healings(self) -> Mapping[str, Healing]:
         """Handles of the optimizers of the last fit, by name ("optimizer", "optimizer0")."""
-        driver: Any = None if self.healer is None else loop_of(self.healer).driver
-        return {} if driver is None else driver.healings
+        return healings_of(self.healer)
 
     # -- begin and end --------------------------------------------------------------------------
 
