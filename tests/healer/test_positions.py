@@ -131,6 +131,17 @@ def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad, nam
     assert second[:-BATCHES] == [n for n in range(second[0], BATCHES) if n != bad]
 
 
+def test_a_rollback_to_before_the_loader_of_an_epoch_begins_this_epoch_again():
+    loop = TorchLoop(Faults(once=[11]))
+    with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:
+        for epoch in healer.epochs(2):
+            for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
+                loop.step(healer, number)
+        assert healer.rollbacks == 1
+    assert loop.faults.order[8:].count(10) == 2, "and not a third time, as epoch 0"
+    assert loop.faults.order[-7:] == [10, *range(12, 18)]
+
+
 @pytest.mark.parametrize(
     ("framework", "data"),
     [

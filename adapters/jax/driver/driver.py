@@ -52,7 +52,7 @@ class JaxDriver(Driver):
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
-        self._engines = in_state.find_engines(tree, self._live.trained(), self._engine)
+        self._engines = in_state.find_engines(tree, self._live.trained, self._engine)
         self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite

@@ -41,8 +41,8 @@ class EngineEntry(NamedTuple):
     """The parts of the state that may be its parameters, or empty if these cannot be identified."""
 
 
-def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
-    """Finds the engines of a state. `trained` is a tree that contains the parameters.
+def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> list[EngineEntry]:
+    """Finds the engines of a state. `trained` maps an item's name to a tree with its parameters.
 
     Raises HealStateError if the state has no engine, or an engine belongs to another policy or
     holds several runs (`vmap`).
@@ -74,7 +74,7 @@ def find_engines(tree: Any, trained: Any, engine: Engine) -> list[EngineEntry]:
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        parts = _parts(trained, count)
+        parts = _parts(trained(top), count)
         names = _tensor_names(parts, name, path, count, optimizers)
         # Any part outside the optimizers may be the trained parameters.
         outside = tuple(
@@ -332,7 +332,9 @@ class StepReader:
             self._add(engine, old.step, new, steps)
             # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
             changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
-        if not self._was_taken(changed):
+        # An optimizer in which every gradient overflows has the same norms in each step.
+        overflows = any(not np.isfinite(read.norms).all() for read in after)
+        if not self._was_taken(changed, guarded=not overflows):
             return [[record._replace(taken=False) for record in steps[0]]]
         return steps
 
@@ -356,14 +358,14 @@ class StepReader:
                 idle = unpack_record(new.row(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
-    def _was_taken(self, changed: bool) -> bool:
+    def _was_taken(self, changed: bool, guarded: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""
         if changed:
             self._accumulated, self._untaken = self._untaken, 0
             return True
         self._untaken += 1
         taken = self._accumulates or self._untaken <= self._accumulated
-        if not taken and not self._has_warned:
+        if not taken and guarded and not self._has_warned:
             self._has_warned = True
             self._warn(_UNTAKEN)
         return taken

@@ -69,8 +69,9 @@ class LiveState:
         """A cheap tree with each optimizer state at its path in `read`. Leaves need `array_of`."""
         return self.state
 
-    def trained(self) -> Any:
-        """A tree that contains the parameters, for their names."""
+    def trained(self, optimizer: str) -> Any:
+        """A tree that contains the parameters of an optimizer, for their names."""
+        del optimizer
         return self.state
 
     def is_new(self) -> bool:
@@ -188,8 +189,11 @@ class NnxLiveState(LiveState):
             if not isinstance(live, nnx.Optimizer):
                 return _arrays(nnx.state(live, nnx.Not(nnx.Intermediate)))
             # nnx.state would convert optax's named tuples to dictionaries.
+            # A ModelAndOptimizer contains the model, which may have a name of its own.
+            model = getattr(live, "model", None)
+            named = {"model"} if any(model is each for each in self.state.values()) else set()
             flat = nnx.to_flat_state(nnx.state(live))
-            rest = nnx.from_flat_state([each for each in flat if each[0][0] != "opt_state"])
+            rest = nnx.from_flat_state([x for x in flat if x[0][0] not in {"opt_state", *named}])
             return {"opt_state": _arrays(live.opt_state), "rest": _arrays(rest)}
 
         return {name: arrays(live) for name, live in self.state.items()}
@@ -218,12 +222,11 @@ class NnxLiveState(LiveState):
             for name, live in self.state.items()
         }
 
-    def trained(self) -> Any:
-        """The Variables of each module that the optimizers train."""
+    def trained(self, optimizer: str) -> Any:
+        """The Variables of each module that the optimizer of this name trains."""
         from flax import nnx
 
-        optimizers = [each for each in self.state.values() if isinstance(each, nnx.Optimizer)]
-        wrt = optimizers[0].wrt if optimizers else nnx.Param
+        wrt = getattr(self.state.get(optimizer), "wrt", nnx.Param)
         return {
             name: _arrays(nnx.state(each, wrt))
             for name, each in self.state.items()

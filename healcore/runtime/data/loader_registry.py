@@ -25,6 +25,7 @@ class RunLoader(Cursor):
     Attributes:
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
+        first_epoch: the epoch of the program's loop in which the loader was first used.
         finished: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
         left: whether a `break` has followed the last batch.
@@ -45,7 +46,7 @@ class RunLoader(Cursor):
     ) -> None:
         super().__init__(loader, epochs=epochs)
         self.number, self.left_out, self.limit = number, left_out, limit
-        self.start = self.position()
+        self.start, self.first_epoch = self.position(), 0
         self.finished = self.in_use = self.trains = self.left = False
         self.in_loop = True
         self.unused: list[BatchId] = []
@@ -129,6 +130,7 @@ class LoaderRegistry:
         if begun is None:
             number = self._count if epoch is None else self._number_in(epoch)
             begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
+            begun.first_epoch = epoch or 0
             begun.finished = self._saved_count > number and str(number) not in self._saved
             self._count = number + 1
             notice = f"after rollbacks the data continues forward: {begun.why_not}"
@@ -269,8 +271,11 @@ class LoaderRegistry:
         if position is None:
             return "the checkpoint has no position of this loader"
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
-            if not loader.rewind(position.get(str(loader.number), loader.start)):
+            saved = position.get(str(loader.number))
+            if not loader.rewind(saved or loader.start):
                 return loader.why_not or "it could not be rewound"
+            if saved is None:
+                loader.next_id = BatchId(loader.first_epoch, 0)
             loader.in_loop = False  # a `break` came after this position
         return ""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from healcore.core.engine import Engine, StateError
 from healcore.jax import (
@@ -22,7 +23,7 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.runtime.healer import Healer
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
-from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, plain
+from tests.jax.driver.small_runs import POLICY, RUNS, Model, advance, batch, driven, plain
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 ADAM: Any = optax.adam(0.1)
@@ -117,6 +118,23 @@ def test_batch_statistics_of_nnx_are_no_parameters():
     for leaf, finite in ((model.norm.mean, True), (model.first.bias, False)):
         leaf[...] = leaf[...] + jnp.nan
         assert driver.finite() is finite
+
+
+def test_each_parameter_of_nnx_counts_once_whichever_optimizer_trains_it():
+    model = Model(nnx.Rngs(0))
+
+    def trains(part: Any) -> Any:
+        return nnx.Optimizer(model, HEALED, wrt=nnx.All(nnx.Param, part))
+
+    rest = nnx.PathContains("rest")
+    for state in (
+        {"model": model, "one": trains(nnx.Not(rest)), "two": trains(rest)},
+        {"model": model, "both": nnx.ModelAndOptimizer(model, HEALED)},
+    ):
+        driver = JaxDriver(state, POLICY)
+        params = jax.tree_util.tree_leaves_with_path({"model": nnx.state(model, nnx.Param)})
+        names = sorted(jax.tree_util.keystr(path[:-1]) for path, _ in params)
+        assert sorted(driver.copy_weights()) == names
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class EpochFeed:
         self._loader = loader
         self._length: int | None = None
         """Number of batches of this epoch, or None if unknown."""
+        self._nominal_length = 1
+        """Trainer's number of batches of an epoch whose length is unknown."""
         self._exhausted = False
         """Whether the data have ended and cannot be read again."""
         self._batches: Iterator[Any] | None = None
@@ -78,8 +80,7 @@ class EpochFeed:
 
     def correct_epoch(self, state: Any) -> None:
         """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
-        if self._length:
-            state.epoch = self.epoch + self.count / self._length
+        state.epoch = self.epoch + self.count / (self._length or self._nominal_length)
 
     def run(self, run_epoch: Callable[..., None], call: Mapping[str, Any]) -> None:
         """Replaces one call of `_run_epoch`: runs the rest of the run up to the end of that epoch.
@@ -92,6 +93,7 @@ class EpochFeed:
             call: the keyword arguments of the replaced call.
         """
         trainer, state = self._trainer, self._trainer.state
+        self._nominal_length = call["steps_in_epoch"]
         last = call["epoch"] >= state.num_train_epochs - 1
         while self.epoch <= call["epoch"] or last:
             if self.nothing_to_do or state.global_step >= state.max_steps:
@@ -111,6 +113,7 @@ class EpochFeed:
                     if self.healer.after_step(last=True):
                         continue  # the last steps have rolled the run back
                     if control.should_training_stop:
+                        loop_of(self.healer).saver.save_last(completed=True)  # not the best model
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()
@@ -215,6 +218,8 @@ _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
 _TOKENS = "_total_train_tokens"
 _COUNTERS = ("current_flos", "_step", _TOKENS)
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
+_METRICS = ("_metrics", "_stored_metrics")
+"""Attributes of TRL's trainers: metrics since the last log, by mode and name."""
 _SETTINGS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
     *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "bf16", "fp16"),
@@ -226,7 +231,7 @@ class CountsBefore:
     """The trainer's counts before a micro-batch. Copies one tensor, without a sync.
 
     TRL's trainers also count tokens and metrics in `compute_loss`. The metrics are lists with one
-    entry per micro-batch since the last log.
+    entry per micro-batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -237,23 +242,23 @@ class CountsBefore:
         self.buffered = getattr(trainer, "_buffered_inputs", None)
         """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
         self.counters = copy.deepcopy(_counters_of(trainer))
-        metrics = getattr(trainer, "_metrics", None)
-        self._lists = {
-            mode: {name: (values, len(values)) for name, values in lists.items()}
-            for mode, lists in (metrics if isinstance(metrics, dict) else {}).items()
+        self._lists = [
+            (lists, {name: (values, len(values)) for name, values in lists.items()})
+            for attribute in _METRICS
+            if isinstance(metrics := getattr(trainer, attribute, None), dict)
+            for lists in metrics.values()
             if isinstance(lists, dict)
-        }
+        ]
 
     def restore_in_loss(self) -> None:
         """Restores what `compute_loss` counts. Removes the list entries that were added since."""
         if _TOKENS in self.counters:
             setattr(self._trainer, _TOKENS, copy.deepcopy(self.counters[_TOKENS]))
-        for mode, lists in self._lists.items():
-            metrics = self._trainer._metrics[mode]
-            metrics.clear()
-            for name, (values, length) in lists.items():
+        for lists, before in self._lists:
+            lists.clear()
+            for name, (values, length) in before.items():
                 del values[length:]
-                metrics[name] = values
+                lists[name] = values
 
 
 class Counters:
@@ -350,9 +355,10 @@ class Counters:
             setattr(trainer.control, flag, False)
         if hasattr(trainer, "_buffered_inputs"):
             trainer._buffered_inputs = None  # completions that other weights have generated
-        metrics = getattr(trainer, "_metrics", None)  # TRL's metrics since the last log
-        if isinstance(metrics, dict) and "train" in metrics:
-            metrics["train"].clear()
+        for attribute in _METRICS:
+            metrics = getattr(trainer, attribute, None)
+            if isinstance(metrics, dict) and "train" in metrics:
+                metrics["train"].clear()
 
     def _stateful_callbacks(self) -> list[Any]:
         """Callbacks with a state, such as EarlyStoppingCallback."""

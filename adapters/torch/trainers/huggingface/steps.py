@@ -261,13 +261,17 @@ def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
     if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
         return None
 
+    def silent(*_: Any, **__: Any) -> None: ...
+
     def loss_of(batch: Any) -> Any:
-        # compute_loss may change its inputs, and in TRL the metrics of the next log.
-        inputs = copied(batch)
+        # compute_loss may change its inputs, log, and in TRL change the metrics of the next log.
+        inputs = trainer._prepare_inputs(copied(batch))
+        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        given = {} if items is None else {"num_items_in_batch": items}
         counts = CountsBefore(trainer)
         try:
-            with trainer.compute_loss_context_manager():
-                return trainer.compute_loss(trainer.model, trainer._prepare_inputs(inputs))
+            with patched(trainer, "log", silent), trainer.compute_loss_context_manager():
+                return trainer.compute_loss(trainer.model, inputs, **given)
         finally:
             counts.restore_in_loss()
 

@@ -21,7 +21,7 @@ from datasets import Dataset
 
 from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.torch import AttachError, heal_trainer
+from healcore.torch import AttachError, DCPStore, heal_trainer
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
@@ -212,10 +212,10 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     assert not torch.isfinite(small_runs.weights(alone)).all()
 
 
-@pytest.mark.parametrize("kind", ["plain", "sft", "dpo", "grpo"])
+@pytest.mark.parametrize("kind", ["summed", "sft", "dpo", "cpo", "grpo"])
 def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Path):
     arguments: dict[str, Any] = {"max_steps": 20}
-    if kind in ("plain", "sft"):
+    if kind in ("summed", "sft"):
         arguments |= {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3}
     alone = getattr(tiny, kind)(tmp_path, **arguments)
     alone.train()
@@ -242,7 +242,7 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
 
     trainer.args.save_strategy = "no"
     healed.train()
-    if kind != "grpo":
+    if kind not in ("summed", "cpo", "grpo"):
         assert found.losses == pytest.approx(small_runs.logged(trainer, "loss")[:2], rel=1e-4)
     assert torch.equal(small_runs.weights(trainer), small_runs.weights(alone))
     assert trainer.state.epoch == alone.state.epoch
@@ -323,6 +323,21 @@ def test_an_evaluation_that_raised_comes_again_after_a_restart(tmp_path: Path):
         with pytest.raises(ZeroDivisionError) if at else nullcontext():
             trainer.train()
     assert [row["step"] for row in trainer.state.log_history if "eval_loss" in row] == [16, 32]
+
+
+def test_the_last_checkpoint_is_not_the_best_model(tmp_path: Path):
+    best = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    best |= {"metric_for_best_model": "steps", "greater_is_better": False}
+    trainer = tiny.plain(tmp_path, max_steps=4, eval_steps=2, save_steps=2, **best)
+    trainer.evaluate = lambda **_: {"eval_steps": trainer.state.global_step}
+    weights = list[Any]()
+    keep = lambda *_, model, **__: weights.append(small_runs.vector(model))  # noqa: E731
+    trainer.add_callback(calling("on_step_end", keep))
+    heal_trainer(trainer).train()
+    assert torch.equal(small_runs.weights(trainer), weights[1])
+    stored = DCPStore(tmp_path / "_healcore").restore(4, {"model": trainer.model}).state["model"]
+    trainer.model.load_state_dict(stored)
+    assert torch.equal(small_runs.weights(trainer), weights[3])
 
 
 def test_a_callback_that_ends_the_last_epoch_early(tmp_path: Path):
