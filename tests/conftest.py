@@ -98,7 +98,6 @@ SLOW = (
     ),
     "tests/parity/test_fuzz.py::test_random_policies",
     "tests/parity/test_fuzz.py::test_a_lane_is_a_run_of_its_own",
-    "tests/parity/test_vmapped_policies.py",
     # Many random cases, of what `make test` has examples of.
     "tests/core/test_reference.py::test_random_policies",
     "tests/core/test_reference.py::test_every_clipping_rule_with_every_detector_and_rule",

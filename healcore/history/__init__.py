@@ -7,7 +7,6 @@ next start of a killed run writes the postmortem.
 from __future__ import annotations
 
 from healcore.history.curves import Curves
-from healcore.history.incident import Counts, Incident, Mode
-from healcore.history.run import Run, RunState, runs_of
+from healcore.history.run import Counts, Incident, Mode, Run, RunState, runs_of
 
 __all__ = ["Counts", "Curves", "Incident", "Mode", "Run", "RunState", "runs_of"]

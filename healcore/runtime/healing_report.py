@@ -10,7 +10,7 @@ from typing import Any
 from healcore.core.decision import Cause, names
 from healcore.events.log import to_json
 from healcore.events.models import Ending
-from healcore.history.incident import by_name
+from healcore.history.run import by_name
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord

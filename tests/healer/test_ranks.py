@@ -23,8 +23,13 @@ from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run import termination
-from healcore.runtime.run.rank_group import Proposal
-from healcore.runtime.run.termination import EndRequested, Interrupted, RunStopped, Terminated
+from healcore.runtime.run.termination import (
+    EndRequested,
+    Interrupted,
+    Proposal,
+    RunStopped,
+    Terminated,
+)
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped

@@ -1,8 +1,7 @@
 """NumPy, JAX jit + scan and torch eager, bit for bit, on fuzzed steps and random policies.
 
 JAX runs lane after lane on 0-d arrays, as in a training step, and for one policy also all lanes
-at once, as in a sweep: XLA compiles the two differently. The lanes of the catalogue's detectors are
-in test_vmapped_policies. Under `stress` there are millions of steps.
+at once: XLA compiles the two differently. Under `stress` there are millions of steps.
 """
 
 import json

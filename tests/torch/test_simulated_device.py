@@ -6,7 +6,6 @@ from tests import forked_programs
 
 TORCH = ("torch", "healcore.torch", "healcore.torch.driver", "healcore.torch.store")
 
-
 FAST = ("mixed", "offloaded", "decisions default")
 SLOW = (
     "decisions pretraining",

@@ -332,9 +332,7 @@ class StepReader:
             self._add(engine, old.step, new, steps)
             # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
             changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
-        # An optimizer in which every gradient overflows has the same norms in each step.
-        overflows = any(not np.isfinite(read.norms).all() for read in after)
-        if not self._was_taken(changed, guarded=not overflows):
+        if not self._was_taken(changed):
             return [[record._replace(taken=False) for record in steps[0]]]
         return steps
 
@@ -358,14 +356,14 @@ class StepReader:
                 idle = unpack_record(new.row(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
-    def _was_taken(self, changed: bool, guarded: bool) -> bool:
+    def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""
         if changed:
             self._accumulated, self._untaken = self._untaken, 0
             return True
         self._untaken += 1
         taken = self._accumulates or self._untaken <= self._accumulated
-        if not taken and guarded and not self._has_warned:
+        if not taken and not self._has_warned:
             self._has_warned = True
             self._warn(_UNTAKEN)
         return taken

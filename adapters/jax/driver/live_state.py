@@ -71,7 +71,6 @@ class LiveState:
 
     def trained(self, optimizer: str) -> Any:
         """A tree that contains the parameters of an optimizer, for their names."""
-        del optimizer
         return self.state
 
     def is_new(self) -> bool:

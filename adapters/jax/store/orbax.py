@@ -344,3 +344,19 @@ def _index_of(slices: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...
 def _escaped(name: str) -> str:
     """Escapes a name, so that it is one path component on any platform."""
     return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)
+
+
+def node_of(value: Any) -> dict[str, Any] | None:
+    """Converts an array or a random key to JSON; returns None for any other value."""
+    if not isinstance(value, jax.Array) or not value.is_fully_addressable:
+        return None
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return values.pack_array(np.asarray(value))
+    key = values.pack_array(np.asarray(jax.random.key_data(value))) or {}
+    return {**key, "impl": str(jax.random.key_impl(value))}
+
+
+def value_of(content: dict[str, Any]) -> jax.Array:
+    """Converts JSON from `node_of` to an array or key. Raises an exception for other JSON."""
+    found = jnp.asarray(values.unpack_array(content))
+    return jax.random.wrap_key_data(found, impl=content["impl"]) if "impl" in content else found

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from healcore.core.signals import SignalError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
-from healcore.runtime.random_states import isolated
+from healcore.runtime.run.record import isolated
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
@@ -129,15 +129,6 @@ class TorchWeights:
         trained = [p for p in params if p.requires_grad]
         return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
 
-    def _frozen(self) -> set[int]:
-        """Ids of the parameters that are not trained, such as a momentum encoder's.
-
-        Empty if they need more memory than the trained ones: no forward pass averages into these.
-        """
-        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
-        fits = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in self._trained().values())
-        return {id(p) for p in frozen if fits}
-
     def _write(self, weights: Mapping[int, Tensor]) -> None:
         trained = self._trained()  # reshards, so that later steps see the shards
         for key, saved in weights.items():
@@ -145,7 +136,7 @@ class TorchWeights:
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
-        """Restores gradients, buffers, frozen parameters and public attributes.
+        """Restores gradients, buffers, momentum encoders and public attributes.
 
         A forward pass may write into a buffer, or replace it by a new tensor. Attributes are the
         mode, the hidden state of a network, and a flag of `DistributedDataParallel`: after a
@@ -153,13 +144,16 @@ class TorchWeights:
         """
         modules = self._modules()
         attributes = [{n: v for n, v in vars(m).items() if n[0] != "_"} for m in modules]
-        frozen = self._frozen()
+        # No forward pass averages into frozen parameters that are larger than the trained ones.
+        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
+        fits = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in self._trained().values())
+        averages = {id(p) for p in frozen if fits}
         written = [
             (table, name, tensor, tensor.detach().clone())
             for module in modules
-            for table in (module._buffers, module._parameters)
+            for table in (vars(module)["_buffers"], vars(module)["_parameters"])
             for name, tensor in table.items()
-            if tensor is not None and (table is module._buffers or id(tensor) in frozen)
+            if tensor is not None and (table is module._buffers or id(tensor) in averages)
         ]
         marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
         grads = [(p, p.grad) for params in self._parameters() for p in params]

@@ -12,10 +12,9 @@ from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.rank_group import RankGroup
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.termination import IncompleteRun, RankGroup
 from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100

@@ -10,8 +10,8 @@ from healcore.core.decision import Cause
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults import classify
-from healcore.runtime.random_states import isolated
 from healcore.runtime.run.evidence import TrainedStep
+from healcore.runtime.run.record import isolated
 from healcore.runtime.store.ranks import Ranks
 
 SAME_LOSS = 1e-3

@@ -14,7 +14,7 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.recovery import incident_causes
 from healcore.events.schema import sentence
-from healcore.history.incident import MOST_ALARMS, Counts
+from healcore.history.run import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics

@@ -15,13 +15,12 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.rank_group import RankGroup
 from healcore.runtime.run.record import HostState, RunRecord
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.termination import AlreadyCompleted, EndRequested
+from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
 from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim

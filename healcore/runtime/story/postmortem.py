@@ -16,7 +16,7 @@ from healcore.events import log
 from healcore.events.log import stem
 from healcore.events.models import Ending, EventRecord
 from healcore.history import Run, runs_of
-from healcore.history.incident import by_name
+from healcore.history.run import by_name
 from healcore.runtime.store import files
 from healcore.runtime.story.diagnosis import RunEnd, explain
 

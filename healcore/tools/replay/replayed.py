@@ -26,8 +26,7 @@ from healcore.core.recorded import to_loop
 from healcore.core.signals import Signals
 from healcore.history import Curves, Incident, Mode
 from healcore.history.curves import thinned
-from healcore.history.incident import MOST_ALARMS, count_incidents
-from healcore.history.run import RunAttempt
+from healcore.history.run import MOST_ALARMS, RunAttempt, count_incidents
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
 from healcore.tools.report.run_report import RunReport, first_lines

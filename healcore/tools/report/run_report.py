@@ -19,8 +19,7 @@ from healcore.events.models import EventRecord
 from healcore.events.schema import sentence
 from healcore.history import Counts, Curves, Incident, Mode, Run, RunState, runs_of
 from healcore.history.curves import read_metrics, thinned
-from healcore.history.incident import count_incidents
-from healcore.history.run import RunAttempt
+from healcore.history.run import RunAttempt, count_incidents
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import STATES
 

@@ -14,7 +14,6 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.policy import load
 from healcore.tools.replay import replay
-from healcore.tools.report.page import outcome
 from tests.healer.training_loops import Faults, loop_of, rules, train
 from tests.tools.replay import logs
 
@@ -123,13 +122,11 @@ def test_rollbacks_use_up_no_budget_and_count_once_for_each_incident(tmp_path):
     summary = result.summary
     orders = [row for row in replay(result.trace, policy) if Action.ROLLBACK in row.action]
     assert [row.index for row in orders] == [200, 206, 500, 506]
-    assert policy.budget.recoveries == 3
     assert (summary.first_alarm, summary.incidents) == (result.trace.rows.step[200], 2)
     assert (summary.rollbacks, summary.actions["ROLLBACK"], summary.actions["CUT_LR"]) == (2, 4, 4)
     assert summary.lowest_lr == orders[3].lr_scale
     assert summary.stopped_step is None
     assert result.incidents[0].lr_path == (1.0, 0.25)
-    assert all("rolled back" in outcome(each) for each in result.incidents)
 
 
 def test_evaluations_are_signals_of_the_whole_run(tmp_path):

@@ -107,22 +107,6 @@ def shown(summaries, width):
     return capture.get()
 
 
-def test_numbers_are_never_cut(tmp_path):
-    folder = tmp_path / "logs_in_a_folder_with_quite_a_long_name"
-    folder.mkdir()
-    runs = {"a_run_with_a_long_name": logs.eventful(400), "healthy": logs.noisy(300)}
-    traces = [logs.trace(logs.write(folder / f"{name}.csv", run)) for name, run in runs.items()]
-    first, *rest = (replay(each, name).summary for each in traces for name in ("default", "zclip"))
-    first = first._replace(rollbacks=1_600, stopped_step=209_408.0, lowest_lr=0.5)
-    for width in (100, 160):
-        text = shown([first, *rest], width)
-        assert " 1,600 " in text
-        assert "209408" in text
-        assert "…" not in text
-        sums = [line.split()[:3] for line in text.splitlines() if "all 2" in line]
-        assert sums == [["all", "2", "default"], ["all", "2", "zclip"]]
-
-
 def test_alarms_that_change_nothing_are_in_the_table_and_the_plot(tmp_path):
     """`default` orders nothing on a hump of the loss, because no log has the losses to compare."""
     run = logs.noisy(400)

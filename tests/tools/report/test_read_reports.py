@@ -22,8 +22,7 @@ from typer.testing import CliRunner
 from healcore.events import Log
 from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
-from healcore.history.incident import count_incidents
-from healcore.history.run import RunAttempt
+from healcore.history.run import RunAttempt, count_incidents
 from healcore.policy import load
 from healcore.tools.cli import app
 from healcore.tools.report.page import WIDTHS, draw, outcome, plot, render

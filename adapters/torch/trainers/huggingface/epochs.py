@@ -242,23 +242,22 @@ class CountsBefore:
         self.buffered = getattr(trainer, "_buffered_inputs", None)
         """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
         self.counters = copy.deepcopy(_counters_of(trainer))
-        self._lists = [
-            (lists, {name: (values, len(values)) for name, values in lists.items()})
+        self._modes = [
+            (modes, {m: {n: (v, len(v)) for n, v in x.items()} for m, x in modes.items()})
             for attribute in _METRICS
-            if isinstance(metrics := getattr(trainer, attribute, None), dict)
-            for lists in metrics.values()
-            if isinstance(lists, dict)
+            if isinstance(modes := getattr(trainer, attribute, None), dict)
         ]
 
     def restore_in_loss(self) -> None:
         """Restores what `compute_loss` counts. Removes the list entries that were added since."""
         if _TOKENS in self.counters:
             setattr(self._trainer, _TOKENS, copy.deepcopy(self.counters[_TOKENS]))
-        for lists, before in self._lists:
-            lists.clear()
-            for name, (values, length) in before.items():
-                del values[length:]
-                lists[name] = values
+        for modes, before in self._modes:
+            for mode, lists in modes.items():
+                lists.clear()
+                for name, (values, length) in before.get(mode, {}).items():
+                    del values[length:]
+                    lists[name] = values
 
 
 class Counters:
