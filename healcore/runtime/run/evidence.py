@@ -143,7 +143,7 @@ class Verdict(NamedTuple):
     def due(self) -> int:
         """Step at which the run rolls back unless it has recovered.
 
-        The run waits as many steps as the rollback repeats, those from the anchor to the onset. A
+        Waits from the onset as many steps as lie between the anchor and the onset. A
         run that recovers earlier loses fewer steps than by the rollback. A run that does not
         recover loses about twice as many (rent or buy: Karlin et al. 1988, "Competitive snoopy
         caching"). Thus a learning rate that is raised on purpose gets time to recover.
