@@ -230,8 +230,7 @@ _SETTINGS = (
 class CountsBefore:
     """The trainer's counts before a micro-batch. Copies one tensor, without a sync.
 
-    TRL's trainers also count tokens and metrics in `compute_loss`. The metrics are lists with one
-    entry per micro-batch.
+    TRL's trainers also count tokens and metrics in `compute_loss`, an entry per micro-batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -246,6 +245,7 @@ class CountsBefore:
             (modes, {m: {n: (v, len(v)) for n, v in x.items()} for m, x in modes.items()})
             for attribute in _METRICS
             if isinstance(modes := getattr(trainer, attribute, None), dict)
+            if all(isinstance(lists, dict) for lists in modes.values())
         ]
 
     def restore_in_loss(self) -> None:
