@@ -52,8 +52,6 @@ class EpochFeed:
         self._loader = loader
         self._length: int | None = None
         """Number of batches of this epoch, or None if unknown."""
-        self._nominal_length = 1
-        """Trainer's number of batches of an epoch whose length is unknown."""
         self._exhausted = False
         """Whether the data have ended and cannot be read again."""
         self._batches: Iterator[Any] | None = None
@@ -80,7 +78,9 @@ class EpochFeed:
 
     def correct_epoch(self, state: Any) -> None:
         """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
-        state.epoch = self.epoch + self.count / (self._length or self._nominal_length)
+        # Without a length, Trainer counts the batches of the whole run.
+        run = state.max_steps * self._trainer.args.gradient_accumulation_steps
+        state.epoch = self.epoch + self.count / (self._length or run)
 
     def run(self, run_epoch: Callable[..., None], call: Mapping[str, Any]) -> None:
         """Replaces one call of `_run_epoch`: runs the rest of the run up to the end of that epoch.
@@ -93,7 +93,6 @@ class EpochFeed:
             call: the keyword arguments of the replaced call.
         """
         trainer, state = self._trainer, self._trainer.state
-        self._nominal_length = call["steps_in_epoch"]
         last = call["epoch"] >= state.num_train_epochs - 1
         while self.epoch <= call["epoch"] or last:
             if self.nothing_to_do or state.global_step >= state.max_steps:
@@ -242,7 +241,7 @@ class CountsBefore:
         """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
         self.counters = copy.deepcopy(_counters_of(trainer))
         self._modes = [
-            (modes, {m: {n: (v, len(v)) for n, v in x.items()} for m, x in modes.items()})
+            (modes, {mode: {n: (v, len(v)) for n, v in x.items()} for mode, x in modes.items()})
             for attribute in _METRICS
             if isinstance(modes := getattr(trainer, attribute, None), dict)
             if all(isinstance(lists, dict) for lists in modes.values())
