@@ -130,7 +130,7 @@ class JaxDriver(Driver):
     def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes."""
         assert self._marks is not None, "only called with several processes"
-        self._marks.request(True)
+        self._marks.request()
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
