@@ -165,10 +165,7 @@ class Recovery:
         )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
-        onset, cause = order.onset, Cause(order.cause)
-        self.log.event(
-            "assessment", step=order.index, onset=onset, cause=cause, verdict=verdict, by=by
-        )
+        self.log.assessment(order.index, order.onset, verdict, by, cause=Cause(order.cause))
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
