@@ -16,7 +16,7 @@ from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run.end import close, ending_of
+from healcore.runtime.run.end import Shutdown, ending_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run_options import (
@@ -204,7 +204,7 @@ class Healer(Generic[State]):
         run = self._live
         self._error, self._ending = error, ending_of(error, run.group.termination.signal_number)
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            replacement = close(run, error)
+            replacement = Shutdown(run, error).close()
             if replacement is not None:
                 self._error, self._ending = replacement, ending_of(replacement)
                 raise replacement
