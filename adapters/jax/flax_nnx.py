@@ -29,12 +29,7 @@ def snapshot(model: nnx.Module) -> Any:
 
 
 def update(
-    optimizer: nnx.Optimizer,
-    model: nnx.Module,
-    grads: Any,
-    *,
-    before: Any = None,
-    **signals: Any,
+    optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, *, before: Any = None, **signals: Any
 ) -> Decision:
     """Calls ``optimizer.update(model, grads)``, and reverts all changes on a skip.
 

@@ -231,10 +231,7 @@ def protect(
         return replicate_over_mesh(params, state)
 
     def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ProtectState]:
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
@@ -302,10 +299,7 @@ def _transformation(
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HealState]:
         del params
         given, _ = split_keywords(extra_args)

@@ -298,10 +298,7 @@ class Run:
     def counts(self) -> Counts:
         """Counts of the run; each may be too low, because not every alarm has an event."""
         return count_incidents(
-            self.incidents,
-            incidents=self.incident_count,
-            skips=self.skips,
-            clips=self.clips,
+            self.incidents, incidents=self.incident_count, skips=self.skips, clips=self.clips
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:

@@ -15,11 +15,7 @@ from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restoring import Restorer
-from healcore.runtime.run.steps import (
-    DelayedReader,
-    HostRules,
-    StepResult,
-)
+from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError

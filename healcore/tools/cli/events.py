@@ -14,14 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.tools.output import (
-    CANNOT_RUN,
-    check_outputs,
-    echo,
-    fail,
-    replacing,
-    reported,
-)
+from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, replacing, reported
 
 OK, DAMAGED, INTERRUPTED = 0, 1, 130
 
@@ -35,8 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 def show(
     file: Annotated[str, typer.Argument(metavar="RUN", help="A run's events file or folder.")],
     follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", help="Wait for new events until the run ends."),
+        bool, typer.Option("--follow", "-f", help="Wait for new events until the run ends.")
     ] = False,
 ) -> None:
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
@@ -114,12 +106,7 @@ def report(
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.log import stem
     from healcore.tools.report.page import render
-    from healcore.tools.report.run_report import (
-        ReportError,
-        RunReport,
-        find_events,
-        read_reports,
-    )
+    from healcore.tools.report.run_report import ReportError, RunReport, find_events, read_reports
 
     reports: list[RunReport] = []
     files: list[Path] = []

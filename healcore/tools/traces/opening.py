@@ -39,10 +39,7 @@ def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 def open_traces(
-    paths: Sequence[str],
-    *,
-    columns: Mapping[str, str] | None = None,
-    join: bool = False,
+    paths: Sequence[str], *, columns: Mapping[str, str] | None = None, join: bool = False
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
