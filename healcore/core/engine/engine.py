@@ -242,10 +242,8 @@ class Engine:
             xp: the array namespace.
         """
         never = state.step < 0
-        cut = never if self.cuts_lr else None
-        rescaled = recovery.update_rate(
-            self.config.lr, state.lr, cut, ~never, never, never, rate, xp=xp
-        )
+        orders = recovery.RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        rescaled = recovery.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:

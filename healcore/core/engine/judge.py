@@ -52,26 +52,13 @@ def judge(
         skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    incidents, budget, orders = recovery.update_incidents(
-        config,
-        state.incident,
-        state.budget,
-        state.step,
-        cause,
-        skip,
+    wants = recovery.RuleOrders(
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
-        xp=xp,
     )
+    incidents, budget, orders = recovery.update_incidents(config, state, cause, skip, wants, xp=xp)
     lr_state = recovery.update_rate(
-        config.lr,
-        state.lr,
-        orders.cut,
-        orders.healthy,
-        incidents.open,
-        orders.refund,
-        seen.learning_rate,
-        xp=xp,
+        config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp
     )
     actions = [] if orders.action is None else [orders.action]
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
