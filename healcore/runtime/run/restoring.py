@@ -27,7 +27,7 @@ from healcore.runtime.run.orders import (
     limited,
     with_lr_states,
 )
-from healcore.runtime.run.record import ITEM, HostParts, RunRecord
+from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -38,7 +38,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
 from healcore.runtime.store.values import attribute
 
@@ -209,7 +209,7 @@ class Restorer:
             weights = None
             try:
                 state = self.saver.store.restore(step, self.saver.items()).state
-                self.driver.load({name: each for name, each in state.items() if name != ITEM})
+                self.driver.load({name: each for name, each in state.items() if name != HOST_ITEM})
                 weights = self.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
@@ -280,7 +280,7 @@ class Restorer:
             if any(outcomes):
                 raise failure
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-            path = next((s.path for s in self.saves() if s.step == step), None) or WHERE
+            path = next((s.path for s in self.saves() if s.step == step), None) or MEMORY
             text = f"holds values that healcore does not write ({why})"
             damaged(CheckpointDamaged(step, path, "its content", text))
         reasons = "; ".join(problems) or "none of them is on every rank"
@@ -289,7 +289,7 @@ class Restorer:
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.host.read(restored.state.get(ITEM))
+        host = self.host.read(restored.state.get(HOST_ITEM))
         if record is not None:
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
@@ -302,7 +302,7 @@ class Restorer:
         return saved
 
     def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
-        state = {name: each for name, each in saved.state.items() if name != ITEM}
+        state = {name: each for name, each in saved.state.items() if name != HOST_ITEM}
         self.driver.load(state, engines, reset_moments=reset)
 
     def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:
