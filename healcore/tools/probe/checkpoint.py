@@ -31,7 +31,7 @@ from healcore.tools.probe.checks import (
 from healcore.tools.probe.formats import damaged_archives, open_contents
 
 
-def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")

@@ -55,7 +55,7 @@ _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
-def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
+def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
     beside = path.parent.glob("*model.safetensors") if path.stem == "optimizer" else ()
