@@ -64,7 +64,7 @@ def judge(
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
         actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
-    # The old object, which is 1 unless the policy clips: in JAX an unchanged object is not written.
+    # The last factor, 1 unless the policy clips. JAX does not write a leaf that is the same object.
     one = state.last.decision.grad_scale
     if clips:
         one = one - one + 1.0

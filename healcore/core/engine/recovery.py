@@ -256,7 +256,7 @@ def update_rate(
     rate = _known_rate(rate, state, xp=xp)
     broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
     broken = xp.minimum(broken, _MAX_RATE)
-    # After a wrong, high rate its low multiplier must not stay in force.
+    # A sudden fall of the rate begins another schedule, without the limit for a wrong, high rate.
     keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
     if cut is None:
         peak = xp.where(keeps_peak, state.peak, rate)

@@ -168,7 +168,7 @@ class LoaderRegistry:
     def _number_in(self, epoch: int) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop.
 
-        A loop that makes a loader for every epoch does not make those of earlier epochs again.
+        A loop that makes a loader for each epoch makes no loaders of earlier epochs again.
         """
         saved = {
             int(key): BatchId(place["epoch"], place["index"]) for key, place in self._saved.items()

@@ -159,7 +159,7 @@ class Comparisons:
             state.alarms = (first if index - last <= SAMPLE else index, index)
         sign = alarm or self._history.is_high(loss)
         is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
-        if is_first and alarm:  # an alarm after a quiet time is compared even on debt
+        if is_first and alarm:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_below(index)
         self._wanted |= sign or self._credit.is_regular(index) or best is not None

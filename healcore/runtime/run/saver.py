@@ -139,7 +139,7 @@ class Saver:
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
 
-        Drops all findings so far, which are about steps that come again.
+        Drops all findings so far, because their steps are repeated.
         """
         self.store.nonfinite_found()
         self._nonfinite_now = {}
@@ -451,7 +451,7 @@ class Saver:
     def _before_batches(self) -> Iterator[None]:
         """A context in which a save has the state, positions and random states of the last step.
 
-        Batches that were read since then come again after a restart. Raises StoreError if the
+        A restart reads the batches since then again. Raises StoreError if the
         changes by these batches cannot be undone.
         """
         loaders = self.data.loaders

@@ -440,6 +440,6 @@ def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> En
 
 
 def _with_recoveries(state: EngineState, before: EngineState) -> EngineState:
-    """The state with as many rollbacks left as before: those of a replay cost nothing."""
+    """The state with as many rollbacks left as before: rollbacks of a replay cost nothing."""
     left = before.budget.recoveries
     return state._replace(budget=state.budget._replace(recoveries=left))

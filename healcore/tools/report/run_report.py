@@ -104,7 +104,7 @@ def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
-    The curves are those of `run.metrics.jsonl` next to `run.events.jsonl`.
+    The curves are from `run.metrics.jsonl` next to `run.events.jsonl`.
 
     Raises:
         ReportError: the file has no event or cannot be read.
