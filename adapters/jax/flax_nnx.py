@@ -14,7 +14,7 @@ from healcore.jax.heal_state import map_nodes
 
 
 def snapshot(model: nnx.Module) -> Any:
-    """Returns the state to which `update` reverts the model on a skip. Copies nothing.
+    """The state to which `update` reverts the model on a skip. Copies nothing.
 
     Call this function before the forward pass.
 

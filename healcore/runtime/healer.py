@@ -244,7 +244,7 @@ class Healer(Generic[State]):
     def batches(
         self, loader: Loader[Batch], *, epochs: int | None = 1, epoch: int | None = None
     ) -> Batches[Batch]:
-        """Returns an iterator over the loader's batches that does the work between two steps.
+        """An iterator over the loader's batches that does the work between two steps.
 
         After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
         `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the

@@ -36,7 +36,7 @@ def echo_json(text: str) -> None:
 
 
 def console(**options: Any) -> Console:
-    """Returns a rich console that escapes control sequences in text, but not rich's own."""
+    """A rich console that escapes control sequences in text, but not rich's own."""
     from rich.console import Console
 
     class CleanConsole(Console):

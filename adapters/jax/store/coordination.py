@@ -58,7 +58,7 @@ class CoordinatedRanks:
         self._failure: RankFailed | None = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Returns every rank's item, on every rank.
+        """Every rank's item, on every rank.
 
         Raises:
             RankFailed: a process did not join this exchange or an earlier exchange in time.

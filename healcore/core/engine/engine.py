@@ -97,7 +97,7 @@ class Engine:
         return self.cuts_lr or self.limits_lr
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-        """Returns the state before the first step, as NumPy arrays.
+        """The state before the first step, as NumPy arrays.
 
         Args:
             groups: number of tensors, for per-tensor clipping.

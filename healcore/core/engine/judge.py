@@ -32,7 +32,7 @@ class Firing(NamedTuple):
 def judge(
     config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """Returns the new state, and the decision as the policy orders it, in any mode."""
+    """The new state, and the decision as the policy orders it, in any mode."""
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected

@@ -195,7 +195,7 @@ class EngineState(NamedTuple):
 
 
 def neutral(*, groups: int | None = None) -> Decision:
-    """Returns the decision that changes nothing, as NumPy arrays.
+    """The decision that changes nothing, as NumPy arrays.
 
     `groups` is the number of tensors of a per-tensor clipping rule, or None for any other policy.
     """

@@ -47,7 +47,7 @@ _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, 
 
 
 def _checked_path(name: str) -> str:
-    """Returns a relative path; ValueError if it does not name a file inside the checkpoint."""
+    """A relative path; ValueError if it does not name a file inside the checkpoint."""
     path = PurePosixPath(name)
     outside = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
     if outside or "\0" in name or not os.fsencode(name):

@@ -135,7 +135,7 @@ def checkpoint(checkpoints: _Checkpoints, inputs: CheckpointInputs) -> list[Any]
 
 
 def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None) -> BaseModel:
-    """Returns the inputs from the options, else the spec, else defaults. Exits if invalid."""
+    """The inputs from the options, else the spec, else defaults. Exits if invalid."""
     options = {name: value for name, value in options.items() if value is not None}
     try:
         given = tomllib.loads(regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else "")

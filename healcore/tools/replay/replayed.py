@@ -158,7 +158,7 @@ class Replay:
         )
 
     def report(self) -> RunReport:
-        """Returns the report of the replay for a page."""
+        """The report of the replay for a page."""
         summary, trace, rows = self.summary, self.trace, self.rows
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown = {row.step: tuple(names(Cause(int(row.cause)))) for row in alarms[:MOST_ALARMS]}

@@ -75,7 +75,7 @@ class RawLog(NamedTuple):
 
 
 def read_head(path: str) -> bytes:
-    """Returns the first megabyte of the content. Raises OSError."""
+    """The first megabyte of the content. Raises OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
         return file.read(_HEAD_BYTES)
 
@@ -233,7 +233,7 @@ class Trace:
 
 
 def lineage(trace: Trace) -> Rows:
-    """Returns the rows of the final run: without stale tails and repeated steps.
+    """The rows of the final run: without stale tails and repeated steps.
 
     If rows have the same step and signals, the last row remains.
     """

@@ -218,7 +218,7 @@ def detect_format(start: bytes) -> Format:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """Returns the JSON object in a line, or None."""
+    """The JSON object in a line, or None."""
     if not line.lstrip().startswith("{"):
         return None
     try:
