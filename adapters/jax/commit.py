@@ -114,11 +114,7 @@ def step_or_keep(
 
 
 def _interpret(
-    closed: jex.ClosedJaxpr,
-    args: Sequence[Any],
-    skip: jax.Array,
-    first: int,
-    names: Sequence[str],
+    closed: jex.ClosedJaxpr, args: Sequence[Any], skip: jax.Array, first: int, names: Sequence[str]
 ) -> list[Any]:
     """Evaluates a jaxpr, selecting each new state leaf at the equation that defines it.
 

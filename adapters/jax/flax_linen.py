@@ -45,12 +45,7 @@ class HealTrainState(train_state.TrainState):
             return state, loss, state.last_decision
     """
 
-    def apply_gradients(
-        self,
-        *,
-        grads: Any,
-        **kwargs: Any,
-    ) -> Self:
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
         """Applies one optimizer step.
 
         Args:

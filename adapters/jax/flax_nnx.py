@@ -14,7 +14,7 @@ from healcore.jax.heal_state import map_nodes
 
 
 def snapshot(model: nnx.Module) -> Any:
-    """Returns the state to which `update` reverts the model on a skip. Copies nothing.
+    """The state to which `update` reverts the model on a skip. Copies nothing.
 
     Call this function before the forward pass.
 
@@ -29,12 +29,7 @@ def snapshot(model: nnx.Module) -> Any:
 
 
 def update(
-    optimizer: nnx.Optimizer,
-    model: nnx.Module,
-    grads: Any,
-    *,
-    before: Any = None,
-    **signals: Any,
+    optimizer: nnx.Optimizer, model: nnx.Module, grads: Any, *, before: Any = None, **signals: Any
 ) -> Decision:
     """Calls ``optimizer.update(model, grads)``, and reverts all changes on a skip.
 

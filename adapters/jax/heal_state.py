@@ -96,11 +96,7 @@ def step(
 
 @partial(compiled, static=(0,))
 def _step(
-    policy: Any,
-    arrays: list[Any],
-    state: HealState,
-    signals: Signals,
-    leaf_norms: jax.Array | None,
+    policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step. `policy` is the hashable part of the policy, and `arrays` the others."""
     (structure, rest), given = policy, iter(arrays)

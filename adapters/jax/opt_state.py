@@ -45,7 +45,7 @@ for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or 
 
 
 def last_decision(opt_state: optax.OptState) -> Decision:
-    """Returns the decision of the last step.
+    """The decision of the last step.
 
     Return it from the compiled step as a separate output, because a donated state cannot be read
     afterwards.
@@ -67,7 +67,7 @@ def last_decision(opt_state: optax.OptState) -> Decision:
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """Returns scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
+    """Scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
 
     Args:
         opt_state: as in `last_decision`.
@@ -84,7 +84,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
-    """Returns the norm of each parameter's gradient at the last step, before clipping.
+    """The norm of each parameter's gradient at the last step, before clipping.
 
     The step computes these norms for its decision, so they add no cost.
 
@@ -119,7 +119,7 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
 
 def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
-    """Returns the engine's state in a framework-neutral form that JSON can hold. One sync.
+    """The engine's state in a framework-neutral form that JSON can hold. One sync.
 
     `healcore.torch` and NumPy can load this form, and then make the same decisions.
 
@@ -131,7 +131,7 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
 
 
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
-    """Returns an optimizer state that continues from a saved engine state.
+    """An optimizer state that continues from a saved engine state.
 
     Args:
         opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.

@@ -231,10 +231,7 @@ def protect(
         return replicate_over_mesh(params, state)
 
     def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ProtectState]:
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
@@ -243,24 +240,16 @@ def protect(
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         inner_update = partial(inner.update, **keywords)
-        arguments = updates, state.inner_state, params
-        unread = gradients.find_unread(unread_if_eager, inner_update, *arguments)
-        reported = dict(given)
-        reads_rate = engine.limits_lr and "learning_rate" not in given
-        rates = injected_rates(state.inner_state) if reads_rate else []
-        if len(rates) == 1:
-            if has_injected_schedule(state.inner_state):
-                # The state has the last step's rate. XLA keeps only the schedule of this call.
-                zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
-                rates = injected_rates(inner_update(zeros, state.inner_state, params)[1])
-            reported["learning_rate"] = rates[0]
-        signals, norms = make_signals(
-            engine, gradients.without_unread(updates, unread), reported, axes
-        )
+        inner_state = state.inner_state
+        unread = gradients.find_unread(unread_if_eager, inner_update, updates, inner_state, params)
+        if engine.limits_lr and "learning_rate" not in given:
+            given |= _injected_rate(inner_update, updates, inner_state, params)
+        read = gradients.without_unread(updates, unread)
+        signals, norms = make_signals(engine, read, given, axes)
         healed, decision = heal_state.step(engine, state.heal, signals, norms)
         skip, resets = decision.skip, state.heal_reset_moments
         observes = engine.mode == "observe"
-        scales_inside = not observes and engine.scales_lr and has_lr_scale(state.inner_state)
+        scales_inside = not observes and engine.scales_lr and has_lr_scale(inner_state)
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             if resets is not None:
@@ -279,11 +268,9 @@ def protect(
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
             updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
             updates = gradients.fill_where(updates, skip, 0.0)
-            updates, inner_state = step_or_keep(
-                inner_step, skip, updates, state.inner_state, params
-            )
+            updates, inner_state = step_or_keep(inner_step, skip, updates, inner_state, params)
         else:
-            updates, inner_state = inner_step(updates, state.inner_state, params)
+            updates, inner_state = inner_step(updates, inner_state, params)
         if engine.scales_lr and not observes and not scales_inside:
             updates = gradients.scale(updates, decision.lr_scale)
         if may_skip:
@@ -295,6 +282,16 @@ def protect(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _injected_rate(update: Any, updates: Any, inner_state: Any, params: Any) -> dict[str, Any]:
+    """The step's learning rate in a state of `optax.inject_hyperparams`, unless it has several."""
+    rates = injected_rates(inner_state)
+    if len(rates) == 1 and has_injected_schedule(inner_state):
+        # The state has the last step's rate. XLA keeps only the schedule of this call.
+        zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
+        rates = injected_rates(update(zeros, inner_state, params)[1])
+    return {"learning_rate": rates[0]} if len(rates) == 1 else {}
+
+
 def _transformation(
     engine: Engine, axes: Axes, records: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
@@ -302,10 +299,7 @@ def _transformation(
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
-        updates: optax.Updates,
-        state: Any,
-        params: optax.Params | None = None,
-        **extra_args: Any,
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HealState]:
         del params
         given, _ = split_keywords(extra_args)

@@ -193,7 +193,7 @@ class StepRecord(NamedTuple):
         return found
 
     def unjudged(self) -> StepRecord:
-        """Returns the record of a step that was not judged: without cause and orders."""
+        """The record of a step that was not judged: without cause and orders."""
         return self._replace(
             action=Action(0), cause=Cause(0), rollback_depth=0, skip=False, grad_scale=1.0
         )
@@ -206,7 +206,7 @@ RECORD_INTS = 8
 
 
 def record_numbers(state: Any) -> tuple[Any, ...]:
-    """Returns the arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
+    """The arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
     incident, (made, *readings) = state.incident, state.last
     return (
         *(state.step, incident.onset, incident.number, incident.open),

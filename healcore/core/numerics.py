@@ -149,7 +149,7 @@ Flag = Annotated[Any, np.bool_]
 
 
 def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
-    """Returns a state of zeros in NumPy; its fields are `Float`, `Int`, `Flag` or other states."""
+    """A state of zeros in NumPy; its fields are `Float`, `Int`, `Flag` or other states."""
     return kind(
         *(
             np.zeros(shape, hint.__metadata__[0]) if get_origin(hint) else zeros(hint, shape)
@@ -167,7 +167,7 @@ def zero_init(kind: type[State]) -> Callable[..., State]:
     """Makes a method `init` that returns `zeros(kind)`."""
 
     def init(self: Any, *, groups: int = 0) -> State:
-        """Returns the state before the first step."""
+        """The state before the first step."""
         del self, groups
         return zeros(kind)
 
@@ -185,7 +185,7 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Returns the arrays of `tree`, depth first."""
+    """The arrays of `tree`, depth first."""
     if tree is None:
         return []
     if isinstance(tree, tuple):

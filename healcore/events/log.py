@@ -111,7 +111,7 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
 
 
 def parse_line(line: bytes) -> Event | str:
-    """Returns the JSON object in a line, or the reason why the line has none."""
+    """The JSON object in a line, or the reason why the line has none."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
     try:
@@ -203,7 +203,7 @@ def warn_of_loss(what: str, path: Path, error: Exception) -> None:
 
 
 def now() -> str:
-    """Returns the wall time in UTC, as ISO 8601 with microseconds."""
+    """The wall time in UTC, as ISO 8601 with microseconds."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%f}Z"
 
 
@@ -250,7 +250,7 @@ def read(path: str | os.PathLike[str]) -> History:
 
 
 def parse(line: bytes) -> Event | str:
-    """Returns the event in a line, or the reason why the line is not an event."""
+    """The event in a line, or the reason why the line is not an event."""
     event = parse_line(line)
     if isinstance(event, str):
         return event
@@ -276,12 +276,12 @@ _UNTHINNED = 50_000  # steps after which a thinned file doubles the number of st
 
 
 def stem(path: Path) -> str:
-    """Returns the common part of the names of a run's files: `run` for `run.events.jsonl`."""
+    """The common part of the names of a run's files: `run` for `run.events.jsonl`."""
     return re.sub(r"(\.events|\.metrics)?\.jsonl?$", "", path.name)
 
 
 def metrics_path(events: Path) -> Path:
-    """Returns the path of the metrics file that belongs to an events file."""
+    """The path of the metrics file that belongs to an events file."""
     return events.with_name(f"{stem(events)}.metrics.jsonl")
 
 
@@ -357,7 +357,7 @@ class Metrics:
         return fields | {"skip": record.skip, **flags}
 
     def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """Returns the loss and norm of the step; "nan" replaces the last finite value.
+        """The loss and norm of the step; "nan" replaces the last finite value.
 
         The engine starts with zeros, so a signal that has always been 0 is not received.
         """

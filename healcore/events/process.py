@@ -49,7 +49,7 @@ class Process(NamedTuple):
 
 
 def current_process() -> Process:
-    """Returns the identity of the calling process."""
+    """The identity of the calling process."""
     pid = os.getpid()
     return Process(socket.gethostname(), pid, _boot_id(), _state_and_start(pid)[1])
 
@@ -63,7 +63,7 @@ def _boot_id() -> str | None:
 
 
 def _state_and_start(pid: int) -> tuple[str | None, int | None]:
-    """Returns the state and the start time of a process, each None on systems without /proc."""
+    """The state and the start time of a process, each None on systems without /proc."""
     try:
         # The second field is the program's name in parentheses, which may contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

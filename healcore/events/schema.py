@@ -326,7 +326,7 @@ def sentence(event: EventRecord) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """Returns the JSON Schema (draft 2020-12) of one line of an events file.
+    """The JSON Schema (draft 2020-12) of one line of an events file.
 
     The schema accepts unknown kinds and fields, which a later version may add.
     """

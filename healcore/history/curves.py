@@ -45,7 +45,7 @@ class Curves(NamedTuple):
 
 
 def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
-    """Returns the places of at most `limit` rows that show the extremes of aligned curves.
+    """The places of at most `limit` rows that show the extremes of aligned curves.
 
     Rows are grouped by index, int64 (n,), into bins of equal width, which doubles until the rows
     are few enough. For each curve, a bin keeps the rows of the smallest, the largest and the first
@@ -77,7 +77,7 @@ def _extremes(bins: np.ndarray, curves: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
-    """Returns the index of the first selected row in each bin that has one."""
+    """The index of the first selected row in each bin that has one."""
     rows = np.flatnonzero(selected)
     return rows[np.unique(bin_of_row[rows], return_index=True)[1]]
 
@@ -121,7 +121,7 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
-    """Returns the object in a metrics line, or the reason why the line is not a metrics line."""
+    """The object in a metrics line, or the reason why the line is not a metrics line."""
     parsed = parse_line(line)
     if isinstance(parsed, str):
         return parsed

@@ -121,7 +121,7 @@ class Incident:
 
 
 def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
-    """Returns the union of the names, in order of first occurrence."""
+    """The union of the names, in order of first occurrence."""
     return tuple(dict.fromkeys((*names, *added)))
 
 
@@ -192,7 +192,7 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """Returns the state by the event `end`, or else by whether the process exists."""
+        """The state by the event `end`, or else by whether the process exists."""
         if self.end is not None:
             return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
         process = self.identity()
@@ -298,10 +298,7 @@ class Run:
     def counts(self) -> Counts:
         """Counts of the run; each may be too low, because not every alarm has an event."""
         return count_incidents(
-            self.incidents,
-            incidents=self.incident_count,
-            skips=self.skips,
-            clips=self.clips,
+            self.incidents, incidents=self.incident_count, skips=self.skips, clips=self.clips
         )
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:

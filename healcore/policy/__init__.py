@@ -9,15 +9,7 @@ A policy names no framework, so the same file works in all frameworks.
 
 from __future__ import annotations
 
-from healcore.policy.document import (
-    SCHEMA,
-    Difference,
-    Policy,
-    diff,
-    dumps,
-    fingerprint,
-    to_dict,
-)
+from healcore.policy.document import SCHEMA, Difference, Policy, diff, dumps, fingerprint, to_dict
 from healcore.policy.loader import (
     Overrides,
     PolicyLike,

@@ -193,7 +193,7 @@ def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | E
 
 
 def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
-    """Returns the engine of a policy.
+    """The engine of a policy.
 
     Args:
         policy: see `PolicyLike`.
@@ -225,7 +225,7 @@ def name_of(fingerprint: str | None) -> str | None:
 
 
 def preset_text(name: str) -> str:
-    """Returns the TOML text of a preset or recipe, including comments.
+    """The TOML text of a preset or recipe, including comments.
 
     Args:
         name: one of `preset_names()` or `recipe_names()`.
@@ -239,7 +239,7 @@ def preset_text(name: str) -> str:
 
 
 def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
-    """Returns a copy of a document with values replaced; nothing is validated."""
+    """A copy of a document with values replaced; nothing is validated."""
     new = dict(data)
     for key, value in overrides.items():
         old = new.get(key, {})
@@ -277,7 +277,7 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
 
 
 def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
-    """Returns the base policy by its name, and all combinations of the values by their settings.
+    """The base policy by its name, and all combinations of the values by their settings.
 
     `vary` has options `KEY=A,B,C` with the dotted keys of a policy file. Raises PolicyError if an
     option has another form, a value is invalid, or there are more than `MAX_VARIANTS`.
@@ -315,7 +315,7 @@ def can_apply_limit(policy: Policy | Engine) -> bool:
 
 
 def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
-    """Returns the policy with a trainer's limit as `max_norm`, unless its own limit is lower.
+    """The policy with a trainer's limit as `max_norm`, unless its own limit is lower.
 
     In a policy without clipping this limit alone clips. The policy is unchanged if `limit` is None,
     for an Engine, in observe mode and with AdaGC.

@@ -130,7 +130,7 @@ def is_table(kind: Any) -> bool:
 
 @functools.cache
 def keys_of(table: type) -> dict[str, Key]:
-    """Returns the declarations of the keys of a table, in order."""
+    """The declarations of the keys of a table, in order."""
     if dataclasses.is_dataclass(table):
         defaults = {field.name: field.default for field in dataclasses.fields(table)}
     else:
@@ -224,7 +224,7 @@ class _Reader:
 
 
 def _close(wrong: Any, names: Any) -> str | None:
-    """Returns the name that is most similar to a wrong name, or None."""
+    """The name that is most similar to a wrong name, or None."""
     return next(iter(difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)), None)
 
 

@@ -135,7 +135,7 @@ class Driver(Protocol):
         return False
 
     def undo_window(self) -> str:
-        """Undoes the changes by batches since the last step, which come again after a restart.
+        """Undoes the changes by batches since the last step, which a restart reads again.
 
         Called before a save after an exception within a step. Returns the reason why the changes
         cannot be undone, or an empty string.

@@ -16,7 +16,7 @@ from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run.end import close, ending_of
+from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run_options import (
@@ -201,12 +201,12 @@ class Healer(Generic[State]):
                 neither `batches` nor `after_step`; status 1.
             RunStopped: more than half of the steps, or of their batches, were skipped.
         """
-        run = self._live
-        self._error, self._ending = error, ending_of(error, run.group.termination.signal_number)
+        end = Shutdown(self._live, error)
+        self._error, self._ending = error, end.ending
         if os.getpid() == self._pid:  # a forked child must not end its parent's run
-            replacement = close(run, error)
+            replacement = end.close()
+            self._error, self._ending = end.error, end.ending
             if replacement is not None:
-                self._error, self._ending = replacement, ending_of(replacement)
                 raise replacement
 
     # -- the loop -------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Healer(Generic[State]):
     def batches(
         self, loader: Loader[Batch], *, epochs: int | None = 1, epoch: int | None = None
     ) -> Batches[Batch]:
-        """Returns an iterator over the loader's batches that does the work between two steps.
+        """An iterator over the loader's batches that does the work between two steps.
 
         After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
         `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the

@@ -36,7 +36,7 @@ def echo_json(text: str) -> None:
 
 
 def console(**options: Any) -> Console:
-    """Returns a rich console that escapes control sequences in text, but not rich's own."""
+    """A rich console that escapes control sequences in text, but not rich's own."""
     from rich.console import Console
 
     class CleanConsole(Console):
@@ -48,10 +48,10 @@ def console(**options: Any) -> Console:
     return CleanConsole(**options)
 
 
-def fail(why: str, status: int = CANNOT_RUN) -> NoReturn:
-    """Prints the reason on standard error and exits with the status."""
+def fail(why: str) -> NoReturn:
+    """Prints the reason on standard error and exits with `CANNOT_RUN`."""
     echo(why, err=True)
-    raise typer.Exit(status)
+    raise typer.Exit(CANNOT_RUN)
 
 
 def reported(command: Callable[..., None]) -> Callable[..., None]:

@@ -16,12 +16,7 @@ from tests.core.engine_runner import Runner, flags, watching
 
 LANES = 60
 SPIKES = "loss_window", "grad_spike", "grad_window", "grad_ema", "grad_ceiling"
-BOUNDS = {
-    "grad_spike": 80,
-    "grad_window": 40,
-    "grad_ema": 25,
-    "grad_ceiling": 100,
-}
+BOUNDS = {"grad_spike": 80, "grad_window": 40, "grad_ema": 25, "grad_ceiling": 100}
 """Steps of a lasting rise of x30 until it is accepted; of the windows 30 to 33 were measured."""
 
 

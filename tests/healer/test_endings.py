@@ -207,22 +207,22 @@ def test_a_run_that_skips_most_of_its_data_is_stopped(framework, tmp_path):
 
 
 def test_a_break_before_the_end_of_the_data_is_resumed(tmp_path, caplog):
-    def run(limit: int) -> list[int]:
+    def run(limit: int) -> tuple[list[int], str]:
         loop = loop_of("torch")
         with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
             for number in healer.batches(range(12)):
                 loop.step(healer, number)
                 if number == limit:
                     break
-        return loop.faults.order
+        return loop.faults.order, healer.report().ending
 
     with caplog.at_level("INFO", "healcore"):
-        run(7)
+        assert run(7)[1] == "requested"
     assert "ended by a `break` in epoch 0, before batch 8 of 12, after step 8" in caplog.text
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["step"]) == ("requested", 8)
     assert events(tmp_path, "save")[-1]["step"] == 8
-    assert run(11) == [8, 9, 10, 11]  # at the last batch: that is no early end
+    assert run(11) == ([8, 9, 10, 11], "completed")  # at the last batch: that is no early end
     assert ended(tmp_path) == ["requested", "completed"]
 
 

@@ -12,6 +12,7 @@ from healcore import Checkpoints, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import CheckpointStore, files
@@ -34,13 +35,15 @@ class Crash(BaseException):
     """Stands for the kill: not caught, and no cleanup runs after it; see `crashing`."""
 
 
-def end_without_log(run: Any, error: BaseException | None) -> None:
+def end_without_log(end: Shutdown) -> None:
     """Ends a run as its process's death does, without a word in its log."""
+    run = end.loop
     run.saver.wait()
     run.group.termination.stop()
     run.driver.close()
+    assert run.claim is not None
     run.claim.release()
-    assert error is None or isinstance(error, Crash)
+    assert end.error is None or isinstance(end.error, Crash)
 
 
 @contextmanager
@@ -70,7 +73,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         for owner, name in POINTS:
             patch.setattr(owner, name, counted(getattr(owner, name)))
         # A killed process logs nothing at its end.
-        patch.setattr("healcore.runtime.healer.close", end_without_log)
+        patch.setattr(Shutdown, "close", end_without_log)
         yield passed
 
 
@@ -171,7 +174,7 @@ def start(framework, store, program, kill_at=None, faults=None):
     try:
         program(healer, step)
     except Crash as crash:
-        end_without_log(healer._run, crash)
+        end_without_log(Shutdown(healer._loop, crash))
     else:
         healer.__exit__(None, None, None)
     return taken

@@ -18,11 +18,7 @@ from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
-from healcore.jax.optax_states import (
-    injected_hyperparameters,
-    injected_rates,
-    moments_obstacle,
-)
+from healcore.jax.optax_states import injected_hyperparameters, injected_rates, moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import WEIGHTS, Driver, json_setting
@@ -130,7 +126,7 @@ class JaxDriver(Driver):
     def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes."""
         assert self._marks is not None, "only called with several processes"
-        self._marks.request(True)
+        self._marks.request()
 
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
@@ -139,11 +135,11 @@ class JaxDriver(Driver):
     # -- the state --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the live state to save, without healing states. Copies nothing."""
+        """The live state to save, without healing states. Copies nothing."""
         return self._live.items()
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Returns engine name -> `Engine.to_dict`. One sync."""
+        """Engine name -> `Engine.to_dict`. One sync."""
         tree = self._live.read()
         states = [
             heal_state.engine_state(self._engine, in_state.state_at(tree, entry.path))
@@ -175,7 +171,7 @@ class JaxDriver(Driver):
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """Returns the reason why the window cannot be undone, or an empty string."""
+        """The reason why the window cannot be undone, or an empty string."""
         if self.may_save():
             return ""
         return "the exception occurred within an accumulation of optax.MultiSteps"
@@ -201,7 +197,7 @@ class JaxDriver(Driver):
         return sizes
 
     def settings(self) -> dict[str, Any]:
-        """Returns the hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
+        """The hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
         short = [path.rpartition("['")[2].removesuffix("']") for path in injected]
         names = short if len(set(short)) == len(short) else list(injected)
@@ -223,7 +219,7 @@ class JaxDriver(Driver):
     # -- the run ----------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
-        """Returns the default store: memory, and also Orbax if `where` is a directory."""
+        """The default store: memory, and also Orbax if `where` is a directory."""
         from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
         if where is None:
@@ -231,7 +227,7 @@ class JaxDriver(Driver):
         return OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
-        """Returns the exchange between processes. All processes make the first call together."""
+        """The exchange between processes. All processes make the first call together."""
         if self._ranks is None:
             self._ranks = Alone()
             if jax.process_count() > 1:

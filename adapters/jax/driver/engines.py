@@ -280,10 +280,7 @@ class StepReader:
     """
 
     def __init__(
-        self,
-        engines: Sequence[EngineEntry],
-        accumulates: bool,
-        warn: Callable[[str], object],
+        self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
         self._has_warned = False

@@ -44,7 +44,7 @@ class JaxWeights:
         self._paths = {path for parts in known for part in parts for path in part}
         self._averages = frozenset[str]()
         """Paths that are known not to be trained."""
-        self._rivals = rivals(known, self._all())
+        self._mixed = mixed_groups(known, self._all())
         """Equal parts of which not all are trained, until their movement has shown which."""
 
     def copy(self) -> dict[str, Any]:
@@ -120,12 +120,12 @@ class JaxWeights:
 
     def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The trained part of a copy. Empty while it is unknown: the current weights stay."""
-        if weights and self._rivals:
+        if weights and self._mixed:
             before = self._all(_with(self._live.read(), weights))
-            found = untrained(self._rivals, before, self._all())
+            found = untrained(self._mixed, before, self._all())
             if found is None:
                 return {}
-            self._averages, self._rivals = found, []
+            self._averages, self._mixed = found, []
         return {path: leaf for path, leaf in weights.items() if path not in self._averages}
 
 
@@ -161,30 +161,30 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
 # -- averages -----------------------------------------------------------------------------------
 
 
-class Rivals(NamedTuple):
+class PartGroup(NamedTuple):
     """Parts with tensors of the same shapes, and how many of these parts are trained."""
 
     parts: Sequence[Part]
     trained: int
 
 
-def rivals(candidates: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[Rivals]:
-    """The parts of which optimizers train some. `candidates` are the parts that fit each one."""
+def mixed_groups(fitting: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[PartGroup]:
+    """The groups of which not all parts are trained. `fitting` are the parts for each optimizer."""
     groups: dict[Any, Counter[Part]] = {}
-    for part in (part for fitting in candidates for part in fitting):
+    for part in (part for parts in fitting for part in parts):
         shapes = tuple(jnp.shape(tensors[name]) for name in part)
         groups.setdefault(shapes, Counter())[part] += 1
-    found = [Rivals(list(parts), max(parts.values())) for parts in groups.values()]
+    found = [PartGroup(list(parts), max(parts.values())) for parts in groups.values()]
     return [each for each in found if len(each.parts) > each.trained]
 
 
 def untrained(
-    among: Sequence[Rivals], before: Mapping[str, Any], now: Mapping[str, Any]
+    among: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> frozenset[str] | None:
     """Paths of the tensors that are not trained, or None if the movement does not show them.
 
     Args:
-        among: result of `rivals`.
+        among: result of `mixed_groups`.
         before: path -> earlier tensor.
         now: path -> current tensor, several steps later.
     """

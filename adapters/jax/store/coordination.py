@@ -12,6 +12,7 @@ SIGTERM only.)
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 import threading
 import time
@@ -57,7 +58,7 @@ class CoordinatedRanks:
         self._failure: RankFailed | None = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Returns every rank's item, on every rank.
+        """Every rank's item, on every rank.
 
         Raises:
             RankFailed: a process did not join this exchange or an earlier exchange in time.
@@ -136,17 +137,17 @@ class VoteMarks:
 
     def __init__(self) -> None:
         self._ranks = CoordinatedRanks(timeout_s=_EXCHANGE_TIMEOUT_S)
-        self._wanted = False
-        self._requested_at: float | None = None
+        self._due = math.inf
+        """Time from which this process publishes its request, by the monotonic clock."""
         self._begun = 0
         self._marked: set[int] = set()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def request(self, wanted: bool) -> None:
-        """Requests a vote, or withdraws the request. Lock-free, for calls in signal handlers."""
-        self._wanted, self._requested_at = wanted, None
+    def request(self) -> None:
+        """Requests a vote. Lock-free, for calls in signal handlers."""
+        self._due = 0.0
 
     def begin_dispatch(self) -> Callable[[], bool]:
         """Counts a dispatch, and returns a function that tells whether a vote follows it."""
@@ -168,9 +169,8 @@ class VoteMarks:
         """Publishes this process's request, and marks a dispatch if any process requests a vote."""
         try:
             while not self._stop.wait(_CHECK_INTERVAL_S):
-                now, last = time.monotonic(), self._requested_at
-                if self._wanted and (last is None or now - last > _REPEAT_INTERVAL_S):
-                    self._requested_at = now
+                if (now := time.monotonic()) > self._due:
+                    self._due = now + _REPEAT_INTERVAL_S
                     self._ranks.call_together()
                 if self._ranks.called_together():
                     with self._lock:

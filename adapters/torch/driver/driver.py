@@ -106,11 +106,7 @@ class TorchDriver(Driver):
     # -- signals from the loop ------------------------------------------------------------------
 
     def observe(
-        self,
-        loss: Tensor | float,
-        optimizer: str | Optimizer | None = None,
-        *,
-        weight: float = 1.0,
+        self, loss: Tensor | float, optimizer: str | Optimizer | None = None, *, weight: float = 1.0
     ) -> None:
         """Reports a loss, by default to all optimizers. See `Healing.observe`."""
         self._observed = True

@@ -1,6 +1,6 @@
 """Integrations with the trainers of other libraries, each imported on first use.
 
-Each opens a `Healer` inside the training loop of the library, with what this file defines.
+Each opens a `Healer` inside the training loop of the library. This file has their common parts.
 """
 
 from __future__ import annotations

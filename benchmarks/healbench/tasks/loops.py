@@ -16,13 +16,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from benchmarks.healbench.problem import MAIN, Problem, Update
-from benchmarks.healbench.tasks.mixed_data import (
-    HELD_OUT,
-    INPUTS,
-    ROWS,
-    Clusters,
-    batches,
-)
+from benchmarks.healbench.tasks.mixed_data import HELD_OUT, INPUTS, ROWS, Clusters, batches
 from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 STEPS = 600

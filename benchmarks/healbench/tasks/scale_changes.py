@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch.optim import Adam
 
 from benchmarks.healbench.problem import Problem, task
-from benchmarks.healbench.tasks.mixed_data import (
-    HELD_OUT,
-    INPUTS,
-    ROWS,
-    Batch,
-    Teacher,
-    supervised,
-)
+from benchmarks.healbench.tasks.mixed_data import HELD_OUT, INPUTS, ROWS, Batch, Teacher, supervised
 from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 _STEPS = 800

@@ -36,7 +36,7 @@ def empty(length: int) -> Window:
 
 
 def cleared(window: Window, when: Any, *, xp: Any) -> Window:
-    """Returns the window, emptied where `when` holds."""
+    """The window, emptied where `when` holds."""
     return Window(
         xp.where(when[..., None], 0.0, window.values),
         xp.where(when, 0, window.place),

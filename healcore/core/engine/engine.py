@@ -97,7 +97,7 @@ class Engine:
         return self.cuts_lr or self.limits_lr
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
-        """Returns the state before the first step, as NumPy arrays.
+        """The state before the first step, as NumPy arrays.
 
         Args:
             groups: number of tensors, for per-tensor clipping.
@@ -242,10 +242,8 @@ class Engine:
             xp: the array namespace.
         """
         never = state.step < 0
-        cut = never if self.cuts_lr else None
-        rescaled = recovery.update_rate(
-            self.config.lr, state.lr, cut, ~never, never, never, rate, xp=xp
-        )
+        orders = recovery.RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        rescaled = recovery.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Firing(NamedTuple):
 def judge(
     config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """Returns the new state, and the decision as the policy orders it, in any mode."""
+    """The new state, and the decision as the policy orders it, in any mode."""
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
@@ -52,32 +52,19 @@ def judge(
         skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    incidents, budget, orders = recovery.update_incidents(
-        config,
-        state.incident,
-        state.budget,
-        state.step,
-        cause,
-        skip,
+    wants = recovery.RuleOrders(
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
-        xp=xp,
     )
+    incidents, budget, orders = recovery.update_incidents(config, state, cause, skip, wants, xp=xp)
     lr_state = recovery.update_rate(
-        config.lr,
-        state.lr,
-        orders.cut,
-        orders.healthy,
-        incidents.open,
-        orders.refund,
-        seen.learning_rate,
-        xp=xp,
+        config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp
     )
     actions = [] if orders.action is None else [orders.action]
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
         actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
-    # The old object, which is 1 unless the policy clips: in JAX an unchanged object is not written.
+    # The last factor, 1 unless the policy clips. JAX does not write a leaf that is the same object.
     one = state.last.decision.grad_scale
     if clips:
         one = one - one + 1.0

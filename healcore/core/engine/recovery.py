@@ -24,10 +24,25 @@ from typing import Any, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.decision import NONFINITE, Action, flag
-from healcore.core.engine.state import BudgetState, EngineConfig, IncidentState, LrConfig, LrState
+from healcore.core.engine.state import (
+    BudgetState,
+    EngineConfig,
+    EngineState,
+    IncidentState,
+    LrConfig,
+    LrState,
+)
 
 _NONFINITE = int(NONFINITE)
 _RECOVERS = int(Action.ROLLBACK | Action.CUT_LR)
+
+
+class RuleOrders(NamedTuple):
+    """The orders of the rules that fire at one step."""
+
+    rollback: Any  # bool: roll back
+    cut: Any = None  # bool: cut the learning rate; None if no rule cuts
+    depth: Any = 1  # int32: known-good checkpoint to restore, 1 = newest
 
 
 class RecoveryOrders(NamedTuple):
@@ -70,29 +85,17 @@ def _may_recover(config: EngineConfig) -> bool:
 
 
 def update_incidents(
-    config: EngineConfig,
-    state: IncidentState,
-    budget: BudgetState,
-    step: Any,
-    cause: Any,
-    skip: Any,
-    wants_recovery: Any,
-    wants_cut: Any,
-    *,
-    xp: Any,
+    config: EngineConfig, before: EngineState, cause: Any, skip: Any, wants: RuleOrders, *, xp: Any
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
-    """Updates incidents and budget by one step, and grants the orders of the rules.
-
-    `wants_recovery`, `wants_cut`: whether a rule with ROLLBACK or CUT_LR fired; `wants_cut` is None
-    if no rule cuts the rate.
-    """
+    """Updates incidents and budget by one step, and grants the orders that the rules want."""
+    state, budget = before.incident, before.budget
     if _only_skips(config):
         opened = numerics.and_not(skip, state.skipped)
         quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
         new = state._replace(
             skipped=quiet < 0,
             number=state.number + opened,
-            onset=xp.where(opened, step, state.onset),
+            onset=xp.where(opened, before.step, state.onset),
             quiet=quiet,
         )
         return (new, *_refund_limits(config, budget, skip, None, xp=xp))
@@ -105,7 +108,7 @@ def update_incidents(
         harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
     serious, known_skips, turned = alarm & ~harmless, state.skipped, None
     if _may_recover(config):
-        ordered = wants_recovery if wants_cut is None else wants_recovery | wants_cut
+        ordered = wants.rollback if wants.cut is None else wants.rollback | wants.cut
         orders_recovery = numerics.shared(harmless & ordered, xp=xp)
         harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
         known_skips = state.skipped & ~orders_recovery
@@ -125,50 +128,73 @@ def update_incidents(
         open=is_open,
         skipped=((known_skips & ~begun) | skip_begun) & lasts,
         number=state.number + opened,
-        onset=xp.where(opened, step, state.onset),
+        onset=xp.where(opened, before.step, state.onset),
         quiet=quiet,
     )
     if not _may_recover(config):
         return (new, *_refund_limits(config, budget, is_open | alarm, is_open, xp=xp))
     healthy = numerics.shared(~(is_open | alarm), xp=xp)
+    new, due = _due_orders(config, new, wants, opened, alarm, xp=xp)
+    return (new, *_grant(config, budget, due, cause, is_open, healthy, xp=xp))
 
+
+def _due_orders(
+    config: EngineConfig, new: IncidentState, wants: RuleOrders, opened: Any, alarm: Any, *, xp: Any
+) -> tuple[IncidentState, RuleOrders]:
+    """The wanted orders that are due, at the onset or after `patience` alarms, with the depth."""
     patience = config.incident.patience
-    recovered = xp.where(opened, -1, state.recovered)
+    recovered = xp.where(opened, -1, new.recovered)
     recover_due = (recovered < 0) | (recovered >= patience)
-    cut, cut_due = state.cut, None
-    if wants_cut is not None:
+    cut, cut_due = new.cut, None
+    if wants.cut is not None:
         cut = xp.where(opened, -1, cut)
-        cut_due = numerics.shared(wants_cut & ((cut < 0) | (cut >= patience)), xp=xp)
+        cut_due = numerics.shared(wants.cut & ((cut < 0) | (cut >= patience)), xp=xp)
         cut = xp.where(cut_due, 0, _count_alarm(cut, alarm))
         # A cut repeats the rollback order, because the host may have declined an earlier one.
         recover_due = recover_due | cut_due
-    recover = numerics.shared(wants_recovery & recover_due, xp=xp)
-    new = new._replace(recovered=xp.where(recover, 0, _count_alarm(recovered, alarm)), cut=cut)
+    recover = numerics.shared(wants.rollback & recover_due, xp=xp)
+    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm))
+    new = new._replace(recovered=recovered, cut=cut)
 
     depth = config.rollback.depth
     if not (isinstance(config.rollback.deepen, int) and config.rollback.deepen == 0):
-        near = new.onset - state.last_onset < config.rollback.region
+        near = new.onset - new.last_onset < config.rollback.region
         # A rollback also resets the step counter, so an earlier onset is in the same region.
-        again = (state.last_onset >= 0) & near
-        escalations = xp.where(recover, (state.escalations + 1) * again, state.escalations)
-        last_onset = xp.where(recover, new.onset, state.last_onset)
+        again = (new.last_onset >= 0) & near
+        escalations = xp.where(recover, (new.escalations + 1) * again, new.escalations)
+        last_onset = xp.where(recover, new.onset, new.last_onset)
         new = new._replace(escalations=escalations, last_onset=last_onset)
         depth = depth + config.rollback.deepen * escalations
+    return new, RuleOrders(recover, cut_due, depth)
 
-    # The budget. A step in an incident resets the count of healthy steps; a skipped non-finite step
-    # outside an incident leaves the count unchanged. `Engine.on_rollback` subtracts a rollback.
+
+def _grant(
+    config: EngineConfig,
+    budget: BudgetState,
+    due: RuleOrders,
+    cause: Any,
+    is_open: Any,
+    healthy: Any,
+    *,
+    xp: Any,
+) -> tuple[BudgetState, RecoveryOrders]:
+    """Grants the due orders for which the budget is left.
+
+    A step in an incident resets the count of healthy steps; a skipped non-finite step outside an
+    incident leaves the count unchanged. `Engine.on_rollback` subtracts a rollback.
+    """
     left = budget.recoveries > 0
-    granted = numerics.shared(recover & left, xp=xp)
-    denied, nonfinite = recover & ~left, (cause & _NONFINITE) != 0
+    granted = numerics.shared(due.rollback & left, xp=xp)
+    denied, nonfinite = due.rollback & ~left, (cause & _NONFINITE) != 0
     action = (
         flag(granted, Action.ROLLBACK, xp=xp)
         | flag(denied & nonfinite, Action.STOP, xp=xp)
         | flag(denied & ~nonfinite, Action.ALERT, xp=xp)
     )
-    ends_health, lr_cuts, cut_granted = is_open | recover, budget.lr_cuts, None
-    if cut_due is not None:
-        ends_health = ends_health | cut_due
-        cut_granted = numerics.shared(cut_due & (lr_cuts > 0), xp=xp)
+    ends_health, lr_cuts, cut_granted = is_open | due.rollback, budget.lr_cuts, None
+    if due.cut is not None:
+        ends_health = ends_health | due.cut
+        cut_granted = numerics.shared(due.cut & (lr_cuts > 0), xp=xp)
         lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
         action = action | flag(cut_granted, Action.CUT_LR, xp=xp)
     count = (budget.healthy + healthy) * ~ends_health
@@ -178,8 +204,8 @@ def update_incidents(
         lr_cuts=xp.minimum(lr_cuts + refund, config.budget.lr_cuts),
         healthy=xp.where(refund, 0, count),
     )
-    depth = xp.where(granted, depth, budget.healthy * 0)
-    return new, new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
+    depth = xp.where(granted, due.depth, budget.healthy * 0)
+    return new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
 
 
 def _refund_limits(
@@ -211,10 +237,8 @@ RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins an
 def update_rate(
     config: LrConfig,
     state: LrState,
-    cut: Any,
-    healthy: Any,
+    orders: RecoveryOrders,
     in_incident: Any,
-    refund: Any,
     rate: Any,
     *,
     xp: Any,
@@ -222,23 +246,24 @@ def update_rate(
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
     A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
-    ceiling lowers it if the schedule rises. `cut` is None if no rule cuts: the host alone limits
-    the rate. `refund` (long health) raises the limit. `rate` is the schedule's learning rate at
-    this step, or None for a constant rate of 1.
+    ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
+    refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
+    step, or None for a constant rate of 1.
     """
+    cut, refund = orders.cut, orders.refund
     if cut is None and not may_limit_rate(config):
         return state
     rate = _known_rate(rate, state, xp=xp)
     broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
     broken = xp.minimum(broken, _MAX_RATE)
-    # After a wrong, high rate its low multiplier must not stay in force.
+    # A sudden fall of the rate begins another schedule, without the limit for a wrong, high rate.
     keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
     if cut is None:
         peak = xp.where(keeps_peak, state.peak, rate)
         scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
         return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
 
-    advances = healthy & ~cut
+    advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)

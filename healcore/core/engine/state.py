@@ -147,7 +147,7 @@ class IncidentState(NamedTuple):
     skipped: Flag  # an incident is open that has only skipped non-finite steps
     number: Int  # incidents so far, including the open one
     onset: Int  # step of its first alarm
-    quiet: Int  # steps since its last alarm, less `quiet_steps` if a policy only skips
+    quiet: Int  # steps since its last alarm; from -`quiet_steps` if a policy only skips
     recovered: Int  # alarms since its last rollback order; -1 = no order
     cut: Int  # alarms since its last cut; -1 = no cut
     last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
@@ -195,7 +195,7 @@ class EngineState(NamedTuple):
 
 
 def neutral(*, groups: int | None = None) -> Decision:
-    """Returns the decision that changes nothing, as NumPy arrays.
+    """The decision that changes nothing, as NumPy arrays.
 
     `groups` is the number of tensors of a per-tensor clipping rule, or None for any other policy.
     """
@@ -289,7 +289,7 @@ def _array(template: np.ndarray, data: Any, place: str) -> np.ndarray:
     if cast.shape != template.shape:
         raise StateError(
             f"{place} must have shape {template.shape}, got {cast.shape}: the policy's windows or "
-            "the number of tensors differ from those of the saved state"
+            "the number of tensors differ from the saved state"
         )
     kinds = {"b": "b", "i": "i", "f": "fi"}[template.dtype.kind]
     fits = array.dtype.kind in kinds and (template.dtype.kind != "i" or (cast == array).all())

@@ -131,12 +131,7 @@ class LoaderRegistry:
             number = self._count if epoch is None else self._number_in(epoch)
             begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
             begun.first_epoch = epoch or 0
-            begun.finished = self._saved_count > number and str(number) not in self._saved
-            self._count = number + 1
-            notice = f"after rollbacks the data continues forward: {begun.why_not}"
-            if not begun.can_rewind and notice not in self._noticed:
-                self._noticed.add(notice)
-                self.notices.append(notice)
+            self._add(begun)
         else:
             self._loaders.remove(begun)
             begun.extend(epochs)
@@ -165,19 +160,22 @@ class LoaderRegistry:
             self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
 
+    def _add(self, new: RunLoader) -> None:
+        new.finished = self._saved_count > new.number and str(new.number) not in self._saved
+        self._count = new.number + 1
+        notice = f"after rollbacks the data continues forward: {new.why_not}"
+        if not new.can_rewind and notice not in self._noticed:
+            self._noticed.add(notice)
+            self.notices.append(notice)
+
     def _number_in(self, epoch: int) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop.
 
-        A loop that makes a loader for every epoch does not make those of earlier epochs again.
+        A loop that makes a loader for each epoch makes no loaders of earlier epochs again.
         """
-        saved = {
-            int(key): BatchId(place["epoch"], place["index"]) for key, place in self._saved.items()
-        }
-        begun = {
-            number: place
-            for number, place in saved.items()
-            if BatchId(epoch - 1, 0) < place <= BatchId(epoch + 1, 0)
-        }
+        saved = {int(key): BatchId(at["epoch"], at["index"]) for key, at in self._saved.items()}
+        low, high = BatchId(epoch - 1, 0), BatchId(epoch + 1, 0)
+        begun = {number: place for number, place in saved.items() if low < place <= high}
         furthest = max(begun.values(), default=None)
         own = begun.get(self._count)
         if own == furthest or (own is not None and own.index > 0):
@@ -214,10 +212,7 @@ class LoaderRegistry:
 
     def left_out(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
-        return {
-            str(number): [list(batch) for batch in sorted(batches)]
-            for number, batches in self._left_out.items()
-        }
+        return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._left_out.items()}
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any loader."""

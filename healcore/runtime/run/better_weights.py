@@ -84,16 +84,8 @@ class BetterWeights:
         After several places that were accepted one after another, only alerts. Weights that are not
         `finite` cannot be accepted: then nothing is done.
         """
-        self._log.event(
-            "assessment",
-            step=verdict.index,
-            onset=verdict.onset,
-            cause=[],
-            verdict="damage",
-            by="earlier_weights",
-            rise=verdict.rise,
-            rise_remembered=verdict.rise_remembered,
-        )
+        rises: dict[str, Any] = {"rise": verdict.rise, "rise_remembered": verdict.rise_remembered}
+        self._log.assessment(verdict.index, verdict.onset, "damage", **rises)
         past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
         if not past and self._last_trial() > self._ledger.accepted_until:
             self._ledger.accepted = 0  # the trials at the last place have helped

@@ -159,7 +159,7 @@ class Comparisons:
             state.alarms = (first if index - last <= SAMPLE else index, index)
         sign = alarm or self._history.is_high(loss)
         is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
-        if is_first and alarm:  # an alarm after a quiet time is compared even on debt
+        if is_first and alarm:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_below(index)
         self._wanted |= sign or self._credit.is_regular(index) or best is not None
@@ -334,7 +334,7 @@ class Comparisons:
                 verdict = self._verdict(step.index, newest, now - then, remembered)
             elif self.state.verdict is not None and anchor.evidence <= 1:
                 at, onset = step.index, self.state.verdict.onset
-                self._log_assessment(at, "recovered", onset)
+                self._log.assessment(at, onset, "recovered")
                 self._log.info(f"step {at}: the run has recovered from the damage of step {onset}")
                 self._forget_trouble()
         if verdict is not None and step.index < verdict.due:
@@ -367,16 +367,11 @@ class Comparisons:
             other.evidence, other.onset = 1.0, None
             if other.step == verdict.anchor:
                 other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
-        self._log_assessment(verdict.index, "worse", verdict.onset)
+        self._log.assessment(verdict.index, verdict.onset, "worse")
         self._log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
             f"at step {verdict.due}, or at the end of the data"
-        )
-
-    def _log_assessment(self, index: int, verdict: str, onset: int) -> None:
-        self._log.event(
-            "assessment", step=index, onset=onset, cause=[], verdict=verdict, by="earlier_weights"
         )
 
     def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:

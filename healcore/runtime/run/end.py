@@ -57,17 +57,13 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     return next(ending for kind, ending in endings.items() if isinstance(error, kind))
 
 
-def close(loop: Loop, error: BaseException | None) -> BaseException | None:
-    """Ends a run. Returns an exception for the block to raise instead of `error`, or None."""
-    return _End(loop, error).close()
-
-
-class _End:
+class Shutdown:
     """The end of one run.
 
     Attributes:
         error: the exception that left the block, or its replacement.
         ending: how the run ends, by `error`.
+        completed: whether the loop has ended by itself.
         raised: the exception of the loop, also as the cause of a stop, or None.
         fault: the classified `raised`, or None.
         problems: errors at the end.
@@ -77,71 +73,39 @@ class _End:
         self.loop, self.error = loop, error
         self.group, self.saver, self.data = loop.group, loop.saver, loop.data
         self.ending = ending_of(error, self.group.termination.signal_number)
+        self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         self.fault: Fault | None = None
         self.problems: list[str] = []
         self.memory = ""  # sentence about an out-of-memory error
 
-    def attempt(self, what: str, action: Callable[[], object]) -> Exception | None:
-        """Calls an action. Returns its exception, which is a problem named `what`."""
-        try:
-            action()
-        except Exception as problem:
-            self.problems.append(f"{what}: {type(problem).__name__}: {problem}")
-            return problem
-        return None
-
     def close(self) -> BaseException | None:
-        """See `close`."""
-        loop, group, saver, data = self.loop, self.group, self.saver, self.data
-        error = self.error
+        """Ends the run. Returns an exception for the block to raise instead of its own, or None."""
+        loop, group, saver, given = self.loop, self.group, self.saver, self.error
         loop.guard.pause()
         loop.driver.on_end()
-        # A rank that ends alone, or a step before the others, must not wait for them.
-        completed = self.ending == Ending.COMPLETED
-        together = completed or group.ends_together or group.world == 1
-        if completed and group.world > 1:
-            what = f"another rank has not ended its loop ({_LENGTH_ADVICE})"
-            self.raised = self.attempt(what, partial(group.gather, None))
-            together = self.raised is None
+        together = self.all_ranks_end()
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
-        if completed and together:
-            self.attempt("the last steps could not be read", self.read_last_steps)
-        if together and isinstance(self.error, Terminated | Interrupted | EndRequested):
-            try:  # a restart from a later state would not see the orders of the last steps
-                self.attempt("the last steps could not be read", loop.act_on_last_steps)
-            except RunStopped as stop:
-                self.error = stop
-                self.ending = Ending.STOPPED
-        between_steps = data.between_steps and not loop.after_update
-        if self.fault is not None and isinstance(self.raised, Exception):
-            self.attempt("the fault could not be dealt with", self.save_and_log_fault)
-        saved = True
-        if together and (completed or (between_steps and self.ending != Ending.STOPPED)):
-            # Not after an exception within a step, which leaves the state partly changed.
-            save = partial(saver.save_last, completed=completed)
-            saved = self.attempt("the last state could not be saved", save) is None
-        self.attempt("checkpoints being written", saver.wait)
-        if completed and (not together or self.is_lost_on_any_rank(saved)):
-            # Not "completed", so that the next start resumes and saves the run.
-            self.error = LastStateNotSaved(self.unsaved_state_text())
-            self.ending = Ending.EXCEPTION
-        elif completed:
-            self.error = _incomplete_run_error(loop)
-            self.ending = ending_of(self.error)
-            if self.error is None and loop.break_place:
-                self.ending = Ending.REQUESTED
         if together:
-            self.attempt("checkpoints on probation", saver.poll)
-            self.attempt("the last saves", saver.read_nonfinite)
+            self.read_last_steps()
+        between_steps = self.data.between_steps and not loop.after_update
+        if self.fault is not None and isinstance(self.raised, Exception):
+            action = partial(self.save_and_log_fault, self.fault, self.raised)
+            self.collect("the fault could not be dealt with", action)
+        # Not after an exception within a step, which leaves the state partly changed.
+        may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
+        self.save_last_state(together=together, may_save=may_save)
+        if together:
+            self.collect("checkpoints on probation", saver.poll)
+            self.collect("the last saves", saver.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
-            self.attempt("the record of the end", partial(saver.commit, data.step))
+            self.collect("the record of the end", partial(saver.commit, self.data.step))
         for problem in self.problems:
             loop.warn(problem)
-        loop.log.report_trackers(data.step)
+        loop.log.report_trackers(self.data.step)
         if isinstance(self.error, RunStopped) and group.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
@@ -150,26 +114,70 @@ class _End:
         if loop.claim is not None:
             parts.append(loop.claim.release)
         for close_part in (*parts, loop.log.close):
-            with contextlib.suppress(Exception):
-                close_part()
-        return self.error if self.error is not error else None
+            self.collect("", close_part)  # too late to report
+        return self.error if self.error is not given else None
+
+    def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
+        """Calls an action. Returns its exception, which is a problem named `what`."""
+        try:
+            action()
+        except Exception as problem:
+            self.problems.append(f"{what}: {type(problem).__name__}: {problem}")
+            return problem
+        return None
+
+    def all_ranks_end(self) -> bool:
+        """Whether all ranks end after this step. Waits for them if the loop has ended by itself.
+
+        A rank that ends alone, or a step before the others, must not wait for them.
+        """
+        if not self.completed:
+            return self.group.ends_together or self.group.world == 1
+        if self.group.world > 1:
+            what = f"another rank has not ended its loop ({_LENGTH_ADVICE})"
+            self.raised = self.collect(what, partial(self.group.gather, None))
+        return self.raised is None
 
     def read_last_steps(self) -> None:
-        """Reads the last steps of a completed run. Warns if it has taken none."""
-        data = self.data
-        self.loop.report_last_steps()
+        """Reads the unread steps of a completed run, or carries out their orders after a request.
+
+        A restart from a later state would not see these orders.
+        """
+        loop, data, failed = self.loop, self.data, "the last steps could not be read"
+        if isinstance(self.error, Terminated | Interrupted | EndRequested):
+            try:
+                self.collect(failed, loop.act_on_last_steps)
+            except RunStopped as stop:
+                self.error, self.ending = stop, Ending.STOPPED
+        if not self.completed or self.collect(failed, loop.report_last_steps) is not None:
+            return
         if data.resumed_here and not data.had_completed:
             exhausted = data.loader_exhausted and data.between_steps
             why = "the data were exhausted" if exhausted else "the loop ended without a step"
-            self.loop.warn(f"no step was taken: {why} at step {data.step}")
+            loop.warn(f"no step was taken: {why} at step {data.step}")
 
     # -- the last state -------------------------------------------------------------------------
 
-    def save_and_log_fault(self) -> None:
+    def save_last_state(self, *, together: bool, may_save: bool) -> None:
+        """Saves the last state, and sets the ending of a loop that has ended by itself."""
+        completed, saved = self.completed, True
+        if together and may_save:
+            save = partial(self.saver.save_last, completed=completed)
+            saved = self.collect("the last state could not be saved", save) is None
+        self.collect("checkpoints being written", self.saver.wait)
+        if completed and (not together or self.is_lost_on_any_rank(saved)):
+            # Not "completed", so that the next start resumes and saves the run.
+            self.error = LastStateNotSaved(self.unsaved_state_text())
+            self.ending = Ending.EXCEPTION
+        elif completed:
+            self.error = _incomplete_run_error(self.loop)
+            self.ending = ending_of(self.error)
+            if self.error is None and self.loop.break_place:
+                self.ending = Ending.REQUESTED
+
+    def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop, fault, answer, why_not = self.loop, self.fault, None, ""
-        assert fault is not None
-        assert self.raised is not None
+        loop, answer, why_not = self.loop, None, ""
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         alone = self.group.world == 1 and self.saver.store.durable
         if alone and "save" in loop.policy.answers(fault.cause):
@@ -184,7 +192,7 @@ class _End:
             except Exception as problem:  # a step in JAX that failed may have donated the state
                 why_not = f"{type(problem).__name__}: {problem}"
             answer = None if why_not else "save"
-        problem = f"the loop raised {error_text(self.raised):.600}"
+        problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory = f". {loop.out_of_memory.largest_owner()}"
             problem += self.memory
@@ -231,7 +239,9 @@ class _End:
             loop.count_last_step()
             loop.recovery.count_last_steps()
             loop.recovery.read_engines()
-        why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+        why = error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""
+        if ending == Ending.REQUESTED and error is None:
+            why = loop.break_place
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = error_text(error) + self.memory
@@ -279,10 +289,10 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "step. The last state is saved"
         )
     if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
-        read = counted(unread, "batch", "batches")
         return IncompleteRun(
             "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
-            f"state ({read} read). Write `{loop_text}`. The next start begins at step {data.step}"
+            f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
+            f"start begins at step {data.step}"
         )
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
@@ -302,7 +312,3 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-def _why(error: BaseException | None) -> str:
-    return error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""

@@ -22,7 +22,7 @@ from healcore.runtime.store.ranks import Ranks
 
 STAKE = 0.6
 """Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
-multiplied by 0.4 to 1.6, and 20 full wins in a row reach 1e4. Any value is valid."""
+multiplied by 0.4 to 1.6, and 20 times 1.6 in a row exceeds 1e4. Any value is valid."""
 RECENT = 20
 """Comparisons whose rises are the unit of a bet; losses in a mean."""
 SAMPLE = 8

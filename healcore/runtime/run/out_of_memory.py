@@ -83,7 +83,7 @@ class OutOfMemory:
             count: as for `Healer.microbatches`.
             whole: reason why the run's batches cannot be split, or an empty string.
             last_resort: called if no smaller part is left. Reduces a step's memory and describes
-                the change: the parts then come again. Returns "" without a change.
+                the change: the parts are then repeated. Returns "" without a change.
         """
         self._last_resort = last_resort
         self._begin(whole)

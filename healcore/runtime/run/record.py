@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.store import Course, StoreError, values
+from healcore.runtime.store import AttemptHistory, StoreError, values
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
@@ -81,11 +81,11 @@ class Ledger:
     accepted_until: int = 0  # step before which no comparison rolls back again
 
     def record(
-        self, index: int, records: Sequence[StepRecord], acted_on: int = -1
+        self, index: int, records: Sequence[StepRecord], opening: int = -1
     ) -> IncidentRecord | None:
         """Adds the records of one step. Returns the incident of the step, or None.
 
-        `acted_on` has the `Cause` flags that open an incident; all other alarms only alert.
+        `opening` has the `Cause` flags that open an incident; all other alarms only alert.
         """
         self.next_step = index + 1
         if not any(record.judged for record in records):
@@ -104,7 +104,7 @@ class Ledger:
         for record in records:
             # An alert alone (a clipped gradient spike) opens no incident.
             if record.incident_open or record.skip:
-                cause |= int(record.cause) & acted_on
+                cause |= int(record.cause) & opening
         if not cause:
             if self.incidents and not self.open:
                 self.incidents[-1].over = True
@@ -190,7 +190,7 @@ class Ledger:
 
 # -- random states and positions of the loaders ----------------------------------------------------
 
-ITEM = "healcore"
+HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""
 
 _GENERATORS = ("python", "numpy", "framework")
@@ -264,14 +264,14 @@ class HostState:
         if state is None:
             return None
         try:
-            generators = {name: values.loads(state[name], (ITEM, name)) for name in _GENERATORS}
+            generators = {n: values.loads(state[n], (HOST_ITEM, n)) for n in _GENERATORS}
             return HostParts(**generators, data=dict(state[_DATA]))
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged values may raise anything
             problem = f"{type(error).__name__}: {str(error)[:200]}"
             raise StoreError(
-                f"state['{ITEM}'] is damaged, or healcore did not write it: {problem}"
+                f"state['{HOST_ITEM}'] is damaged, or healcore did not write it: {problem}"
             ) from error
 
     def put_back(self, parts: HostParts) -> None:
@@ -288,7 +288,7 @@ class HostState:
 
 
 def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values.dumps(state, (ITEM, name)) for name, state in states.items()}
+    return {name: values.dumps(state, (HOST_ITEM, name)) for name, state in states.items()}
 
 
 def torch_states() -> dict[str, Any]:
@@ -342,8 +342,8 @@ class RunRecord:
 
     run: str = ""  # id of the run's first process
     first_step: _Step = 0  # step of the run's first snapshot
-    attempts: list[_Step] = field(default_factory=list)  # see `Course`
-    proven: int = -1  # see `Course`
+    attempts: list[_Step] = field(default_factory=list)  # see `AttemptHistory`
+    proven: int = -1  # see `AttemptHistory`
     completed: bool = False  # whether the program had reached its end
     settings: dict[str, Any] = field(default_factory=dict)
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
@@ -366,9 +366,9 @@ class RunRecord:
     comparisons: ComparisonState | None = None  # of weights, or None without a `loss_fn`
 
     @property
-    def course(self) -> Course:
+    def attempt_history(self) -> AttemptHistory:
         """The attempts of the run, and the step up to which checkpoints are known-good."""
-        return Course(tuple(self.attempts), self.proven)
+        return AttemptHistory(tuple(self.attempts), self.proven)
 
     def repeats(self, step: int) -> bool:
         """Whether the last rollback undid the steps from `step` on."""

@@ -15,11 +15,7 @@ from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restoring import Restorer
-from healcore.runtime.run.steps import (
-    DelayedReader,
-    HostRules,
-    StepResult,
-)
+from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
 from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
@@ -165,10 +161,7 @@ class Recovery:
         )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
-        onset, cause = order.onset, Cause(order.cause)
-        self.log.event(
-            "assessment", step=order.index, onset=onset, cause=cause, verdict=verdict, by=by
-        )
+        self.log.assessment(order.index, order.onset, verdict, by, cause=Cause(order.cause))
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""

@@ -27,7 +27,7 @@ from healcore.runtime.run.orders import (
     limited,
     with_lr_states,
 )
-from healcore.runtime.run.record import ITEM, HostParts, RunRecord
+from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -38,7 +38,7 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
 from healcore.runtime.store.values import attribute
 
@@ -78,22 +78,10 @@ class Restorer:
         have changed a part of the live state), StateMismatch for another state, other StoreErrors.
         """
         saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
-        reset = self.policy.rollback.reset_moments
         saver.wait()
         saver.prove(before=order.onset)
         self.find_damage()
-        if order.better is not None:
-            steps = choose(self.saves(), onset=order.better, exact=True)
-        else:
-            past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-            steps = choose(
-                self.saves(),
-                onset=order.onset,
-                depth=order.depth,
-                tried=[each.target for each in past],
-                initial=(self.record.first_step, saver.started_from),
-                exact=order.exact,
-            )
+        steps = self._choose(order)
         live, rates = self.driver.engines(), self.driver.learning_rates()
         at_fault = order.lr_at_fault
         if at_fault is not None:  # of other optimizers the rate in force, or the multiplier alone
@@ -105,7 +93,7 @@ class Restorer:
             engines = after_rollback(engine, live, saved.engines)
             if order.trial == Trial.ACCEPT:
                 engines = with_lr_states(engines, order.lr_states)
-            self._load_state(saved, engines, reset=reset)
+            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments)
             now = self.driver.learning_rates()  # the schedules are at the restored step
             # No step has been trained at the rate of the very first state.
             trained = saved.step > self.record.first_step
@@ -134,6 +122,20 @@ class Restorer:
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
         return done, why_not
+
+    def _choose(self, order: Order) -> tuple[int, ...]:
+        """Steps of the checkpoints to try, the best first."""
+        if order.better is not None:
+            return choose(self.saves(), onset=order.better, exact=True)
+        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+        return choose(
+            self.saves(),
+            onset=order.onset,
+            depth=order.depth,
+            tried=[each.target for each in past],
+            initial=(self.record.first_step, self.saver.started_from),
+            exact=order.exact,
+        )
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -203,13 +205,11 @@ class Restorer:
         copies: dict[int, Any] = {}
         if saved is None or not self.saver.comparisons.is_enabled:
             return copies
-        for step in saved.needed():
-            if step >= resumed:
-                continue
+        for step in [each for each in saved.needed() if each < resumed]:
             weights = None
             try:
                 state = self.saver.store.restore(step, self.saver.items()).state
-                self.driver.load({name: each for name, each in state.items() if name != ITEM})
+                self.driver.load({name: each for name, each in state.items() if name != HOST_ITEM})
                 weights = self.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
@@ -280,7 +280,7 @@ class Restorer:
             if any(outcomes):
                 raise failure
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
-            path = next((s.path for s in self.saves() if s.step == step), None) or WHERE
+            path = next((s.path for s in self.saves() if s.step == step), None) or MEMORY
             text = f"holds values that healcore does not write ({why})"
             damaged(CheckpointDamaged(step, path, "its content", text))
         reasons = "; ".join(problems) or "none of them is on every rank"
@@ -289,7 +289,7 @@ class Restorer:
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.host.read(restored.state.get(ITEM))
+        host = self.host.read(restored.state.get(HOST_ITEM))
         if record is not None:
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
@@ -302,7 +302,7 @@ class Restorer:
         return saved
 
     def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
-        state = {name: each for name, each in saved.state.items() if name != ITEM}
+        state = {name: each for name, each in saved.state.items() if name != HOST_ITEM}
         self.driver.load(state, engines, reset_moments=reset)
 
     def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:

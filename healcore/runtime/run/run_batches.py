@@ -41,12 +41,12 @@ class RunBatches:
     `keeps_batches` says whether weights are compared on the batches.
 
     Attributes:
-        step: Steps done. A rollback decreases the number.
-        steps_taken: Steps of this process, including steps that a rollback has undone.
-        loader_exhausted: Whether the training loader is exhausted.
-        had_completed: Whether the run in the store had completed, and this process has its last
+        step: steps done. A rollback decreases the number.
+        steps_taken: steps of this process, including steps that a rollback has undone.
+        loader_exhausted: whether the training loader is exhausted.
+        had_completed: whether the run in the store had completed, and this process has its last
             state.
-        current: The loader of the last batch, or None before the first batch.
+        current: the loader of the last batch, or None before the first batch.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class RunBatches:
         return first
 
     def forget_parts(self) -> None:
-        """Forgets the parts of batches since the last step, which come again in smaller parts."""
+        """Forgets the parts of batches since the last step, which are repeated in smaller parts."""
         if self._loop_names_batches:
             self._forget_contents()
 
@@ -298,7 +298,7 @@ class RunBatches:
             self.loaders.current = current
         for loader in self.loaders:  # a `break` has ended an evaluation
             loader.trains |= bool(loader.unused) and (loader is current or not loader.left)
-        ids, self._generators = self._last_ids, None  # the random numbers go on from this step
+        ids, self._generators = self._last_ids, None  # random numbers continue from this step
         self.loaders.last = ids[-1] if ids else None
         self._most = max(self._most, len(ids))
         first = StepResult(self.step, [], tuple(ids), tuple(self._contents))
@@ -335,7 +335,7 @@ class RunBatches:
 
     @property
     def within_batch(self) -> bool:
-        """Whether the loop updates on its batch again, if as often as on the batch before.
+        """Whether further updates on this batch follow, if it has as many as the batch before.
 
         A restart from here would begin with the next batch, and lose these updates.
         """

@@ -18,7 +18,7 @@ from typing import Any
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.record import ITEM, RunRecord
+from healcore.runtime.run.record import HOST_ITEM, RunRecord
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
@@ -32,7 +32,7 @@ from healcore.runtime.store import (
     UnsavableState,
     superfluous,
 )
-from healcore.runtime.store.host_copy import WHERE
+from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import Ranks, on_first
 from healcore.runtime.store.saved import disallowed
 from healcore.runtime.story.run_log import RunLog
@@ -95,7 +95,7 @@ class Saver:
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
-        self._left_alone: set[int] = set()
+        self._never_deleted: set[int] = set()
         """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
         self._pruned = -1  # `RunRecord.proven` at the last deletion
@@ -111,7 +111,7 @@ class Saver:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
-        return {**self.driver.state(), ITEM: self.data.host}
+        return {**self.driver.state(), HOST_ITEM: self.data.host}
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
@@ -133,13 +133,13 @@ class Saver:
 
     def listed(self) -> list[Saved]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self.record.course.judged(self.store.steps())
+        saves = self.record.attempt_history.judged(self.store.steps())
         return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
 
-        Drops all findings so far, which are about steps that come again.
+        Drops all findings so far, because their steps are repeated.
         """
         self.store.nonfinite_found()
         self._nonfinite_now = {}
@@ -148,7 +148,7 @@ class Saver:
             self.started_from = step
             saves = [each for each in self.listed() if each.status != "abandoned"]
             self._finite = {each.step: each.finite for each in saves}
-            self._left_alone = {at for at in self._finite if at > step}
+            self._never_deleted = {at for at in self._finite if at > step}
         self._pruned = min(self._pruned, step, self.record.proven)
         self.record.attempts.append(step)
         self.record.proven = min(self.record.proven, step)
@@ -274,18 +274,18 @@ class Saver:
 
         Within the region of the last rollback, its target and the next older known-good checkpoint
         stay: a second rollback there must not use a checkpoint that became known-good later. The
-        decision uses the course as saved, so that a restart knows the same known-good checkpoints.
-        The newest of them is verified first: nothing is deleted for a damaged one.
+        decision uses the attempts as saved, so that a restart knows the same known-good ones. The
+        newest of them is verified first: nothing is deleted for a damaged one.
         """
-        course, ledger = self.record.course, self.ledger
+        attempts, ledger = self.record.attempt_history, self.ledger
         last = ledger.same_trouble(ledger.next_step, self.policy.rollback.region)[-1:]
         target = last[0].target if last else 0
-        stays = self.store.ring.protected | self._left_alone | {each.target for each in last}
+        stays = self.store.ring.protected | self._never_deleted | {each.target for each in last}
 
         def chosen() -> tuple[list[int], set[int], int | None]:
-            saves = course.judged(self.store.steps())
+            saves = attempts.judged(self.store.steps())
             saves = [saved for saved in saves if saved.path or not self.store.durable]
-            if (step, len(course.attempts)) not in {(s.step, s.attempt) for s in saves}:
+            if (step, len(attempts.bases)) not in {(s.step, s.attempt) for s in saves}:
                 return [], set(), None
             good = [saved.step for saved in saves if saved.status == "good"]
             stay = {*stays, *[at for at in good if at < target][-1:]}
@@ -371,7 +371,7 @@ class Saver:
 
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
-        if error.path == WHERE or all(each.path != error.path for each in self.damage):
+        if error.path == MEMORY or all(each.path != error.path for each in self.damage):
             self.damage.append(error)
             self.log.event("damaged", step=error.step, problem=str(error))
 
@@ -451,7 +451,7 @@ class Saver:
     def _before_batches(self) -> Iterator[None]:
         """A context in which a save has the state, positions and random states of the last step.
 
-        Batches that were read since then come again after a restart. Raises StoreError if the
+        A restart reads the batches since then again. Raises StoreError if the
         changes by these batches cannot be undone.
         """
         loaders = self.data.loaders

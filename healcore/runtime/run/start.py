@@ -22,7 +22,7 @@ from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
-from healcore.runtime.store import CheckpointStore, Course, NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store import CheckpointStore, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
@@ -330,7 +330,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
     restorer, saver = loop.recovery.restorer, loop.saver
     if newest is not None:
         saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
-    saves = (Course() if newest is None else newest.course).judged(restorer.saves())
+    saves = (newest or RunRecord()).attempt_history.judged(restorer.saves())
     usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
     wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
     try:

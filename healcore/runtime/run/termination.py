@@ -275,9 +275,9 @@ class RankGroup:
     """The ranks of one run, and the requests to end it: signals and the stop file.
 
     Attributes:
-        ranks: The framework's ranks.
-        ends_together: Whether the ranks have agreed to end after this step.
-        termination: The received signals.
+        ranks: the framework's ranks.
+        ends_together: whether the ranks have agreed to end after this step.
+        termination: the received signals.
     """
 
     def __init__(

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from healcore.runtime.store.claim import StoreInUse
 from healcore.runtime.store.saved import (
+    AttemptHistory,
     CheckpointDamaged,
     CheckpointNotFound,
-    Course,
     Keep,
     NoGoodCheckpoint,
     Restored,
@@ -24,10 +24,10 @@ from healcore.runtime.store.saved import (
 from healcore.runtime.store.store import CheckpointStore
 
 __all__ = [
+    "AttemptHistory",
     "CheckpointDamaged",
     "CheckpointNotFound",
     "CheckpointStore",
-    "Course",
     "Keep",
     "NoGoodCheckpoint",
     "Restored",

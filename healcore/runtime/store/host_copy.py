@@ -14,8 +14,8 @@ import numpy as np
 from healcore.runtime.store import files, host_memory, values
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.saved import (
+    AttemptHistory,
     CheckpointDamaged,
-    Course,
     Keep,
     Saved,
     SaveFailed,
@@ -24,8 +24,8 @@ from healcore.runtime.store.saved import (
     superfluous,
 )
 
-WHERE = "memory"
-"""Place of a copy in messages."""
+MEMORY = "memory"
+"""Place of a copy in messages, where a file has a path."""
 
 Entries = Mapping[str, Mapping[str, Any]]
 """Name in the state -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and
@@ -115,7 +115,7 @@ class HostCopy:
         """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
         if digest != leaf.digests[place]:
             why = "is not what was saved: its digest differs"
-            raise CheckpointDamaged(self.step, WHERE, f"{leaf.name}{place}", why)
+            raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", why)
 
 
 class Target(NamedTuple):
@@ -214,7 +214,7 @@ class ArrayFormat(ABC):
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
-        return HostCopy(step, flat, copied, sealed, max(1, len(Course.of(record).attempts)))
+        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).bases)))
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""
@@ -351,7 +351,7 @@ class Ring:
 
     def prune(self, nonfinite_ok: Collection[str]) -> None:
         """Removes superfluous copies."""
-        saves = Course.newest(self.records()).judged(self.listed(nonfinite_ok))
+        saves = AttemptHistory.newest(self.records()).judged(self.listed(nonfinite_ok))
         surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
         for step in {*surplus} - self.protected:
             self.forget(step)

@@ -31,7 +31,7 @@ import healcore
 from healcore import regular_file
 from healcore.runtime.store import files, values
 from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import CheckpointDamaged, Course, Saved, StoreError
+from healcore.runtime.store.saved import AttemptHistory, CheckpointDamaged, Saved, StoreError
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -47,7 +47,7 @@ _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, 
 
 
 def _checked_path(name: str) -> str:
-    """Returns a relative path; ValueError if it does not name a file inside the checkpoint."""
+    """A relative path; ValueError if it does not name a file inside the checkpoint."""
     path = PurePosixPath(name)
     outside = path.is_absolute() or ".." in path.parts or "\\" in name or not path.parts
     if outside or "\0" in name or not os.fsencode(name):
@@ -66,7 +66,7 @@ class Manifest(NamedTuple):
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
     """Wall-clock seconds since 1970."""
     attempt: Annotated[_Count, Field(ge=1)]
-    """Number of the attempt that saved the checkpoint, from 1. See `Course`."""
+    """Number of the attempt that saved the checkpoint, from 1. See `AttemptHistory`."""
     files: Annotated[dict[_FilePath, Digest], Field(min_length=1)]
     """Relative path -> size and digest, for every file except this one and the record."""
     nonfinite: tuple[str, ...]
@@ -224,7 +224,7 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
     """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
     saves = found.complete.values()
     entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
-    return Course.newest(found.records).judged(entries)
+    return AttemptHistory.newest(found.records).judged(entries)
 
 
 def find_damage(

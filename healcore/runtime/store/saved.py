@@ -102,7 +102,7 @@ class StateMismatch(StoreError):
 
 Status = Literal["candidate", "good", "abandoned"]
 """`candidate`: complete, still on probation. `good`: known-good. `abandoned`: saved before a
-rollback to an older step, and never restored. Computed, see `Course`."""
+rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
 class Saved(NamedTuple):
@@ -124,7 +124,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
-        """The entry of a manifest or a copy in memory. The status follows from `Course.judged`."""
+        """The entry of a manifest or a copy in memory. `AttemptHistory.judged` sets the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
         return cls(saved.step, "candidate", not bad, *numbers, path, bad)
@@ -149,31 +149,31 @@ class Restored(NamedTuple):
     """The record of the run, or None if the checkpoint has none."""
 
 
-class Course(NamedTuple):
-    """What a record says about all checkpoints of its store."""
+class AttemptHistory(NamedTuple):
+    """The attempts of a run, and the step up to which its checkpoints are known-good."""
 
-    attempts: tuple[int, ...] = ()
+    bases: tuple[int, ...] = ()
     """Base step of each attempt, oldest first. Attempts are numbered from 1."""
     proven: int = -1
     """Finite checkpoints up to this step are known-good."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Any] | None) -> Course:
-        """The course in a record. Empty if the record has none."""
-        attempts, proven = (record or {}).get("attempts"), (record or {}).get("proven")
-        if not isinstance(attempts, list | tuple) or type(proven) is not int:
+    def of(cls, record: Mapping[str, Any] | None) -> AttemptHistory:
+        """The attempts in a record. Empty if the record has none."""
+        bases, proven = (record or {}).get("attempts"), (record or {}).get("proven")
+        if not isinstance(bases, list | tuple) or type(proven) is not int:
             return cls()
-        return cls(tuple(each for each in attempts if type(each) is int), proven)
+        return cls(tuple(each for each in bases if type(each) is int), proven)
 
     @classmethod
-    def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> Course:
-        """The course in the newest of some records of the run, by step."""
-        courses = [(cls.of(record), step) for step, record in records.items()]
-        return max(courses, key=lambda each: (len(each[0].attempts), each[1]), default=(cls(),))[0]
+    def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
+        """The attempts in the newest of some records of the run, by step."""
+        found = [(cls.of(record), step) for step, record in records.items()]
+        return max(found, key=lambda each: (len(each[0].bases), each[1]), default=(cls(),))[0]
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether an attempt after `attempt` began below `step`."""
-        return any(base < step for base in self.attempts[attempt:])
+        return any(base < step for base in self.bases[attempt:])
 
     def judged(self, saves: Iterable[Saved]) -> list[Saved]:
         """The checkpoints with their statuses."""

@@ -17,7 +17,7 @@ from typing import Any
 from healcore import console
 from healcore.runtime.store import files, manifest, ranks
 from healcore.runtime.store.host_copy import (
-    WHERE,
+    MEMORY,
     ArrayFormat,
     HostCopy,
     Ring,
@@ -29,9 +29,9 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import (
     IN_MEMORY,
+    AttemptHistory,
     CheckpointDamaged,
     CheckpointNotFound,
-    Course,
     Keep,
     Restored,
     Saved,
@@ -177,8 +177,8 @@ class CheckpointStore(Writer):
             copy = self.ring.copies.get(saved.step)
             if copy is None or copy.path == saved.path:
                 saves[saved.step] = saved
-        course = Course.newest(found.records | self.ring.records())
-        return course.judged(saves[step] for step in sorted(saves))
+        attempts = AttemptHistory.newest(found.records | self.ring.records())
+        return attempts.judged(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
@@ -380,7 +380,7 @@ class CheckpointStore(Writer):
         def look() -> StoredCheckpoint | StoreError:
             found = self._on_disk()
             existing = sorted({*found.complete, *self.ring.copies})
-            missing = CheckpointNotFound(step, existing, str(self.root or WHERE))
+            missing = CheckpointNotFound(step, existing, str(self.root or MEMORY))
             incomplete = (error for error in found.damaged if error.step == step)
             return found.complete.get(step) or next(incomplete, missing)
 

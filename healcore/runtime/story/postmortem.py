@@ -23,10 +23,10 @@ from healcore.runtime.story.diagnosis import RunEnd, explain
 SCHEMA = 2
 
 
-def path_for(events: str | os.PathLike[str], run: str, part: str = "postmortem") -> Path:
-    """The file `run.<part>.<run id>.json` of a run, next to `run.events.jsonl`."""
+def path_for(events: str | os.PathLike[str], run: str) -> Path:
+    """The file `run.postmortem.<run id>.json` of a run, next to `run.events.jsonl`."""
     path, safe = Path(events), re.sub(r"[^\w.-]", "_", run)
-    return path.with_name(f"{stem(path)}.{part}.{safe}.json")
+    return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
 def write(

@@ -45,6 +45,13 @@ class RunLog:
         self.event("problem", step=step, problem=problem)
         self.warning(problem)
 
+    def assessment(
+        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: Any
+    ) -> None:
+        """Writes the event of a verdict `by` some evidence about the weights."""
+        fields = {"onset": onset, "cause": [], "verdict": verdict, "by": by, **fields}
+        self.event("assessment", step=step, **fields)
+
     def fault(
         self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
     ) -> None:

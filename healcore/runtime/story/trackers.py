@@ -112,7 +112,7 @@ class Trackers:
         self._send("event", event)
 
     def problems(self) -> list[str]:
-        """Returns the failures since the last call. A tracker reports only its first failure."""
+        """The failures since the last call. A tracker reports only its first failure."""
         return [each.problems.popleft() for each in self._deliveries for _ in tuple(each.problems)]
 
     def close(self) -> list[str]:
@@ -188,7 +188,7 @@ class TrackedRun(NamedTuple):
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Returns one line about an event."""
+    """One line about an event."""
     step = event.get("step")
     head = event["kind"] if step is None else f"{event['kind']} at step {step}"
     text = sentence(validate(event)[0])

@@ -2,7 +2,7 @@
 
 Exit status: 0 success, 1 `show` found damaged lines or `report` an unreadable run, 2 no file could
 be read, the page could not be written, or the command line is invalid. Of `show --follow`: 0 the
-run completed, 1 it ended in another way, 130 after Ctrl-C.
+run completed, 1 it ended in another way, 130 after Ctrl-C (typer).
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.tools.output import (
-    CANNOT_RUN,
-    check_outputs,
-    echo,
-    fail,
-    replacing,
-    reported,
-)
+from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, replacing, reported
 
-OK, DAMAGED, INTERRUPTED = 0, 1, 130
+OK, DAMAGED = 0, 1
 
 POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
@@ -35,8 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 def show(
     file: Annotated[str, typer.Argument(metavar="RUN", help="A run's events file or folder.")],
     follow: Annotated[
-        bool,
-        typer.Option("--follow", "-f", help="Wait for new events until the run ends."),
+        bool, typer.Option("--follow", "-f", help="Wait for new events until the run ends.")
     ] = False,
 ) -> None:
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
@@ -50,37 +42,35 @@ def show(
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     events, reported, shown, gone = [], 0, None, False
     while True:
-        try:
-            if path.exists() or not follow:
-                seen, history = events, read(path)
-                events = history.events
-                # The start of another file: the file that was read before has been replaced.
-                new = events if events[:1] != seen[:1] else events[len(seen) :]
-                for event in new:
-                    if event["run"] != shown:
-                        shown = event["run"]
-                        echo(f"run {shown}")
-                    echo(_line(event))
-                # The last line of a live run may not be complete yet.
-                damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
-                if damaged and not (events or follow):
-                    fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
-                for problem in damaged[reported:]:
-                    echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
-                reported = len(damaged)
-                if not follow:
-                    raise typer.Exit(DAMAGED if damaged else OK)
-                run = runs_of(history.runs())[-1] if events else None
-                if run is not None and run.end is not None:
-                    raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
-                if gone and not new:
-                    echo("the process was killed: it wrote no event of its end", err=True)
-                    raise typer.Exit(DAMAGED)
-                # The process may have written its end before it ended.
-                gone = run is not None and run.state is RunState.GONE
+        while follow and not path.exists():
             time.sleep(POLL_INTERVAL)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
+        seen, history = events, read(path)
+        events = history.events
+        # The start of another file: the file that was read before has been replaced.
+        new = events if events[:1] != seen[:1] else events[len(seen) :]
+        for event in new:
+            if event["run"] != shown:
+                shown = event["run"]
+                echo(f"run {shown}")
+            echo(_line(event))
+        # The last line of a live run may not be complete yet.
+        damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
+        if damaged and not (events or follow):
+            fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
+        for problem in damaged[reported:]:
+            echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
+        reported = len(damaged)
+        if not follow:
+            raise typer.Exit(DAMAGED if damaged else OK)
+        run = runs_of(history.runs())[-1] if events else None
+        if run is not None and run.end is not None:
+            raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
+        if gone and not new:
+            echo("the process was killed: it wrote no event of its end", err=True)
+            raise typer.Exit(DAMAGED)
+        # The process may have written its end before it ended.
+        gone = run is not None and run.state is RunState.GONE
+        time.sleep(POLL_INTERVAL)
 
 
 def _line(event: dict[str, Any]) -> str:
@@ -114,12 +104,7 @@ def report(
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.log import stem
     from healcore.tools.report.page import render
-    from healcore.tools.report.run_report import (
-        ReportError,
-        RunReport,
-        find_events,
-        read_reports,
-    )
+    from healcore.tools.report.run_report import ReportError, RunReport, find_events, read_reports
 
     reports: list[RunReport] = []
     files: list[Path] = []

@@ -120,22 +120,22 @@ def loss(
 def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
     """Judge the state of Adam or a similar optimizer: are its second moments healthy?"""
     from healcore.tools.probe.formats import probe_paths
-    from healcore.tools.probe.optimizer import judge
+    from healcore.tools.probe.optimizer import probe_optimizer
 
-    return probe_paths("optimizer", judge, checkpoints, inputs)
+    return probe_paths("optimizer", probe_optimizer, checkpoints, inputs)
 
 
 @_add_command(CheckpointInputs)
 def checkpoint(checkpoints: _Checkpoints, inputs: CheckpointInputs) -> list[Any]:
     """Judge checkpoints: intact, finite, known-good? Changes no file, takes no lock."""
-    from healcore.tools.probe.checkpoint import judge
+    from healcore.tools.probe.checkpoint import probe_checkpoint
     from healcore.tools.probe.formats import probe_paths
 
-    return probe_paths("checkpoint", judge, checkpoints, inputs)
+    return probe_paths("checkpoint", probe_checkpoint, checkpoints, inputs)
 
 
 def _validate(model: type[BaseModel], options: dict[str, Any], spec: Path | None) -> BaseModel:
-    """Returns the inputs from the options, else the spec, else defaults. Exits if invalid."""
+    """The inputs from the options, else the spec, else defaults. Exits if invalid."""
     options = {name: value for name, value in options.items() if value is not None}
     try:
         given = tomllib.loads(regular_file.read(spec, _MAX_SPEC_BYTES).decode() if spec else "")

@@ -7,6 +7,7 @@ formats do not record known-good checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from healcore.checkpoint_contents import Contents, ProbeError
 from healcore.console import counted
-from healcore.runtime.store import StoreError, manifest
+from healcore.runtime.store import Saved, StoreError, manifest
 from healcore.runtime.store.saved import disallowed
 from healcore.tools.probe.checks import (
     ERROR,
@@ -31,7 +32,7 @@ from healcore.tools.probe.checks import (
 from healcore.tools.probe.formats import damaged_archives, open_contents
 
 
-def judge(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
@@ -107,7 +108,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     broken = [each for each in scan.damaged if wanted(Path(each.path))]
     rows: list[dict[str, Any]] = []
     damage, bad, good = [], [], []
-    damaged = len(broken)
     listed = manifest.listed(scan, inputs.nonfinite_ok)
     for saved, found in zip(listed, scan.complete.values(), strict=True):
         if not wanted(found.folder):
@@ -116,7 +116,6 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         row = {name: getattr(saved, name) for name in ("step", "status", "finite")}
         row |= {"intact": not errors, "bytes": saved.bytes, "path": saved.path}
         rows.append(row)
-        damaged += bool(errors)
         damage += [f"step {saved.step}: {each.file} {each.difference}" for each in errors]
         if not saved.finite:
             bad.append(saved)
@@ -126,27 +125,35 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     if not rows and not broken:
         which = "" if inputs.step is None else f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
+    damaged = len(broken) + sum(not row["intact"] for row in rows)
     whole = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
     message = first_three(damage, "; ") or whole
     digests = Check("digests", FAIL if damage else PASS, message, damaged, 0)
+    checks = digests, _finite(bad, good), _known_good(rows, good, inputs)
+    facts = {"format": "store of healcore", "checkpoints": rows, "known_good": bool(good)}
+    facts["newest_good"] = good[-1] if good else None
+    return ProbeResult("checkpoint", str(path), checks, facts)
 
-    finite = Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
-    if bad:
-        names = ", ".join(bad[0].nonfinite[:3]) or "more arrays than are listed"
-        more = f"; and in {len(bad) - 1} more checkpoints" if len(bad) > 1 else ""
-        allow = "if the run allows it: --nonfinite-ok NAME"
-        message = f"NaN or Inf in step {bad[0].step}: {names}; {allow}{more}"
-        finite = Check("finite", WARN if good else FAIL, message, len(bad), 0)
 
+def _finite(bad: Sequence[Saved], good: Sequence[int]) -> Check:
+    """Judges the checkpoints with NaN or Inf; `good` are the steps that a run could restore."""
+    if not bad:
+        return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
+    names = ", ".join(bad[0].nonfinite[:3]) or "more arrays than are listed"
+    more = f"; and in {len(bad) - 1} more checkpoints" if len(bad) > 1 else ""
+    allow = "if the run allows it: --nonfinite-ok NAME"
+    message = f"NaN or Inf in step {bad[0].step}: {names}; {allow}{more}"
+    return Check("finite", WARN if good else FAIL, message, len(bad), 0)
+
+
+def _known_good(
+    rows: Sequence[Mapping[str, Any]], good: Sequence[int], inputs: CheckpointInputs
+) -> Check:
     marked = any(row["status"] == "good" for row in rows)
     verdict = PASS if good else FAIL if marked or inputs.require_good else WARN
+    message = "none yet: a checkpoint becomes known-good after healthy steps"
     if good:
         message = f"{len(good)} of {len(rows)} checkpoints; the newest is step {good[-1]}"
     elif marked:
         message = "every known-good checkpoint is damaged"
-    else:
-        message = "none yet: a checkpoint becomes known-good after healthy steps"
-    known_good = Check("known_good", verdict, message, len(good), 1)
-    facts = {"format": "store of healcore", "checkpoints": rows, "known_good": bool(good)}
-    facts["newest_good"] = good[-1] if good else None
-    return ProbeResult("checkpoint", str(path), (digests, finite, known_good), facts)
+    return Check("known_good", verdict, message, len(good), 1)

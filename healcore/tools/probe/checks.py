@@ -166,7 +166,7 @@ class NothingToProbe(ProbeError):
 
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """Returns the most severe verdict, or SKIP without verdicts."""
+    """The most severe verdict, or SKIP without verdicts."""
     return max(verdicts, key=list(ProbeVerdict).index, default=SKIP)
 
 
@@ -191,7 +191,7 @@ def judged(
 def score(
     checks: Sequence[Check], fatal: Sequence[str], weights: Mapping[str, float] = {}
 ) -> float | None:
-    """Returns the score of a subject from 0 to 1, or None if a check that counts has no verdict.
+    """The score of a subject from 0 to 1, or None if a check that counts has no verdict.
 
     The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
     It is 0 if a check of `fatal` fails.
@@ -212,7 +212,7 @@ def first_three(items: Sequence[str], separator: str = ", ") -> str:
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
-    """Returns the document that `--json` prints: strict JSON, without NaN and Infinity."""
+    """The document that `--json` prints: strict JSON, without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": 1,

@@ -269,10 +269,7 @@ _START = "from healcore.tools.probe.formats import serve; serve()"
 
 
 def probe_paths(
-    probe: str,
-    judge: Callable[[Path, Any], ProbeResult],
-    paths: Sequence[str | Path],
-    inputs: Any,
+    probe: str, judge: Callable[[Path, Any], ProbeResult], paths: Sequence[str | Path], inputs: Any
 ) -> list[ProbeResult]:
     """Calls `judge`, a function of a module, with each path and inputs in the child process."""
     paths, results = [Path(path) for path in paths], []

@@ -21,13 +21,7 @@ from healcore.tools.probe.checks import (
     score,
     worst,
 )
-from healcore.tools.probe.loss_curve import (
-    Event,
-    Shape,
-    block_medians,
-    find_events,
-    measure_shape,
-)
+from healcore.tools.probe.loss_curve import Event, Shape, block_medians, find_events, measure_shape
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512

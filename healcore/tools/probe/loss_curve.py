@@ -31,7 +31,7 @@ _CHANGE_TO_SIGMA = 0.886
 
 
 def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
-    """Returns medians of equally long blocks of a curve (n,), fewer than `most`.
+    """Medians of equally long blocks of a curve (n,), fewer than `most`.
 
     The last block counts if it is at least half full.
     """
@@ -176,7 +176,7 @@ def find_events(
 
 
 def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns heights in standard deviations and sustained flags, each (n,)."""
+    """Heights in standard deviations and sustained flags, each (n,)."""
     state, rows, update = map_leaves(_scalar, config.init()), [], None
     true, false = np.bool_(True), np.bool_(False)
     blank = Observed._make([None] * len(Observed._fields))

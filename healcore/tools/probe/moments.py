@@ -47,7 +47,7 @@ class Tree:
                 self.groups.setdefault(path[:-4], {})[str(value)] = path[-3]
 
     def number(self, *paths: Keys) -> float | None:
-        """Returns the first value saved as a number or as an array of one element, or None."""
+        """The first value saved as a number or as an array of one element, or None."""
         for path in paths:
             value = self.values.get(path)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -179,7 +179,7 @@ def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
 
 
 def _models(tree: Tree, optimizers: Sequence[Keys]) -> list[tuple[Model, bool]]:
-    """Returns possible models, the arrays outside optimizers by top-level key.
+    """Possible models, the arrays outside optimizers by top-level key.
 
     Each has a flag for arrays in the program's order.
     """
@@ -233,7 +233,7 @@ def _name_group(
 
 
 def _layer_of(name: str) -> str:
-    """Returns the layer: the name up to the first part with a number, such as `layers.3`."""
+    """The layer: the name up to the first part with a number, such as `layers.3`."""
     parts = name.split(".")
     for at, part in enumerate(parts):
         if _NUMBER.search(part):
@@ -251,7 +251,7 @@ def _has_shapes(model: Model, shapes: Sequence[Shape | None]) -> bool:
 def _layers_of(
     model: Model, shapes: Sequence[Shape | None]
 ) -> tuple[list[tuple[str, Model]], tuple[int, int, int]] | None:
-    """Returns the model's layers and a block of `shapes` for each, or None if no blocks match.
+    """The model's layers and a block of `shapes` for each, or None if no blocks match.
 
     safetensors files and adapters (PEFT) are sorted by name. Sorting keeps the order of the layers
     and loses the order of the parameters within a layer.

@@ -55,7 +55,7 @@ _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
 
-def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
+def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
     """Runs the probe in the current process, without limits. Raises any exception for damage."""
     contents = open_contents(path, inputs.step)
     beside = path.parent.glob("*model.safetensors") if path.stem == "optimizer" else ()
@@ -106,7 +106,7 @@ def judge(path: Path, inputs: OptimizerInputs) -> ProbeResult:
 
 
 def _training(tree: Tree) -> dict[str, Any]:
-    """Returns the values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
+    """The values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
     found: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
         known = bool(path) and path[-1] in _TRAINING_FACTS
@@ -201,7 +201,7 @@ def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
 
 
 def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
-    """Returns the layers of the lowest group, or all layers if few layers are above that group.
+    """The layers of the lowest group, or all layers if few layers are above that group.
 
     A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
     """
@@ -224,7 +224,7 @@ def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
 
 
 def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[str, Any]]:
-    """Returns the layers with the largest deviations, outliers first."""
+    """The layers with the largest deviations, outliers first."""
     farthest: dict[str, Deviation] = {}
     for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
         farthest.setdefault(each.layer, each)

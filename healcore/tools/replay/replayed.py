@@ -158,7 +158,7 @@ class Replay:
         )
 
     def report(self) -> RunReport:
-        """Returns the report of the replay for a page."""
+        """The report of the replay for a page."""
         summary, trace, rows = self.summary, self.trace, self.rows
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
         shown = {row.step: tuple(names(Cause(int(row.cause)))) for row in alarms[:MOST_ALARMS]}
@@ -440,6 +440,6 @@ def _rolled_back(engine: Engine, live: EngineState, restored: EngineState) -> En
 
 
 def _with_recoveries(state: EngineState, before: EngineState) -> EngineState:
-    """The state with as many rollbacks left as before: those of a replay cost nothing."""
+    """The state with as many rollbacks left as before: rollbacks of a replay cost nothing."""
     left = before.budget.recoveries
     return state._replace(budget=state.budget._replace(recoveries=left))

@@ -65,7 +65,7 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
 
 
 def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
-    """Returns the cells of one summary, or the sums of several."""
+    """The cells of one summary, or the sums of several."""
     cells: list[str | Text] = [f"{total(summaries, 'rows'):,}"]
     for name in COUNTS[1:]:
         count = total(summaries, name)
@@ -79,7 +79,7 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
 
 
 def _common_folder(traces: Sequence[str]) -> str:
-    """Returns the common folder of all traces with a final slash, or an empty string."""
+    """The common folder of all traces with a final slash, or an empty string."""
     folders = [os.path.dirname(trace) for trace in traces]
     if len({os.path.isabs(folder) for folder in folders}) > 1:
         return ""

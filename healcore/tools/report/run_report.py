@@ -71,7 +71,7 @@ class RunReport(NamedTuple):
         return f"{len(self.curves.step) if rows is None else rows:,}"
 
     def ending(self) -> str:
-        """Returns how the run ended, the step of a replay's stop, or an empty string."""
+        """How the run ended, the step of a replay's stop, or an empty string."""
         if self.state is not None:
             return STATES[self.state]
         return "" if self.stop is None else f"would stop at step {self.stop:.0f}"
@@ -84,7 +84,7 @@ def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """Returns the last two parts of each title's path, or the title if two titles share them."""
+    """The last two parts of each title's path, or the title if two titles share them."""
     titles = [report.title for report in reports]
     short = {title: "/".join(title.split("/")[-2:]) for title in titles}
     counts = Counter(short.values())
@@ -92,7 +92,7 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
 
 
 def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
-    """Returns the first few lines, each with the prefix, and a line with the number of others."""
+    """The first few lines, each with the prefix, and a line with the number of others."""
     shown = [f"{prefix}: {line}" for line in lines[:_MAX_LINES]]
     more = len(lines) - len(shown)
     return shown + ([f"{prefix}: {more} more"] if more > 0 else [])
@@ -104,7 +104,7 @@ def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
-    The curves are those of `run.metrics.jsonl` next to `run.events.jsonl`.
+    The curves are from `run.metrics.jsonl` next to `run.events.jsonl`.
 
     Raises:
         ReportError: the file has no event or cannot be read.
@@ -132,7 +132,7 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
 
 
 def find_events(path: Path) -> Path:
-    """Returns a file itself, or the only events file in a directory. Raises ReportError."""
+    """A file itself, or the only events file in a directory. Raises ReportError."""
     if not path.is_dir():
         return path
     files = sorted(path.glob("*events.jsonl"))
@@ -183,7 +183,7 @@ def _report_on(path: Path, run: Run) -> RunReport:
 
 
 def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
-    """Returns the curves of a run, and notes."""
+    """The curves of a run, and notes."""
     try:
         rows, damage = read_metrics(path, [process.id for process in run.processes])
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
 
 
 def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
-    """Returns the postmortem next to an events file or {}, and a problem or an empty string."""
+    """The postmortem next to an events file or {}, and a problem or an empty string."""
     path = postmortem.path_for(events, run)
     try:
         written = postmortem.read(path)
@@ -209,7 +209,7 @@ def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
 
 
 def _state_of(run: Run, written: dict[str, Any]) -> RunState:
-    """Returns the state by the events or, after a kill, by the postmortem of the next process."""
+    """The state by the events or, after a kill, by the postmortem of the next process."""
     if run.end is not None or not written:
         return run.state
     ending = written.get("ending")

@@ -75,7 +75,7 @@ class RawLog(NamedTuple):
 
 
 def read_head(path: str) -> bytes:
-    """Returns the first megabyte of the content. Raises OSError."""
+    """The first megabyte of the content. Raises OSError."""
     with open(path, "rb", opener=regular_file.opener) as file:
         return file.read(_HEAD_BYTES)
 
@@ -155,14 +155,9 @@ def parse_rows(
     if len(numerals) > _MAX_NUMERALS + len(columns[min(columns)]) // 20:
         (line, text), count = numerals[0], counted(len(numerals), "number")
         raise TraceError(f"{count} cannot be read, first in line {line}: {text}. Write 1234.5")
-    return RawLog(
-        path,
-        run,
-        {name: np.array(column) for name, column in columns.items()},
-        {name: np.array(mask, bool) for name, mask in logged.items()},
-        problems,
-        notes,
-    )
+    arrays = {name: np.array(column) for name, column in columns.items()}
+    masks = {name: np.array(mask, bool) for name, mask in logged.items()}
+    return RawLog(path, run, arrays, masks, problems, notes)
 
 
 # -- traces ----------------------------------------------------------------------------------------
@@ -184,10 +179,8 @@ class Rows(NamedTuple):
 
     def select(self, where: slice | np.ndarray) -> Rows:
         """Selects some rows."""
-        values, logged = (
-            {name: column[where] for name, column in columns.items()}
-            for columns in (self.values, self.logged)
-        )
+        values = {name: column[where] for name, column in self.values.items()}
+        logged = {name: column[where] for name, column in self.logged.items()}
         return Rows(self.step[where], self.attempt[where], values, logged)
 
 
@@ -240,7 +233,7 @@ class Trace:
 
 
 def lineage(trace: Trace) -> Rows:
-    """Returns the rows of the final run: without stale tails and repeated steps.
+    """The rows of the final run: without stale tails and repeated steps.
 
     If rows have the same step and signals, the last row remains.
     """
@@ -258,16 +251,10 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     Raises TraceError after `_MAX_ATTEMPTS` restarts.
     """
     begins = np.cumsum([0, *(log.rows for log in logs)]).tolist()
-    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, *SIGNALS)}
-    masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
-    numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
+    numbers, masks = _join_columns(logs, begins)
     notes = [note for log in logs for note in log.notes]
-    for log, begin in zip(logs, begins, strict=False):
-        for columns, own in ((numbers, log.numbers), (masks, log.logged)):
-            for signal, column in own.items():
-                columns[signal][begin : begin + log.rows] = column
-        if STEP not in log.numbers:
-            notes.append(f"{log.path}: it names no step (--column step=NAME): rows are counted")
+    without = "it names no step (--column step=NAME): rows are counted"
+    notes += [f"{log.path}: {without}" for log in logs if STEP not in log.numbers]
     step, epoch = numbers[STEP], numbers[EPOCH]
     rises, falls = np.diff(step) > 0, (np.diff(step) < 0) & (np.diff(epoch) > 0)
     if falls.any() and rises.any() and (epoch % 1 == 0).all():
@@ -307,6 +294,18 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     rows = Rows(step, number, values, logged)
     files = len({log.path for log in logs})
     return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
+
+
+def _join_columns(logs: Sequence[RawLog], begins: list[int]) -> list[dict[str, np.ndarray]]:
+    """The numbers and masks of all files; without a column of steps its rows are counted."""
+    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, *SIGNALS)}
+    masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
+    numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
+    for log, begin in zip(logs, begins, strict=False):
+        for columns, own in ((numbers, log.numbers), (masks, log.logged)):
+            for signal, column in own.items():
+                columns[signal][begin : begin + log.rows] = column
+    return [numbers, masks]
 
 
 def _merge(

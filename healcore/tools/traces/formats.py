@@ -90,7 +90,7 @@ def printed_lines(parse: Callable[[str], Fields | None]) -> Callable[..., Record
 
 
 def printed_record(line: str) -> Fields | None:
-    """Returns the dict at the end of a printed line, after a progress bar or other text."""
+    """The dict at the end of a printed line, after a progress bar or other text."""
     _, found, rest = line.rstrip().partition("{'")
     if not found or not rest.endswith("}") or len(rest) > _MAX_PRINTED:
         return None
@@ -101,7 +101,7 @@ def printed_record(line: str) -> Fields | None:
 
 
 def named_numbers(line: str) -> Fields:
-    """Returns the numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
+    """The numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
 
     The first name of a step is "step", because a program may print "step 0" in one line and
     "iter 0" in another. Returns nothing for a line that names neither a loss nor a norm.
@@ -318,7 +318,7 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
 
 
 def _read_header(path: str) -> tuple[list[str], int]:
-    """Returns the names of the columns, and the number of lines up to the header.
+    """The names of the columns, and the number of lines up to the header.
 
     Raises TraceError if the first line that is not blank is not a header.
     """

@@ -39,10 +39,7 @@ def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 def open_traces(
-    paths: Sequence[str],
-    *,
-    columns: Mapping[str, str] | None = None,
-    join: bool = False,
+    paths: Sequence[str], *, columns: Mapping[str, str] | None = None, join: bool = False
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
@@ -221,7 +218,7 @@ def detect_format(start: bytes) -> Format:
 
 
 def _parse(line: str) -> dict[str, Any] | None:
-    """Returns the JSON object in a line, or None."""
+    """The JSON object in a line, or None."""
     if not line.lstrip().startswith("{"):
         return None
     try:

@@ -169,9 +169,4 @@ class AdaGC:
                 self.gamma[i] = self.watches[i].level
 
 
-RULES = {
-    "zclip": ZClip,
-    "fixed": Fixed,
-    "autoclip": AutoClip,
-    "adagc": AdaGC,
-}
+RULES = {"zclip": ZClip, "fixed": Fixed, "autoclip": AutoClip, "adagc": AdaGC}

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
-from healcore.jax.driver.weights import rivals, untrained
+from healcore.jax.driver.weights import mixed_groups, untrained
 from healcore.jax.heal_state import find, steps_judged
 from healcore.policy import engine_of
 from healcore.runtime.run.orders import limited
@@ -233,15 +233,15 @@ def test_an_average_follows_the_parameters(before, decay):
         params = now["params"] - 0.1 * 0.999**number * (1 + random.standard_normal(200))
         average = decay * now["average"] + (1 - decay) * params
         now = {"params": params, "average": average}
-    found = untrained(rivals(candidates, now), earlier, now)
+    found = untrained(mixed_groups(candidates, now), earlier, now)
     assert found == (None if decay == 0 else {"average"})
 
 
-def test_parts_are_rivals_only_if_all_their_tensors_have_the_same_shapes():
+def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes():
     tensors = {"a": np.ones(3), "b": np.ones(3), "mean": np.ones(2)}
-    assert not rivals([[("a",), ("mean",)]], tensors)
-    assert not rivals([[("a",), ("b",)]] * 2, tensors)
-    assert rivals([[("a",), ("b",), ("mean",)]], tensors) == [([("a",), ("b",)], 1)]
+    assert not mixed_groups([[("a",), ("mean",)]], tensors)
+    assert not mixed_groups([[("a",), ("b",)]] * 2, tensors)
+    assert mixed_groups([[("a",), ("b",), ("mean",)]], tensors) == [([("a",), ("b",)], 1)]
 
 
 # -- random keys ----------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.record import ITEM, HostState, RunRecord
+from healcore.runtime.run.record import HOST_ITEM, HostState, RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
+    AttemptHistory,
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointStore,
-    Course,
     Keep,
     Restored,
     Saved,
@@ -68,15 +68,15 @@ class Listed(CheckpointStore):
 
     def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
-        attempt = max(1, len(Course.of(record).attempts))
+        attempt = max(1, len(AttemptHistory.of(record).bases))
         self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
         self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
     def steps(self) -> list[Saved]:
-        course = Course.newest(self.stored)
-        return course.judged(self.saves[step] for step in sorted(self.saves))
+        history = AttemptHistory.newest(self.stored)
+        return history.judged(self.saves[step] for step in sorted(self.saves))
 
     def steps_on_disk(self) -> list[int]:
         return sorted(self.saves)
@@ -93,7 +93,7 @@ class Listed(CheckpointStore):
     def restore(self, step: int, like: Any) -> Restored:
         self.verify(step)
         self.passes()
-        return Restored({ITEM: NO_DATA}, self.stored[step])
+        return Restored({HOST_ITEM: NO_DATA}, self.stored[step])
 
     def records(self) -> dict[int, Any]:
         return dict(self.stored)

@@ -319,10 +319,10 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
-    ledger, acted_on = Ledger(), recovery.incident_causes(load("default").engine().config)
+    ledger, opening = Ledger(), recovery.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
-        ledger.record(index, [both if index == 6 else SKIPPED], acted_on)
+        ledger.record(index, [both if index == 6 else SKIPPED], opening)
     (only,) = ledger.incidents
     assert (only.onset, only.only_skips, ledger.first_consecutive(12)) == (3, True, 3)
 

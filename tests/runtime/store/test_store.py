@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import (
+    AttemptHistory,
     CheckpointNotFound,
-    Course,
     Keep,
     Saved,
     StateMismatch,
@@ -191,8 +191,8 @@ def test_what_was_saved_after_the_step_of_a_later_rollback_is_abandoned(bases, d
         attempts.append(min(base, last))
         saved |= new
         alive = {(step, attempt) for step, attempt in alive | new if step <= attempts[-1]}
-    course = Course(tuple(attempts))
-    assert alive == {each for each in saved if not course.abandons(*each)}
+    history = AttemptHistory(tuple(attempts))
+    assert alive == {each for each in saved if not history.abandons(*each)}
 
 
 # -- which checkpoints can be deleted -------------------------------------------------------------

@@ -5,7 +5,7 @@ import resource
 
 import torch
 
-from healcore.tools.probe.checkpoint import judge
+from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
 from healcore.tools.probe.formats import probe_paths
 from tests.hostile.pickles import BEGIN, END, called, torch_file
@@ -30,7 +30,7 @@ def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
     size = b"\x8a\x05" + (10**11).to_bytes(5, "little")
     large = torch_file(tmp_path / "a.pt", BEGIN + called("builtins.bytearray", size) + END)
     paths = [large, deep, tmp_path / "good.pt"]
-    results = probe_paths("checkpoint", judge, paths, CheckpointInputs())
+    results = probe_paths("checkpoint", probe_checkpoint, paths, CheckpointInputs())
     assert [result.verdict.value for result in results] == ["ERROR", "ERROR", "PASS"]
     message = f"{large} could not be judged: it needs more memory than its limit"
     assert results[0].checks[0].message == message

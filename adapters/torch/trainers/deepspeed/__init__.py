@@ -193,7 +193,7 @@ class EngineOptimizer(Optimizer):
         return engine.micro_steps % engine.gradient_accumulation_steps() != 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, with references to the live tensors."""
+        """The state, with references to the live tensors."""
         scale = self._scale()
         return {
             **self.optimizer.state_dict(),

@@ -114,7 +114,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         return healings_of(self.healer).get("optimizer")
 
     def report(self) -> HealingReport:
-        """Returns the report of the run so far: incidents, rollbacks, learning rate, ending.
+        """The report of the run so far: incidents, rollbacks, learning rate, ending.
 
         Raises:
             AttachError: `train()` has not begun yet.
@@ -154,7 +154,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     # -- the Trainer's checkpoints --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Returns the arguments and the state of this object, which the Trainer saves."""
+        """The arguments and the state of this object, which the Trainer saves."""
         policy, store = self.policy, self._store
         engines = {} if self.healer is None else loop_of(self.healer).driver.engines()
         return {

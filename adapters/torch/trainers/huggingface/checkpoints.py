@@ -52,7 +52,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _newest_complete(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
-    """Returns the newest checkpoint without a defect, or None, and the defects of newer ones."""
+    """The newest checkpoint without a defect, or None, and the defects of newer ones."""
     defects: dict[Path, str] = {}
     files = {path: {each.name for each in path.iterdir()} for path in checkpoints}
     for path in reversed(checkpoints):

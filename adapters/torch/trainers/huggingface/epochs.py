@@ -308,7 +308,7 @@ class Counters:
         return loop_of(healer).data.had_completed and same
 
     def state_dict(self) -> dict[str, str]:
-        """Returns the counters. Reads one scalar from the device."""
+        """The counters. Reads one scalar from the device."""
         trainer, state, before = self.trainer, self.trainer.state, self.before
         counters, loss = _counters_of(trainer), trainer._tr_loss
         fields = {name: getattr(state, name) for name in _STATE}
