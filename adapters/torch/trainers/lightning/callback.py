@@ -124,14 +124,19 @@ class LightningHealingCallback(Callback):
         self._progress = progress = Progress(trainer)
         opened = functools.partial(self._running, trainer, progress)
         self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
-        self._replace_hooks(trainer, progress)
+        # Other callbacks may read the counters in `on_train_start`, and replace the weights by an
+        # average in `on_train_end`.
+        callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        self._changes.enter_context(patched(trainer, "callbacks", callbacks))
 
-    def _begin(self, trainer: Any, progress: Progress) -> None:
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         """Begins a run. Opens its Healer if the store has a checkpoint.
 
         The hooks of the first epoch then see the epoch of the checkpoint. They may change the
         initial state, so the Healer of a new run is opened with the first batch.
         """
+        if (progress := self._progress) is None:
+            return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
         self._resumes = trainer.ckpt_path is not None and trainer.global_step > 0
         if self._resumes and self._options["store"] is not None:
@@ -144,7 +149,8 @@ class LightningHealingCallback(Callback):
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._fit_policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        fit, self._pending_losses = trainer.fit_loop, []
+        self._replace_hook(fit := trainer.fit_loop)
+        self._pending_losses.clear()
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             opened = functools.partial(self._running, trainer, progress)
             fit._data_fetcher = Feed(trainer, progress, opened)
@@ -152,13 +158,17 @@ class LightningHealingCallback(Callback):
         if trainer.strategy.broadcast(_has_checkpoint(self._options["store"])):
             run = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
-            if run.data.had_completed and progress.has_same_limits():
+            if run.data.had_completed and progress.saved_limits == progress.limits():
                 trainer.should_stop = True
             if fit._should_reload_train_dl:
                 epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
                 fit.setup_data()
                 fit._last_train_dl_reload_epoch -= epoch % every
                 run.data.loaders.count_from(epoch // every)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the run, which saves the last state."""
+        self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -259,8 +269,7 @@ class LightningHealingCallback(Callback):
         run = self._open(trainer, progress) if self.healer is None else loop_of(self.healer)
         if run.data.resumed_here and not run.data.passes:
             run.recovery.restorer.load_again()
-        progress.within_step = lambda: bool(run.data.unused)
-        progress.rewinds_data = lambda: run.data.loaders.can_rewind
+        progress.run = run
         return run
 
     def _open(self, trainer: Any, progress: Progress) -> Loop:
@@ -301,23 +310,9 @@ class LightningHealingCallback(Callback):
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
-    def _replace_hooks(self, trainer: Any, progress: Progress) -> None:
-        """Replaces methods of Lightning's loops, because no callback runs at their moment."""
-        fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        on_run_start, on_run_end = fit.on_run_start, fit.on_run_end
-        loop_on_advance_end = loop.on_advance_end
-
-        def begin() -> None:
-            """Begins the run before all callbacks, whose `on_train_start` may read the counters."""
-            if self in trainer.callbacks:  # a search before the fit has none
-                self._begin(trainer, progress)
-            on_run_start()
-
-        def end() -> None:
-            """Ends the run before all callbacks, which may replace the weights by an average."""
-            if self in trainer.callbacks:
-                self._close(None)
-            on_run_end()
+    def _replace_hook(self, fit: Any) -> None:
+        """Replaces a method of Lightning's loop, because no callback runs at its moment."""
+        loop, loop_on_advance_end = fit.epoch_loop, fit.epoch_loop.on_advance_end
 
         def read_last_steps(data_fetcher: Any) -> None:
             """Reads the last steps of an epoch, which may roll the run back into the epoch.
@@ -330,8 +325,6 @@ class LightningHealingCallback(Callback):
                 self.healer.after_step(last=True)
                 loop_of(self.healer).after_update = True  # hooks and schedulers of the epoch follow
 
-        self._changes.enter_context(patched(fit, "on_run_start", begin))
-        self._changes.enter_context(patched(fit, "on_run_end", end))
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
 

@@ -225,19 +225,14 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.rewinds_data: Callable[[], bool] = lambda: True
-        """Returns whether a rollback rewinds the data to the checkpoint."""
-        self.within_step: Callable[[], bool] = bool
-        """Returns whether batches have been fetched since the last step."""
+        self.run: Loop | None = None
+        """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
         self._before: dict[str, Any] = {}
-        self._saved_limits: dict[str, int] | None = None
+        self.saved_limits: dict[str, int] | None = None
+        """The limits of the fit in the store, or None before they are loaded."""
 
-    def has_same_limits(self) -> bool:
-        """Whether the limits of the fit in the store were the same as the current limits."""
-        return self._saved_limits == self._limits()
-
-    def _limits(self) -> dict[str, int]:
+    def limits(self) -> dict[str, int]:
         """Lightning's limits of a fit. A value of -1 is no limit."""
         limits = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
         return {name: -1 if limit is None else limit for name, limit in limits.items()}
@@ -251,7 +246,7 @@ class Progress:
         hparams = getattr(trainer.lightning_module, "hparams", {})
         settings = {
             **{f"hparams.{name}": value for name, value in hparams.items()},
-            **self._limits(),
+            **self.limits(),
             "batch_size": sizes[0] if len(sizes) == 1 else sizes,
             "accumulate_grad_batches": self._window,
             "precision": str(trainer.precision),
@@ -282,24 +277,25 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.within_step():
+        if self.run is not None and self.run.data.unused:
             for name, count in self._before.items():
                 counts = state["batch"][name]
                 is_flag = not isinstance(counts, dict)
                 state["batch"][name] = count if is_flag else dict.fromkeys(counts, count)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
-        settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self._limits()}
+        settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
         return {**state, "batches_that_stepped": stepped, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters of the running loops."""
-        self._saved_limits = dict(state["limits"])
+        self.saved_limits = dict(state["limits"])
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
-        if saved["processed"] < now.processed and self.rewinds_data():
+        rewinds = self.run is None or self.run.data.loaders.can_rewind
+        if rewinds and saved["processed"] < now.processed:
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():
-            if self.rewinds_data() or name not in ("epoch", "batch"):
+            if rewinds or name not in ("epoch", "batch"):
                 counter.load_state_dict(state[name])
         self._fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
 
