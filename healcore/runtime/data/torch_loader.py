@@ -28,6 +28,8 @@ from healcore.runtime.data.loader_adapters import (
     samplers_of,
 )
 
+BEGUN = "_healcore_begun"
+"""Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
 _END = object()
 _KEPT = 64  # number of recent batches to whose beginning a rewind is exact
 _FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
@@ -98,13 +100,14 @@ class TorchLoader(LoaderAdapter):
         self._accelerated = self._base is not self._copy
         self._reading: Iterator[Any] | None = None  # between the first batch and the end
         self._index = 0
-        self._draws_first = False  # the epoch of a restored state was begun before its order
+        self._draws_first = False  # the epoch was begun before its order was drawn
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
         self._copy_settings()
         self._order.begin()
-        self._reading, self._index, self._draws_first = None, 0, False
+        self._reading, self._index = None, 0
+        self._draws_first = vars(self._loader).pop(BEGUN, False)
         return self
 
     def state(self, *, ended: bool) -> dict[str, Any]:

@@ -197,6 +197,13 @@ class Restorer:
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
+    def load_again(self) -> None:
+        """Loads the state of the resumed checkpoint again, which a trainer's hooks have changed."""
+        step, reset = self.saver.data.step, self.policy.rollback.reset_moments
+        restored = self.saver.store.restore(step, self.saver.items())
+        repeats = self.record.repeats(step)
+        self._load_state(self._checked(step, restored), {}, reset=reset and repeats)
+
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 

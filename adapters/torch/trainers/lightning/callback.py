@@ -7,11 +7,13 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from healcore.adapter_registry import require
 from healcore.core.errors import AttachError
@@ -21,6 +23,7 @@ from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.manifest import scan
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
@@ -119,11 +122,19 @@ class LightningHealingCallback(Callback):
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
         self._progress = progress = Progress(trainer)
-        opened = functools.partial(self._open, trainer, progress)
+        opened = functools.partial(self._running, trainer, progress)
         self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
+        # Other callbacks may read the counters in `on_train_start`, and replace the weights by an
+        # average in `on_train_end`.
+        callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        self._changes.enter_context(patched(trainer, "callbacks", callbacks))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins a new run, which opens its Healer with the first batch."""
+    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+        """Begins a run. Opens its Healer if the store has a checkpoint.
+
+        The hooks of the first epoch then see the epoch of the checkpoint. They may change the
+        initial state, so the Healer of a new run is opened with the first batch.
+        """
         if (progress := self._progress) is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
@@ -138,12 +149,22 @@ class LightningHealingCallback(Callback):
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._fit_policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        self._replace_hooks(fit := trainer.fit_loop)
-        if not isinstance(fit._data_fetcher, Feed):  # a search has made it
-            opened = functools.partial(self._open, trainer, progress)
-            fit._data_fetcher = feed = Feed(trainer, progress, opened)  # type: ignore[assignment]
-            feed.setup(fit._combined_loader)
+        self._replace_hook(fit := trainer.fit_loop)
         self._pending_losses.clear()
+        if not isinstance(fit._data_fetcher, Feed):  # a search has made it
+            opened = functools.partial(self._running, trainer, progress)
+            fit._data_fetcher = Feed(trainer, progress, opened)
+            fit._data_fetcher.setup(fit._combined_loader, begun=True)
+        if trainer.strategy.broadcast(_has_checkpoint(self._options["store"])):
+            run = self._open(trainer, progress)
+            fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
+            if run.data.had_completed and progress.saved_limits == progress.limits():
+                trainer.should_stop = True
+            if fit._should_reload_train_dl:
+                epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
+                fit.setup_data()
+                fit._last_train_dl_reload_epoch -= epoch % every
+                run.data.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state."""
@@ -239,14 +260,20 @@ class LightningHealingCallback(Callback):
 
     # -- within ---------------------------------------------------------------------------------
 
-    def _open(self, trainer: Any, progress: Progress) -> Loop:
-        """Returns the run. The first call opens the Healer and resumes the run in its store.
+    def _running(self, trainer: Any, progress: Progress) -> Loop:
+        """Returns the run when Lightning requests the first batch.
 
-        Lightning requests the first batch then. Every checkpoint is therefore taken at the same
-        point of the loop, so a rollback can restore the loop's counters.
+        Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
+        counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
-        if self.healer is not None:
-            return loop_of(self.healer)
+        run = self._open(trainer, progress) if self.healer is None else loop_of(self.healer)
+        if run.data.resumed_here and not run.data.passes:
+            run.recovery.restorer.load_again()
+        progress.run = run
+        return run
+
+    def _open(self, trainer: Any, progress: Progress) -> Loop:
+        """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
         if (loss_fn := options["loss_fn"]) is not None:
             to_device, fit = trainer.strategy.batch_to_device, trainer.fit_loop
@@ -259,8 +286,6 @@ class LightningHealingCallback(Callback):
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
         run = loop_of(healer)
-        progress.within_step = lambda: bool(run.data.unused)
-        progress.rewinds_data = lambda: run.data.loaders.can_rewind
         if self._resumes:
             load_engines(healer, self._engines)
         return run
@@ -285,16 +310,9 @@ class LightningHealingCallback(Callback):
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
-    def _replace_hooks(self, fit: Any) -> None:
-        """Replaces two methods of Lightning's loops, because no callback runs at their moment."""
-        loop = fit.epoch_loop
-        fit_on_advance_end, loop_on_advance_end = fit.on_advance_end, loop.on_advance_end
-
-        def end_if_complete() -> None:
-            """Makes `fit` return without the end of an epoch that had no batch."""
-            if getattr(fit._data_fetcher, "nothing_to_do", False):
-                raise StopIteration  # leaves FitLoop.run
-            fit_on_advance_end()
+    def _replace_hook(self, fit: Any) -> None:
+        """Replaces a method of Lightning's loop, because no callback runs at its moment."""
+        loop, loop_on_advance_end = fit.epoch_loop, fit.epoch_loop.on_advance_end
 
         def read_last_steps(data_fetcher: Any) -> None:
             """Reads the last steps of an epoch, which may roll the run back into the epoch.
@@ -307,7 +325,6 @@ class LightningHealingCallback(Callback):
                 self.healer.after_step(last=True)
                 loop_of(self.healer).after_update = True  # hooks and schedulers of the epoch follow
 
-        self._changes.enter_context(patched(fit, "on_advance_end", end_if_complete))
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
 
@@ -324,4 +341,23 @@ def _state(trainer: Any, progress: Progress) -> dict[str, Any]:
         **{f"scheduler{i}": config.scheduler for i, config in enumerate(configs)},
         **({} if scaler is None else {"scaler": scaler}),
         "progress": progress,
+        **_averages(trainer),
     }
+
+
+def _averages(trainer: Any) -> dict[str, Any]:
+    """The callbacks that hold copies of the module, such as weight averages, and the copies."""
+    found, module = dict[str, Any](), trainer.lightning_module
+    for callback in trainer.callbacks:
+        values = {f"{callback.state_key}.{n}": value for n, value in vars(callback).items()}
+        copies = {n: v for n, v in values.items() if isinstance(v, AveragedModel | type(module))}
+        if copies and module not in copies.values():
+            found |= {callback.state_key: callback, **copies}
+    return found
+
+
+def _has_checkpoint(store: Any) -> bool:
+    """Whether a store, or the directory of a store, has a complete checkpoint."""
+    if isinstance(store, CheckpointStore):
+        return bool(store.steps())
+    return store is not None and Path(store).is_dir() and bool(scan(Path(store)).complete)

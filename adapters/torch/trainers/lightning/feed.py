@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
+from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch
+from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run.loop import Loop
 from healcore.torch.trainers import patched
@@ -34,7 +36,6 @@ class Feed:
     Attributes:
         fetched: number of batches of this epoch so far.
         done: whether the last fetched batch is the last batch of its epoch.
-        nothing_to_do: whether the run in the store is complete.
     """
 
     def __init__(self, trainer: Any, progress: Progress, open_run: Callable[[], Loop]) -> None:
@@ -51,16 +52,20 @@ class Feed:
         self._batches: Iterator[Any] | None = None
         self._begun = False
         self.fetched = 0
-        self.done = self.nothing_to_do = False
+        self.done = False
         self._start_profiler: Callable[[], None]  # set by Lightning
         self._stop_profiler: Callable[[], None]
 
-    def setup(self, combined_loader: Any) -> None:
+    def setup(self, combined_loader: Any, *, begun: bool = False) -> None:
         """Receives Lightning's loader of all train dataloaders.
 
         Lightning then asks for the loader's length, which requires its iterator. That iterator does
-        not begin, because the Healer reads the dataloaders.
+        not begin, because the Healer reads the dataloaders. `begun` is whether another fetcher has
+        begun the epoch.
         """
+        for loader in combined_loader.flattened:
+            if begun and isinstance(loader, DataLoader):
+                vars(loader)[BEGUN] = True
         self.combined_loader = combined_loader
         modes = sys.modules[type(combined_loader).__module__]._SUPPORTED_MODES
         iterator = modes[combined_loader._mode]["iterator"]
@@ -91,14 +96,9 @@ class Feed:
         if self._run is None:  # opened here, after Lightning has loaded its own checkpoint
             self._done_before = batch_progress.current.ready
             self._run = self._open()
-            self._reload(self._run)
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
             self._loader = self._train_loader()
-            had_completed = self._run.data.had_completed
-            self.nothing_to_do = self._progress.is_complete(had_completed=had_completed)
-        if self.nothing_to_do:
-            raise StopIteration
         data = self._run.data
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
@@ -120,16 +120,6 @@ class Feed:
             # Lightning validates at the end of an epoch only if its count reaches the length.
             batch_progress.increment_by(max(self._length - 1 - batch_progress.current.ready, 0))
         return self.as_passed(batch), index, 0
-
-    def _reload(self, run: Loop) -> None:
-        """Makes the dataloader of the epoch at which a restart continues, instead of epoch 0's."""
-        fit = self._fit
-        if fit._should_reload_train_dl:
-            fit.setup_data()  # with another Feed
-            self.combined_loader, fit._data_fetcher = fit._combined_loader, self
-            epoch, every = fit.trainer.current_epoch, fit.trainer.reload_dataloaders_every_n_epochs
-            fit._last_train_dl_reload_epoch -= epoch % every
-            run.data.loaders.count_from(epoch // every)
 
     def as_passed(self, batch: Any) -> Any:
         """The batch of the Healer as Lightning passes it, in the structure of the dataloaders."""
@@ -235,27 +225,14 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.rewinds_data: Callable[[], bool] = lambda: True
-        """Returns whether a rollback rewinds the data to the checkpoint."""
-        self.within_step: Callable[[], bool] = bool
-        """Returns whether batches have been fetched since the last step."""
+        self.run: Loop | None = None
+        """The run, or None before its first batch."""
+        self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
         self._before: dict[str, Any] = {}
-        self._saved_limits: dict[str, int] | None = None
+        self.saved_limits: dict[str, int] | None = None
+        """The limits of the fit in the store, or None before they are loaded."""
 
-    def is_complete(self, *, had_completed: bool) -> bool:
-        """Whether `max_steps` or `max_epochs` is reached, or an earlier fit has completed.
-
-        `had_completed` is whether the fit in the store completed, for instance by early stopping.
-        That fit counts only if its limits were the same as the current limits.
-        """
-        if had_completed and self._saved_limits == self._limits():
-            return True
-        fit = self._fit
-        steps = fit.max_steps is not None and 0 <= fit.max_steps <= fit.epoch_loop.global_step
-        epochs = fit.max_epochs is not None and fit.max_epochs >= 0
-        return steps or (epochs and fit.epoch_progress.current.processed >= fit.max_epochs)
-
-    def _limits(self) -> dict[str, int]:
+    def limits(self) -> dict[str, int]:
         """Lightning's limits of a fit. A value of -1 is no limit."""
         limits = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
         return {name: -1 if limit is None else limit for name, limit in limits.items()}
@@ -269,9 +246,9 @@ class Progress:
         hparams = getattr(trainer.lightning_module, "hparams", {})
         settings = {
             **{f"hparams.{name}": value for name, value in hparams.items()},
-            **self._limits(),
+            **self.limits(),
             "batch_size": sizes[0] if len(sizes) == 1 else sizes,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": self._window,
             "precision": str(trainer.precision),
         }
         encoded = {name: json_setting(value) for name, value in settings.items()}
@@ -300,24 +277,25 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.within_step():
+        if self.run is not None and self.run.data.unused:
             for name, count in self._before.items():
                 counts = state["batch"][name]
                 is_flag = not isinstance(counts, dict)
                 state["batch"][name] = count if is_flag else dict.fromkeys(counts, count)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
-        settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self._limits()}
+        settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
         return {**state, "batches_that_stepped": stepped, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters of the running loops."""
-        self._saved_limits = dict(state["limits"])
-        now, epoch = self._fit.epoch_progress.current.ready, state["epoch"]["current"]["ready"]
-        if epoch < now and self.rewinds_data():
+        self.saved_limits = dict(state["limits"])
+        now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
+        rewinds = self.run is None or self.run.data.loaders.can_rewind
+        if rewinds and saved["processed"] < now.processed:
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():
-            if self.rewinds_data() or name not in ("epoch", "batch"):
+            if rewinds or name not in ("epoch", "batch"):
                 counter.load_state_dict(state[name])
         self._fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
 

@@ -84,7 +84,7 @@ class Searching(Regression):
     batch_size = 4  # searched before the fit, without the callback
 
     def train_dataloader(self) -> Any:
-        return DataLoader(data(), self.batch_size)  # a search moves the random order
+        return DataLoader(data(), self.batch_size, shuffle=True)
 
     val_dataloader = train_dataloader
 
@@ -154,6 +154,46 @@ def test_an_end_of_an_epoch_that_raised_comes_again_after_a_restart(hook: str, t
         with pytest.raises(ZeroDivisionError) if raises else nullcontext():
             fit(own, callback, max_epochs=3, loaders=lambda: [shuffled(), shuffled()])
     assert steps.count(16) == 2
+
+
+AVERAGE = given.EMAWeightAveraging, {"decay": 0.5}
+WINDOW = given.GradientAccumulationScheduler, {"scheduling": {0: 2, 1: 1}}
+
+
+@pytest.mark.parametrize(("kind", "options"), [AVERAGE, WINDOW])
+def test_a_fit_resumed_in_a_later_epoch_ends_as_the_whole_fit(
+    kind: Any, options: Any, tmp_path: Path
+):
+    """After an exception, and with one epoch more after the end of the fit."""
+    own, epochs = lightning.Callback(), list[int]()
+    own.on_train_epoch_start = lambda trainer, module: epochs.append(trainer.current_epoch)
+
+    def run(store: str, number: int, **hooks: Any) -> Any:
+        new_process()
+        vars(own).update(hooks)
+        callback = LightningHealingCallback(store=tmp_path / store, **grouped(OPTIONS))
+        loaders = lambda: [shuffled(), shuffled()]  # noqa: E731
+        return fit(own, kind(**options), callback, max_epochs=number, loaders=loaders)[0]
+
+    whole = run("whole", 4)
+    with pytest.raises(ZeroDivisionError):
+        run("resumed", 3, on_train_batch_end=lambda trainer, *args: 1 / (20 - trainer.global_step))
+    epochs.clear()
+    for number in (3, 4):
+        resumed = run("resumed", number, on_train_batch_end=lambda *args: None)
+    assert epochs == [2, 3]
+    assert torch.equal(vector(whole), vector(resumed))
+
+
+def test_weights_that_are_not_finite_do_not_stay_in_an_average():
+    own, faults = lightning.Callback(), iter([NAN])
+    own.on_train_batch_start = lambda trainer, module, *args: (
+        trainer.global_step == 10 and module.net[0].bias.data.add_(next(faults, 0))
+    )
+    callback = LightningHealingCallback(**grouped(OPTIONS))
+    module, _ = fit(own, AVERAGE[0](decay=0.5), callback, max_epochs=3)
+    assert callback.healer.rollbacks == 1
+    assert vector(module).isfinite().all()
 
 
 class Judged(LightningHealingCallback):
