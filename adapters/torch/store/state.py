@@ -91,7 +91,11 @@ def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> 
     dtype = dtype_name(value)
     layout = Layout(torch.empty_like(local, device="meta"), _spec(value))
     name = flat.add(path, dtype, {"": local}, layout)
-    return {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}
+    node = {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}
+    if layout.spec is None and not layout.dense.is_contiguous():
+        strides = layout.dense.stride()  # a product of the same values in another layout differs
+        node["order"] = sorted(range(value.ndim), key=lambda axis: -strides[axis])
+    return node
 
 
 def _add_numpy(flat: Flat, path: values.Path, value: Any) -> dict[str, Any]:
@@ -120,6 +124,9 @@ def _class_of(tensor: Tensor) -> dict[str, Any]:
 def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
     """The value of an array node: the tensor with its class, a NumPy array or a NumPy scalar."""
     if node["kind"] == "tensor":
+        if order := node.get("order"):
+            back = [order.index(axis) for axis in range(len(order))]
+            tensor = tensor.permute(order).contiguous().permute(back)
         if "parameter" in node:
             return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
         if "class" in node:
