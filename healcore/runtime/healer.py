@@ -40,10 +40,16 @@ Batch = TypeVar("Batch")
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a loop, see `Healer.batches`."""
+    """The batches of a loop, see `Healer.batches`.
 
-    def __init__(self, batches: Iterator[Batch], loader: Any, epochs: int | None) -> None:
-        self._batches, self._loader, self._epochs = batches, loader, epochs
+    Attributes:
+        healer: the Healer, for a function that gets only the loader.
+    """
+
+    def __init__(
+        self, healer: Healer[Any], batches: Iterator[Batch], loader: Any, epochs: int | None
+    ) -> None:
+        self.healer, self._batches, self._loader, self._epochs = healer, batches, loader, epochs
 
     def __next__(self) -> Batch:
         return next(self._batches)
@@ -272,7 +278,7 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        return Batches(self._live.batches(loader, epochs, epoch), loader, epochs)
+        return Batches(self, self._live.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
         self, batch: Batch, *, count: Callable[[Batch], SupportsFloat] | str | None = None

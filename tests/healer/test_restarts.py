@@ -205,7 +205,7 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
             epochs.append(epoch)
             saves(f"before {epoch}")
             batches = healer.batches(list(loader) if fresh and not left else loader, epoch=epoch)
-            assert len(batches) == len(loader)
+            assert (len(batches), batches.healer) == (len(loader), healer)
             for batch in batches:
                 step(healer, batch)
                 if left and batch == LENGTH - 1:
