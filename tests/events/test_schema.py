@@ -72,9 +72,9 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 kind = getattr(node.args[0], "value", None)
                 fields = {keyword.arg for keyword in node.keywords if keyword.arg}
-                if name == "fault":  # passes its keywords on to an event of this kind
+                if name in ("fault", "assessment"):  # pass their keywords on to such an event
                     yield f"{path}:{node.lineno}", name, {"step", *KINDS[name].required, *fields}
-                elif name in ("event", "write") and isinstance(kind, str):
+                elif name in ("event", "write") and isinstance(kind, str) and kind != "assessment":
                     yield f"{path}:{node.lineno}", kind, fields
 
 

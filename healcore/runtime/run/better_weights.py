@@ -84,8 +84,9 @@ class BetterWeights:
         After several places that were accepted one after another, only alerts. Weights that are not
         `finite` cannot be accepted: then nothing is done.
         """
-        rises: dict[str, Any] = {"rise": verdict.rise, "rise_remembered": verdict.rise_remembered}
-        self._log.assessment(verdict.index, verdict.onset, "damage", **rises)
+        rise, remembered = verdict.rise, verdict.rise_remembered
+        found = verdict.index, verdict.onset, "damage"
+        self._log.assessment(*found, rise=rise, rise_remembered=remembered)
         past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
         if not past and self._last_trial() > self._ledger.accepted_until:
             self._ledger.accepted = 0  # the trials at the last place have helped
