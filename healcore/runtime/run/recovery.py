@@ -228,6 +228,7 @@ class Recovery:
             action=int(action),
             batches=tuple(self.monitor.batches_of(bad)),
             forced=True,
+            exact=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(nonfinite[first]),
         )
         past = ledger.same_trouble(order.onset, policy.rollback.region)
