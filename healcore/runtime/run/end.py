@@ -286,6 +286,9 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
         )
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
+        is_allowed = loop.policy.observes or loop.recovery.is_finite()
+        if not is_allowed and (found := loop.saver.nonfinite_in_state()):
+            loop.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
             loop.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
