@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from healcore import Checkpoints, Healer
 from healcore import policy as policies
@@ -228,13 +229,20 @@ def test_no_update_on_a_batch_is_lost(tmp_path):
     assert start("jax", tmp_path, program) == [batch for batch in range(4, 8) for _ in range(3)]
 
 
-@pytest.mark.parametrize("kind", ["batches", "steps"])
+@pytest.mark.parametrize("kind", ["batches", "steps", "epochs"])
 def test_an_evaluation_is_whole_after_a_kill_and_no_checkpoint_has_its_weights(kind, tmp_path):
+    """The evaluations of earlier epochs, which a restart repeats, draw random numbers."""
     validation, ended = list(range(100, 103)), []
+
+    def epochs(healer):
+        for first in range(0, 40, 8):
+            yield from healer.batches(range(first, first + 8))
+            assert len(list(healer.batches(DataLoader(range(3))))) == 3
 
     def program(healer, step):
         bias = healer.state["model"][0].bias.data
-        for number in healer.batches(range(40)) if kind == "batches" else healer.steps(40):
+        loops = {"batches": lambda: healer.batches(range(40)), "steps": lambda: healer.steps(40)}
+        for number in loops.get(kind, lambda: epochs(healer))():
             assert healer.step == number
             step(healer, number)
             if healer.step % 4 == 0:

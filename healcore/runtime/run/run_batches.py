@@ -84,6 +84,7 @@ class RunBatches:
         self._updates = self._usual_updates = 0
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
+        self._repeated: RunLoader | None = None  # an evaluation of before the checkpoint
         self._started_at = 0
         self._resumed = False
 
@@ -125,6 +126,7 @@ class RunBatches:
         begun = self.loaders.begin(loader, *args)
         if saved:
             self._restore_generators()
+            self._repeated = None if begun.trains else begun
         before = {*self._record.settings}
         change = change_of_batch_size(self._record.settings, begun.number, loader)
         if new := {n: v for n, v in self._record.settings.items() if n not in before}:
@@ -147,7 +149,8 @@ class RunBatches:
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._read(loader)
-        self.current, self._generators = loader, None
+        self.current = loader
+        self._generators = self._generators if loader is self._repeated else None
         loader.unused.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.unused) <= self._most:
