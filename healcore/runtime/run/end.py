@@ -108,10 +108,11 @@ class _End:
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
         if completed and together:
-            self.attempt("the last steps could not be read", self.read_last_steps)
+            self.attempt("the last steps could not be read", loop.report_last_steps)
         if together and isinstance(self.error, Terminated | Interrupted | EndRequested):
             try:  # a restart from a later state would not see the orders of the last steps
-                self.attempt("the last steps could not be read", loop.act_on_last_steps)
+                what = "the last steps could not be read"
+                self.attempt(what, lambda: loop.count_last_step() and loop.read_and_act(all=True))
             except RunStopped as stop:
                 self.error = stop
                 self.ending = Ending.STOPPED
@@ -153,15 +154,6 @@ class _End:
             with contextlib.suppress(Exception):
                 close_part()
         return self.error if self.error is not error else None
-
-    def read_last_steps(self) -> None:
-        """Reads the last steps of a completed run. Warns if it has taken none."""
-        data = self.data
-        self.loop.report_last_steps()
-        if data.resumed_here and not data.had_completed:
-            exhausted = data.loader_exhausted and data.between_steps
-            why = "the data were exhausted" if exhausted else "the loop ended without a step"
-            self.loop.warn(f"no step was taken: {why} at step {data.step}")
 
     # -- the last state -------------------------------------------------------------------------
 
@@ -230,8 +222,8 @@ class _End:
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             loop.count_last_step()
             loop.recovery.count_last_steps()
-            loop.recovery.read_engines()
-        why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+            loop.recovery.monitor.read_engines()
+        why = loop.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = error_text(error) + self.memory
@@ -305,7 +297,3 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-def _why(error: BaseException | None) -> str:
-    return error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""

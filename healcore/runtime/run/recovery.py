@@ -78,10 +78,6 @@ class Recovery:
             return self.carry_out(order)
         return None if verdict is None else self.better_weights.carry_out(verdict)
 
-    def read_engines(self) -> None:
-        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.sync_engines(self.driver.engines())
-
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
         """Ends a run that trains nothing: no finite step since the start, or for many steps.
 
@@ -279,7 +275,7 @@ class Recovery:
         self.reader.clear()
         self._checked = 0
         self._host_rules.restart()
-        self.read_engines()
+        self.monitor.read_engines()
         return done
 
     # -- reports --------------------------------------------------------------------------------

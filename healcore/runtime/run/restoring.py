@@ -82,18 +82,16 @@ class Restorer:
         saver.wait()
         saver.prove(before=order.onset)
         self.find_damage()
-        if order.better is not None:
-            steps = choose(self.saves(), onset=order.better, exact=True)
-        else:
-            past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-            steps = choose(
-                self.saves(),
-                onset=order.onset,
-                depth=order.depth,
-                tried=[each.target for each in past],
-                initial=(self.record.first_step, saver.started_from),
-                exact=order.exact,
-            )
+        compared = order.better is not None
+        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+        steps = choose(
+            self.saves(),
+            onset=order.onset if order.better is None else order.better,
+            depth=order.depth,
+            tried=() if compared else [each.target for each in past],
+            initial=(self.record.first_step, saver.started_from),
+            exact=order.exact or compared,
+        )
         live, rates = self.driver.engines(), self.driver.learning_rates()
         at_fault = order.lr_at_fault
         if at_fault is not None:  # of other optimizers the rate in force, or the multiplier alone

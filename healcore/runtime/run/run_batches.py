@@ -43,7 +43,6 @@ class RunBatches:
     Attributes:
         step: Steps done. A rollback decreases the number.
         steps_taken: Steps of this process, including steps that a rollback has undone.
-        loader_exhausted: Whether the training loader is exhausted.
         had_completed: Whether the run in the store had completed, and this process has its last
             state.
         current: The loader of the last batch, or None before the first batch.
@@ -64,7 +63,7 @@ class RunBatches:
         self.loaders = loaders
         self.host = host
         self.step = self.steps_taken = 0
-        self.loader_exhausted = self.had_completed = False
+        self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.current: RunLoader | None = None
         self._termination = termination
@@ -234,7 +233,6 @@ class RunBatches:
         if evaluates and loader is self.loaders.current:
             self.loaders.current = self.current = None  # the loop of `steps` has none
         if loader is self.loaders.current:
-            self.loader_exhausted = True
             if self.loaders.names_epochs:  # code after the epoch draws from here on
                 self._generators = None
         else:  # an evaluation, whose batches belong to no step
