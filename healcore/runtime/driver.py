@@ -198,7 +198,7 @@ class Driver(Protocol):
 
         In torch the classes of optimizers and schedulers come first. A scheduled value is its start
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
-        `WEIGHTS` is a digest of a sample of each parameter, the same in every process.
+        `WEIGHTS` is a digest of a sample of each parameter, equal in all processes; see `STEPPED`.
         """
         ...
 
@@ -223,6 +223,8 @@ class Driver(Protocol):
 
 WEIGHTS = "initial weights"
 """Name of the digest of the weights in `Driver.settings`."""
+STEPPED = ", stepped"
+"""End of the digest if the optimizers have stepped before, as those of a loaded snapshot have."""
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:

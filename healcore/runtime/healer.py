@@ -366,6 +366,7 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
+        run.check_count()
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True
@@ -421,6 +422,7 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
+        self._loop.own_snapshot = ""  # the program knows where the run stands
         return self._loop.data.step + bool(self._loop.driver.has_stepped())
 
     @property

@@ -58,17 +58,13 @@ class HostPolicy(NamedTuple):
             resolved = Policy(1, "(engine)", rollback=rollback, budget=budget)
         else:
             text, engine = dumps(resolved), resolved.engine()
+        same = ("name", "rollback", "budget", "retry", "skip_batch", "hang")
         return cls(
-            resolved.name,
-            text,
-            engine,
-            resolved.rollback,
-            resolved.budget,
-            resolved.host_rules(),
-            MappingProxyType(resolved.fault_actions()),
-            resolved.retry,
-            resolved.skip_batch,
-            resolved.hang,
+            text=text,
+            engine=engine,
+            rules=resolved.host_rules(),
+            faults=MappingProxyType(resolved.fault_actions()),
+            **{name: getattr(resolved, name) for name in same},
         )
 
     @property

@@ -17,8 +17,8 @@ from healcore.runtime.healer import Healer
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import FROM_START
 from healcore.torch import attach
-from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, train
+from tests.healer.run_directory import events, new_process, postmortems
+from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, train
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -67,7 +67,7 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
         (49, "statistics", np.nan, "test", 100),
         (57, "weights", np.inf, "test", 100),  # no save sees it
         (57, "statistics", np.nan, "default", 100),
-        (57, "weights", np.nan, "default", 60),  # too few skips for an order, and no save
+        (52, "weights", np.nan, "default", 60),  # too few skips for an order, and no save
     ],
 )
 def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
@@ -89,8 +89,24 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
     facts = train(loop, policy, range(steps), store=tmp_path, save_every=25)
     (logged,) = events(tmp_path, "rollback")
     assert logged["onset"] == (batch if steps == 100 else steps - 1)
+    assert logged["checkpoint"] == (25 if batch == 49 else 50), "the newest without it"
     assert logged["batches"][:2] == [[0, batch], [0, batch + 1]]
     assert facts["step"] == steps - len(logged["batches"])
+
+
+def test_weights_that_are_not_finite_after_the_last_step_are_no_completed_run(tmp_path):
+    def run(average: float) -> int:
+        loop = loop_of("torch")
+        with Healer(state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+            for number in healer.steps(12):
+                loop.step(healer, number)
+            loop.model[3].bias.data.mul_(average)
+        return len(loop.faults.order)
+
+    with pytest.raises(RunStopped, match=r"model\.3\.bias became NaN or Inf at the end"):
+        run(math.nan)
+    new_process()
+    assert run(1.0) == 2
 
 
 def test_it_stops_or_only_alerts_if_the_policy_orders_it(tmp_path):

@@ -21,7 +21,7 @@ from healcore.jax.heal_state import HealState, HealStateError, with_change_expec
 from healcore.jax.optax_states import injected_hyperparameters, injected_rates, moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import WEIGHTS, Driver, json_setting
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
@@ -204,7 +204,9 @@ class JaxDriver(Driver):
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(value))) for value in injected.values()]
         dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
-        others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: self._weights.digest()}
+        has_stepped = any(each["state"]["step"] for each in self.engines().values())
+        digest = self._weights.digest() + STEPPED * has_stepped
+        others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: digest}
         return {**dict(zip(names, values, strict=True)), **others}
 
     def learning_rates(self) -> dict[str, float | None]:

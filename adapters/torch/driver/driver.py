@@ -16,7 +16,7 @@ from healcore import console
 from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import WEIGHTS, Driver, check_engines
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, check_engines
 from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
@@ -271,10 +271,11 @@ class TorchDriver(Driver):
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        has_stepped = any(healing.optimizer.state for healing in self.healings.values())
         return {
             **live_state.hyperparameters(self._state),
             "precision": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params})),
-            WEIGHTS: self._weights.digest(),
+            WEIGHTS: self._weights.digest() + STEPPED * has_stepped,
         }
 
     def learning_rates(self) -> dict[str, float | None]:

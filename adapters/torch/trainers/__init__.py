@@ -94,7 +94,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
             f"and the learning-rate multiplier are reset: {problem}"
         )
-    loop_of(healer).recovery.read_engines()
+    loop_of(healer).recovery.monitor.read_engines()
 
 
 @contextmanager

@@ -90,6 +90,7 @@ class LoaderRegistry:
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
+        self._is_short = False  # a loader ends before its saved position, as a slice of the data
         self._noticed: set[str] = set()
 
     def __iter__(self) -> Iterator[RunLoader]:
@@ -146,6 +147,7 @@ class LoaderRegistry:
             begun.start = begun.start if begun.trains else saved
             if not begun.rewind(saved) and begun.trains:
                 self.notices.append(begun.fast_forward(saved))
+            self._is_short |= begun.next_id.index > (begun.length or begun.next_id.index)
         if epoch is not None:
             begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
             self.next_epoch, self.names_epochs = epoch, True
@@ -185,7 +187,7 @@ class LoaderRegistry:
     @property
     def at_epochs(self) -> bool:
         """Whether all saved positions are in use, and no loader stands within a later epoch."""
-        return not (self._saved or any(loader.before_end for loader in self._loaders))
+        return not (self._saved or self._is_short or any(n.before_end for n in self._loaders))
 
     # -- positions ------------------------------------------------------------------------------
 

@@ -143,18 +143,14 @@ class Shutdown:
 
         A restart from a later state would not see these orders.
         """
-        loop, data, failed = self.loop, self.data, "the last steps could not be read"
+        loop, failed = self.loop, "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
             try:
-                self.collect(failed, loop.act_on_last_steps)
+                self.collect(failed, lambda: loop.count_last_step() and loop.read_and_act(all=True))
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
-        if not self.completed or self.collect(failed, loop.report_last_steps) is not None:
-            return
-        if data.resumed_here and not data.had_completed:
-            exhausted = data.loader_exhausted and data.between_steps
-            why = "the data were exhausted" if exhausted else "the loop ended without a step"
-            loop.warn(f"no step was taken: {why} at step {data.step}")
+        if self.completed:
+            self.collect(failed, loop.report_last_steps)
 
     # -- the last state -------------------------------------------------------------------------
 
@@ -238,10 +234,8 @@ class Shutdown:
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
             loop.count_last_step()
             loop.recovery.count_last_steps()
-            loop.recovery.read_engines()
-        why = error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""
-        if ending == Ending.REQUESTED and error is None:
-            why = loop.break_place
+            loop.recovery.monitor.read_engines()
+        why = loop.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = error_text(error) + self.memory
@@ -296,6 +290,9 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
         )
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
+        is_allowed = loop.policy.observes or loop.recovery.is_finite()
+        if not is_allowed and (found := loop.saver.nonfinite_in_state()):
+            loop.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
             loop.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "

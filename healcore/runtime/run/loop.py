@@ -54,6 +54,8 @@ class Loop:
         self.has_trainer = has_trainer
         self.after_update = False
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
+        self.own_snapshot = ""
+        """Why a loop with its own count must not train, or an empty string."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._number, self._has_stepped = math.inf, False  # the step of `steps`; its work waits
@@ -62,7 +64,7 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
-        loaders = self.data.loaders
+        loaders, self.own_snapshot = self.data.loaders, ""
         for epoch in range(loaders.next_epoch, total):
             if epoch and loaders.unused and self.data.step + self.driver.has_stepped() == epoch:
                 for number in self.steps(total):
@@ -144,8 +146,14 @@ class Loop:
         self._update_rolled_back = False
         return rolled_back
 
+    def check_count(self) -> None:
+        """Raises IncompleteRun before the first step of a loop with its own count."""
+        if self.own_snapshot and not self.polled:
+            raise IncompleteRun(f"healcore: {self.own_snapshot}")
+
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
+        self.check_count()
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()
@@ -191,7 +199,7 @@ class Loop:
         loader = self.data.loaders.current
         first = self.data.take(pending)
         if loader != self.data.loaders.current:
-            self.recovery.monitor.begin_loader(first.index)
+            self.recovery.monitor.loader_start = first.index
         self.recovery.reader.push(pending, first)
         self.guard.stepped(self.data.step)
         self.saver.after_step()
@@ -264,11 +272,6 @@ class Loop:
             return False
         self.count_dispatch()
         return True
-
-    def act_on_last_steps(self) -> None:
-        """Reads the unread steps and carries out their orders, unless an update was interrupted."""
-        if self.count_last_step():
-            self.read_and_act(all=True)
 
     def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""

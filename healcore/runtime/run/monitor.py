@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
@@ -75,8 +75,8 @@ class IncidentMonitor:
         several = _MIN_INTERVALS_REMEMBERED * saver.every
         self._kept = max(self.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
-        self._loader_start = 0
-        """First step of the current loader, in which ids of earlier loaders have no meaning."""
+        self.loader_start = 0
+        """First step of the current loader: ids of earlier loaders have no meaning in it."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
         self._alarms_outside = self._last_incident = 0
         self._begun: list[IncidentRecord] = []
@@ -148,23 +148,20 @@ class IncidentMonitor:
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
         """Batches of the steps from `first` to `last`, of the current loader."""
-        first = max(first, self._loader_start)
+        first = max(first, self.loader_start)
         return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
-
-    def begin_loader(self, step: int) -> None:
-        """Notes that the batches come from another loader from this step on."""
-        self._loader_start = step
 
     def on_rollback(self, target: int) -> None:
         """Forgets the batches of the steps from `target` on, which are repeated."""
         self._batches = {index: ids for index, ids in self._batches.items() if index < target}
-        self._loader_start = min(self._loader_start, target)
+        self.loader_start = min(self.loader_start, target)
         self.last_trained = -1
 
     # -- the learning rate ----------------------------------------------------------------------
 
-    def sync_engines(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
+    def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
+        engines = self._driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self.metrics.set(engines)
 

@@ -74,10 +74,6 @@ class Recovery:
             return self.carry_out(order)
         return None if verdict is None else self.better_weights.carry_out(verdict)
 
-    def read_engines(self) -> None:
-        """Sets the monitor's learning-rate multipliers and counts from the engines' states."""
-        self.monitor.sync_engines(self.driver.engines())
-
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
         """Ends a run that trains nothing: no finite step since the start, or for many steps.
 
@@ -110,7 +106,7 @@ class Recovery:
             batches = tuple(self.monitor.batches_between(first, order.index))
             order = replace(order, onset=min(order.onset, first), exact=True, batches=batches)
         if needs_evidence and damaged:
-            self._assess(order, "damage", "state" if self._is_finite() else "weights")
+            self._assess(order, "damage", "state" if self.is_finite() else "weights")
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
             if self.comparisons.is_enabled:
@@ -132,7 +128,7 @@ class Recovery:
         count = len(self.ledger.same_trouble(order.onset, reach))
         if count < max(self.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
-        if not needs_evidence or not self._is_finite():
+        if not needs_evidence or not self.is_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
@@ -143,7 +139,7 @@ class Recovery:
         rules = self.policy.engine.config.rules
         return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
-    def _is_finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
         return all(self.ranks.gather(self.driver.finite()))
 
@@ -151,7 +147,7 @@ class Recovery:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
         if order.arrays or not order.action & _SERIOUS:
             return False
-        if not self._is_finite():
+        if not self.is_finite():
             return True
         judges_state = self.policy.rollback.nonfinite_state == "rollback"
         return (
@@ -221,12 +217,13 @@ class Recovery:
             action=int(action),
             batches=tuple(self.monitor.batches_of(bad)),
             forced=True,
+            exact=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(nonfinite[first]),
         )
         past = ledger.same_trouble(order.onset, policy.rollback.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
-        if harmless and self._is_finite():
+        if harmless and self.is_finite():
             self.log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
@@ -271,7 +268,7 @@ class Recovery:
         self.reader.clear()
         self._checked = 0
         self._host_rules.restart()
-        self.read_engines()
+        self.monitor.read_engines()
         return done
 
     # -- reports --------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ class RunBatches:
     Attributes:
         step: steps done. A rollback decreases the number.
         steps_taken: steps of this process, including steps that a rollback has undone.
-        loader_exhausted: whether the training loader is exhausted.
         had_completed: whether the run in the store had completed, and this process has its last
             state.
         current: the loader of the last batch, or None before the first batch.
@@ -64,7 +63,7 @@ class RunBatches:
         self.loaders = loaders
         self.host = host
         self.step = self.steps_taken = 0
-        self.loader_exhausted = self.had_completed = False
+        self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.current: RunLoader | None = None
         self._termination = termination
@@ -84,6 +83,7 @@ class RunBatches:
         self._updates = self._usual_updates = 0
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
+        self._repeated: RunLoader | None = None  # an evaluation of before the checkpoint
         self._started_at = 0
         self._resumed = False
 
@@ -125,6 +125,7 @@ class RunBatches:
         begun = self.loaders.begin(loader, *args)
         if saved:
             self._restore_generators()
+            self._repeated = None if begun.trains else begun
         before = {*self._record.settings}
         change = change_of_batch_size(self._record.settings, begun.number, loader)
         if new := {n: v for n, v in self._record.settings.items() if n not in before}:
@@ -147,7 +148,8 @@ class RunBatches:
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._read(loader)
-        self.current, self._generators = loader, None
+        self.current = loader
+        self._generators = self._generators if loader is self._repeated else None
         loader.unused.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.unused) <= self._most:
@@ -231,7 +233,6 @@ class RunBatches:
         if evaluates and loader is self.loaders.current:
             self.loaders.current = self.current = None  # the loop of `steps` has none
         if loader is self.loaders.current:
-            self.loader_exhausted = True
             if self.loaders.names_epochs:  # code after the epoch draws from here on
                 self._generators = None
         else:  # an evaluation, whose batches belong to no step

@@ -12,7 +12,7 @@ from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.driver import WEIGHTS, Driver, driver_for
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.record import HostState, RunRecord
@@ -254,6 +254,13 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         group.termination.stop()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
+    before, _, given = changes.get(WEIGHTS, "").partition(" -> ")
+    if saves and (STEPPED in given) > (STEPPED in before) and not loop.has_trainer:
+        loop.own_snapshot = (
+            f"checkpoint {loop.data.step} replaces the snapshot that the program has loaded: a "
+            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
+        )
+        loop.warn(loop.own_snapshot)
     log.trackers.start(loop.record.run or log.events.run)
     loop.guard.start()
     loop.driver.on_step = loop.guard.on_step
@@ -311,7 +318,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
         record.first_step = data.step
         saver.begin_attempt(data.step)
     record.settings = record.settings or settings
-    recovery.read_engines()
+    recovery.monitor.read_engines()
     recovery.comparisons.silent_until = recovery.ledger.accepted_until
     data.start(resumed=resume, completed_at=newest.step if newest and newest.completed else None)
     if resume:  # otherwise the first save does it

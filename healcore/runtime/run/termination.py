@@ -103,7 +103,7 @@ class LastStateNotSaved(HealcoreError, SystemExit):
 
 
 class IncompleteRun(HealcoreError, SystemExit):
-    """The loop took no step, or took its steps without the Healer.
+    """The loop took no step, took its steps without the Healer, or began at its own step.
 
     Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
     next start resumes the run.

@@ -108,12 +108,6 @@ def test_a_completed_run_gets_no_lecture():
     assert "the run has had" not in stopped
 
 
-def test_an_exception_adds_what_it_means():
-    end = end_of("exception", 7, exception="OSError: [Errno 5] input/output error")
-    assert "Look at" not in explain(end)
-    assert "The data could not be read" in explain(end._replace(fault=Cause.DATA))
-
-
 # -- the file -------------------------------------------------------------------------------------
 
 
@@ -216,25 +210,6 @@ def test_a_process_of_another_host_cannot_be_seen(events):
     found = of_killed(events)
     assert not found["certain"]
     assert "elsewhere" in found["diagnosis"]
-
-
-# -- the end of a killed run is the end of a live run, by the same events ------------------------
-
-
-def test_an_older_incident_is_not_reported_for_a_newer_one():
-    end = end_of(
-        "killed",
-        91,
-        ("incident", 5, {"incident": 1, "onset": 4, "cause": ["OVERFIT"]}),
-        ("alarm", 5, {**ALARM, "incident": 1}),
-        ("incident", 90, {"incident": 2, "onset": 89, "cause": ["LOSS_SPIKE"]}),
-        ("alarm", 90, {"incident": 2, "cause": ["LOSS_SPIKE"], "skip": True}),
-        ("rollback", 91, {"checkpoint": 80, "outcome": "done", "batches": [[1, 1]]}),
-    )
-    text = " ".join(explain(end).split())
-    assert (end.cause, end.counts.incidents, end.counts.skips) == (Cause.LOSS_SPIKE, 2, 2)
-    assert "loss_spike from step 89 on" in text
-    assert "layers.3" not in text
 
 
 def processes(*happened: tuple[Any, ...]) -> Run:
