@@ -146,7 +146,7 @@ def rollback() -> Iterator[str]:
     healthy, worse = [(290, 0.1), (351, 0.1)], [(351, 0.1), (353, 200), (356, 40)]
     yield line(healthy, 150, 32, "better")
     yield line([*worse, (380, 60), (402, 7), (421, 6)], 150, 32, "worse")
-    yield line([(351, 0.1), (435, 0.1)], 150, 32, "better again")
+    yield line([(300, 0.1), (435, 0.1)], 150, 32, "better again")
     yield text(at(366), 142, "first attempt", "small") + text(at(376), 172, "repeat", "small")
     yield f'<circle class="dot" cx="{at(300)}" cy="182" r="6"/>'
     yield arrow((at(421), 206), (at(300), 206), (at(300), 192))
