@@ -135,7 +135,7 @@ def rollback() -> Iterator[str]:
     for index, words in signs:
         yield text(at(index), 26, str(index), "title", "middle")
         yield text(at(index), 44, words, "small", "middle")
-        yield f'<path class="mark" d="M{at(index)} 52 V352"/>'
+        yield f'<path class="mark" d="M{at(index)} 52 V232 M{at(index)} 258 V352"/>'
     yield f'<rect class="panel" x="{at(371)}" y="52" width="{at(402) - at(371)}" height="300"/>'
     for top, words in ((66, "time to"), (82, "recover")):
         yield text(at(386.5), top, words, "small", "middle")
@@ -146,14 +146,14 @@ def rollback() -> Iterator[str]:
     healthy, worse = [(290, 0.1), (351, 0.1)], [(351, 0.1), (353, 200), (356, 40)]
     yield line(healthy, 150, 32, "better")
     yield line([*worse, (380, 60), (402, 7), (421, 6)], 150, 32, "worse")
-    yield line([(300, 0.075), (435, 0.075)], 150, 32, "better again")  # below the first attempt
-    yield text(at(366), 142, "first attempt", "small") + text(at(376), 172, "repeat", "small")
-    yield text(at(310), 172, "healthy", "small")
-    yield f'<circle class="dot" cx="{at(300)}" cy="184" r="6"/>'
-    yield arrow((at(421), 206), (at(300), 206), (at(300), 192))
-    yield text(at(351) - 5, 224, "restore, limit the rate", "small", "end")
+    yield line([(300, 0.1), (435, 0.1)], 158, 32, "better again")
+    yield text(at(366), 142, "first attempt", "small") + text(at(376), 205, "repeat", "small")
+    yield text(at(325.5), 172, "healthy", "small", "middle")
+    yield f'<circle class="dot" cx="{at(300)}" cy="182" r="6"/>'
+    yield arrow((at(421), 212), (at(300), 212), (at(300), 196))
+    yield text(at(351) - 5, 229, "restore, limit the rate", "small", "end")
 
-    yield text(16, 236, "evidence", "title") + text(16, 252, "M", "title")
+    yield text(16, 250, "evidence M", "title")
     for value, words in ((1e4, "10,000"), (100, "100"), (1, "1")):
         yield text(52, 354 - 20 * log10(value), words, "small", "end")
         yield f'<path class="mark" d="M60 {350 - 20 * log10(value)} H422"/>'

@@ -72,8 +72,10 @@ class HealerError(HealcoreError, RuntimeError):
 class Healer(Generic[State]):
     """Heals a training loop: skips bad steps, saves checkpoints, rolls back, resumes, or stops.
 
-        with Healer("default", state={"model": model, "optimizer": optimizer},
-                    store="checkpoints", loss_fn=lambda batch: loss_fn(model, batch)) as healer:
+        state = {"model": model, "optimizer": optimizer}
+        with Healer(
+            "default", state=state, store="checkpoints", loss_fn=loss_fn
+        ) as healer:
             for batch in healer.batches(loader):
                 loss = healer.loss(batch)
                 loss.backward()
@@ -82,11 +84,11 @@ class Healer(Generic[State]):
 
     In JAX, with `protect` or `heal` in the optimizer:
 
-        with Healer("default", state=state, store="checkpoints", loss_fn=loss_fn) as healer:
+        with Healer(
+            "default", state=state, store="checkpoints", loss_fn=compare
+        ) as healer:
             for batch in healer.batches(loader):
                 state = healer.update(train_step(healer.state, batch))
-
-    **Main arguments**
 
     Args:
         policy: name of a preset, path of a TOML file, a `healcore.policy.Policy`, an Engine or an
@@ -113,16 +115,12 @@ class Healer(Generic[State]):
             A warning names hyperparameters that differ from the run's start. With "auto" a
             completed run raises StoreNotEmpty if these or the initial weights differ, or if this
             process has completed the run.
-        **overrides: policy values to replace, as in `clip={"max_norm": 1.0}`; see
-            `healcore.policy.Overrides`. In JAX pass the same overrides to the optimizer.
-
-    **Other arguments**
-
-    Args:
         attach: options of `healcore.torch.attach`.
         stop_file: path of a file that asks the run to end, or None. Every rank looks for the file
             once a second. All ranks end at the same step, with the last state saved and exit status
             0. The file is not removed, and no run starts while it exists.
+        **overrides: policy values to replace, as in `clip={"max_norm": 1.0}`; see
+            `healcore.policy.Overrides`. In JAX pass the same overrides to the optimizer.
 
     Raises:
         healcore.policy.PolicyError: the policy does not exist or is invalid.

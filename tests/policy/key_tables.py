@@ -1,4 +1,4 @@
-"""Writes the tables of keys in docs/policies.md: `python -m tests.policy.key_tables`.
+"""Writes the tables of keys in the pages of policies: `python -m tests.policy.key_tables`.
 
 Keys, defaults, ranges and sentences are those of the tables of `Policy`. A sentence is the
 docstring of the field, in the table or else in the engine's config.
@@ -23,7 +23,9 @@ from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {Rollback: engine.RollbackConfig, Budget: engine.BudgetConfig}
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
-PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "policies.md", DOCS / "policies-other-tools.md"]
+BREAK = "\f"  # between two pages
 WORDS = {
     "a finite number": "float",
     "a whole number from ": "int ",
@@ -125,8 +127,13 @@ def section_of(page: str, heading: str) -> str:
     return re.split(r"^#+ ", page.partition(f"## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
 
 
+def read() -> str:
+    """All pages, one after the other."""
+    return BREAK.join(page.read_text() for page in PAGES)
+
+
 def written(page: str) -> str:
-    """The page with the tables of the present code."""
+    """The pages with the tables of the present code."""
     for heading, tables in sections():
         before = section_of(page, heading)
         found = re.findall(rf"^{re.escape(HEAD)}\n(?:`.*\n)+", before, flags=re.M)
@@ -137,4 +144,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for path, text in zip(PAGES, written(read()).split(BREAK), strict=True):
+        path.write_text(text)

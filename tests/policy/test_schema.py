@@ -68,7 +68,7 @@ def test_floats_reach_the_core_as_float32_and_stay_what_they_were_in_the_policy(
     assert decay == float(np.float32(0.97)) != 0.97
 
 
-PAGE = key_tables.PAGE.read_text()
+PAGE = key_tables.read()
 
 
 def test_the_page_has_the_tables_of_the_present_code():
