@@ -169,12 +169,9 @@ def unwrapped(optimizer: Any) -> Optimizer:
         inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
     if isinstance(inner, Optimizer):
         return inner
-    if any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
-        hint = "for DeepSpeed use healcore.torch.heal_engine(engine)"
-    else:
-        hint = "pass the torch.optim.Optimizer whose step() you call"
     raise AttachError(
-        f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: {hint}"
+        f"attach takes a torch.optim.Optimizer, got {type(optimizer).__name__}: pass the optimizer "
+        "whose step() updates the weights, or for DeepSpeed use healcore.torch.heal_engine(engine)"
     )
 
 
@@ -231,7 +228,7 @@ class Healing:
             raise SignalError(f"weight must be a finite number from 0 on, got {weight!r}")
         self.healed_step.judge_dropped()
         if weight:
-            self._measurer.losses.add(value, weight)
+            self._measurer.observe(value, weight)
 
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.

@@ -253,9 +253,8 @@ class HealedStep:
             )
         divisor, found_inf = self.enforcer.amp_flags()
         signals = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
-        own_loss = None
+        own_loss = signals.loss if has_ranks else None
         if has_ranks:
-            own_loss = None if signals.loss is None else signals.loss.clone()  # is overwritten
             signals, found_inf = self.all_reduce.reduce(
                 signals, self.measurer.squares, found_inf, engine.decision
             )

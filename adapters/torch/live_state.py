@@ -83,7 +83,9 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
             if key in _NO_HYPERPARAMETERS:
                 continue
             source = "initial_lr" if key == "lr" else key
-            values = [_setting(group.get(source, group.get(key))) for group in groups]
+            given = [group.get(source, group.get(key)) for group in groups]
+            single = (v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in given)
+            values = [*map(json_setting, single)]
             if None not in values:
                 same = all(value == values[0] for value in values)
                 found[f"{name}.{key}"] = values[0] if same else values
@@ -95,11 +97,6 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
                 if setting is not None:
                     found[f"{name}.{key}"] = setting
     return found
-
-
-def _setting(value: Any) -> Any:
-    single = isinstance(value, Tensor) and value.numel() == 1
-    return json_setting(value.item() if single else value)
 
 
 def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:

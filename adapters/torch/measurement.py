@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class Measurer:
     All signals are float32 on `home`, the device of the first parameter.
 
     Attributes:
-        eval_loss: loss of an evaluation since the last step, or None.
+        eval_loss: loss of an evaluation since the last step, or NaN.
         has_seen_loss: whether any step has had a loss, including dropped steps.
         norms: norm of each gradient at the last step, 0-d on the gradient's device.
         squares: this rank's terms of the squared norms at the last step, (1,) float64, or
@@ -43,7 +44,8 @@ class Measurer:
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
-        self.eval_loss: Tensor | float | None = None
+        self._grad = weakref.ref(self._first_grad())  # at the last loss
+        self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
         self.norms: Sequence[Tensor] = ()
         self.squares: Tensor | None = None
@@ -53,7 +55,17 @@ class Measurer:
     def clear(self) -> None:
         """Drops what the loop has reported since the last step."""
         self.losses.clear()
-        self.eval_loss = None
+        self.eval_loss = math.nan
+
+    def observe(self, loss: Tensor | float, weight: float) -> None:
+        """Adds a loss of the current step."""
+        self._grad = weakref.ref(self._first_grad())
+        self.losses.add(loss, weight)
+
+    def _first_grad(self) -> Any:
+        """The first gradient, to which backward passes add in place, or this object."""
+        groups = self._optimizer.param_groups
+        return next((p.grad for g in groups for p in g["params"] if p.grad is not None), self)
 
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
@@ -82,41 +94,41 @@ class Measurer:
             parts = ranks.squares(each, parameters)
             total = parts.sum().reshape(1)
             self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
-        return self._signals(norm, each if self.engine.per_tensor else None, self.losses.mean())
+        loss = self.losses.mean()
+        if loss is not None and self.losses.count > 1 and self._grad() is not self._first_grad():
+            # The gradients are of the last loss only: the loop has left out the earlier batches.
+            loss = torch.where(loss.isfinite(), loss, self.losses.last())
+        return self._signals(norm, each if self.engine.per_tensor else None, loss)
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
         """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`."""
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
         each = bad.expand(groups).clone() if self.engine.per_tensor else None
-        loss = self.losses.mean() if alone else None
-        signals = self._signals(bad, each, None if loss is None else loss.clone())
+        signals = self._signals(bad, each, self.losses.mean() if alone else None)
         return self.overflows.mark(signals, torch.ones_like(bad))
 
     def _signals(self, norm: Any, each: Any, loss: Any) -> Signals:
         """Completes the signals with what the loop has reported, and drops the reports."""
         self.has_seen_loss |= self.losses.weight > 0
-        evaluation = math.nan if self.eval_loss is None else self.eval_loss
         signals = Signals(
             loss=loss,
             grad_norm=norm,
             group_norms=each,
-            eval_loss=self._at_home(evaluation) if "eval_loss" in self.engine.needs else None,
+            eval_loss=self._at_home(self.eval_loss) if "eval_loss" in self.engine.needs else None,
             learning_rate=self._learning_rate() if self._live.stepping.limits_lr else None,
         )
         self.clear()
         return signals
 
-    def _at_home(self, value: Tensor | float | None) -> Tensor | None:
+    def _at_home(self, value: Tensor | float) -> Tensor:
         if isinstance(value, Tensor):
             return gradients.moved(value, self.home, torch.float32)
-        if value is None:
-            return None
         return torch.full((), value, dtype=torch.float32, device=self.home)
 
     def _learning_rate(self) -> Tensor | None:
         """The largest rate of any group as the user's schedule sets it, or None without rates."""
-        rates = [self._at_home(group.get("lr")) for group in self._optimizer.param_groups]
-        found = [rate.reshape(()) for rate in rates if rate is not None]
+        rates = [rate for g in self._optimizer.param_groups if (rate := g.get("lr")) is not None]
+        found = [self._at_home(rate).reshape(()) for rate in rates]
         return torch.stack(found).amax() if found else None
 
 
@@ -180,44 +192,45 @@ def one_number(name: str, value: Any) -> Tensor | float:
 class LossMean:
     """Weighted mean of the losses since the last step, on the parameters' device, without a sync.
 
-    The sum never shares memory with a loss, because a loop may change the loss in place after
-    `observe` (``loss /= steps``).
+    No sum shares memory with a loss, because a loop may change the loss in place after `observe`
+    (``loss /= steps``).
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._total = torch.zeros((), dtype=torch.float32, device=device)
-        self.weight = 0.0
-        """Sum of the weights, 0 without losses."""
+        self._device = device
+        self.clear()
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
         """Adds one micro-batch's loss, which `one_number` has returned."""
         if isinstance(loss, Tensor) and not loss.is_cpu:
-            value = gradients.moved(loss, self._total.device, torch.float32)
-            value = value if weight == 1.0 else value * weight
+            value = gradients.moved(loss, self._device, torch.float32) * weight
         else:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,
             # because NumPy lacks some dtypes of torch.
-            value = float(loss.double().numpy() if isinstance(loss, Tensor) else loss) * weight
-            if abs(value) > FLOAT32_MAX:
-                value *= math.inf  # `fill_` would raise, but any other cast gives infinity
-        if self.weight:
-            self._total.add_(value)
-        elif isinstance(value, Tensor):
-            self._total.copy_(value)
-        else:
-            self._total.fill_(value)
-        self.weight += weight
+            number = float(loss.double().numpy() if isinstance(loss, Tensor) else loss) * weight
+            if abs(number) > FLOAT32_MAX:
+                number *= math.inf  # `full` would raise, but any other cast gives infinity
+            value = torch.full((), number, dtype=torch.float32, device=self._device)
+        self._total = self._total + value if self.count else value
+        self._last, self._last_weight = value, weight
+        self.count, self.weight = self.count + 1, self.weight + weight
 
     def mean(self) -> Tensor | None:
         """0-d float32, or None without losses."""
-        if self.weight in (0.0, 1.0):
-            return self._total if self.weight else None
-        # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
-        return self._total / torch.full_like(self._total, self.weight)
+        return _quotient(self._total, self.weight) if self.count else None
+
+    def last(self) -> Tensor:
+        """The last loss, 0-d float32."""
+        return _quotient(self._last, self._last_weight)
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
-        self.weight = 0.0
+        self.count, self.weight = 0, 0.0
+
+
+def _quotient(total: Tensor, weight: float) -> Tensor:
+    # Not `total / weight`: on CUDA that is a multiplication by the reciprocal.
+    return total if weight == 1.0 else total / torch.full_like(total, weight)
 
 
 # -- steps that a GradScaler skips ----------------------------------------------------------------

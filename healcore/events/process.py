@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import healcore
 
 # Only versions, because command lines and environment variables may contain passwords.
-_PACKAGES = (
-    "numpy torch jax jaxlib optax flax orbax-checkpoint torchdata grain transformers lightning"
-)
+_NAMES = "numpy torch jax jaxlib optax flax orbax-checkpoint torchdata grain transformers lightning"
 
 
 class Process(NamedTuple):
@@ -77,7 +75,7 @@ def environment() -> dict[str, str]:
     """Returns name -> version of healcore, Python, the system and the installed frameworks."""
     versions = {"healcore": healcore.__version__, "python": platform.python_version()}
     versions["platform"] = platform.platform()
-    for name in _PACKAGES.split():
+    for name in _NAMES.split():
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
@@ -93,9 +91,13 @@ def watch_forks(target: Any) -> None:
 
     A forked child inherits locks but not the threads that hold them. Data loaders fork their
     workers while a save is in progress: without a reset, a worker would wait forever for the save.
+    No reset frees the locks of libc and torch. So a fork waits a second for `target.join`, if any.
     """
     _watched.add(target)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [target.forked() for target in list(_watched)])
+    os.register_at_fork(
+        before=lambda: [each.join(1.0) for each in list(_watched) if hasattr(each, "join")],
+        after_in_child=lambda: [target.forked() for target in list(_watched)],
+    )

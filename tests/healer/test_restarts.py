@@ -181,6 +181,14 @@ def start(framework, store, program, kill_at=None, faults=None):
     return taken
 
 
+class Drawing(dict):
+    """A loader that draws a random number as its epoch begins, as a DataLoader does."""
+
+    def __iter__(self):
+        random.random()
+        return super().__iter__()
+
+
 @BOTH
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(
@@ -205,7 +213,8 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
         for epoch in healer.epochs(3):
             epochs.append(epoch)
             saves(f"before {epoch}")
-            batches = healer.batches(list(loader) if fresh and not left else loader, epoch=epoch)
+            new = Drawing.fromkeys(loader) if fresh and not left else loader
+            batches = healer.batches(new, epoch=epoch)
             assert (len(batches), batches.healer) == (len(loader), healer)
             for batch in batches:
                 step(healer, batch)
@@ -215,6 +224,7 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
             ended.append((healer.step, random.random(), float(torch.rand(()))))  # an evaluation
 
     start(framework, tmp_path / "undisturbed", program)
+    start(framework, tmp_path / "killed", program, 12)
     start(framework, tmp_path / "killed", lambda healer, step: program(healer, step, end), end)
     before = len(epochs), len(ended)
     taken = start(framework, tmp_path / "killed", program)

@@ -280,13 +280,11 @@ class TorchDriver(Driver):
 
     def learning_rates(self) -> dict[str, float | None]:
         """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
-        rates = {
-            name: [
-                float(r) for group in h.optimizer.param_groups if (r := group.get("lr")) is not None
-            ]
-            for name, h in self.healings.items()
+        groups = {name: healing.optimizer.param_groups for name, healing in self.healings.items()}
+        return {
+            name: max((float(g["lr"]) for g in each if g.get("lr") is not None), default=None)
+            for name, each in groups.items()
         }
-        return {name: max(own, default=None) for name, own in rates.items()}
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -57,7 +57,8 @@ def add_entry(flat: Flat, name: str, value: Any, rank: int) -> None:
                 known[key] = _add_tensor(flat, path, value, local)
             return {"array": known[key] | _class_of(value)}
         is_array = type(value) is np.ndarray or isinstance(value, np.generic)
-        if is_array and _is_portable(value.dtype):
+        # Other dtypes have no name for a file: of objects, with fields, of other packages.
+        if is_array and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype:
             return {"array": _add_numpy(flat, path, value)}
         node = node_of(value)
         return None if node is None else {"torch": node}
@@ -68,7 +69,7 @@ def add_entry(flat: Flat, name: str, value: Any, rank: int) -> None:
 
 def _local_part(path: values.Path, value: Tensor) -> Tensor:
     """The plain dense tensor with the values of a tensor in this process."""
-    local = value.to_local() if _spec(value) is not None else value  # type: ignore[attr-defined]
+    local = value.to_local() if hasattr(value, "_spec") else value  # type: ignore[attr-defined]
     if is_traceable_wrapper_subclass(local):
         raise UnsavableState(
             f"{values.path_text(path)} is a {type(local).__name__}, which holds its values in "
@@ -82,19 +83,13 @@ def _local_part(path: values.Path, value: Tensor) -> Tensor:
     return local.as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
-def _spec(value: Tensor) -> Any:
-    """The DTensorSpec of a DTensor, else None."""
-    return getattr(value, "_spec", None) if hasattr(value, "to_local") else None
-
-
 def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
     dtype = dtype_name(value)
-    layout = Layout(torch.empty_like(local, device="meta"), _spec(value))
+    layout = Layout(torch.empty_like(local, device="meta"), getattr(value, "_spec", None))
     name = flat.add(path, dtype, {"": local}, layout)
     node = {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}
-    if layout.spec is None and not layout.dense.is_contiguous():
-        strides = layout.dense.stride()  # a product of the same values in another layout differs
-        node["order"] = sorted(range(value.ndim), key=lambda axis: -strides[axis])
+    if layout.spec is None and not layout.dense.is_contiguous():  # products round differently
+        node["order"] = np.argsort([-each for each in layout.dense.stride()]).tolist()
     return node
 
 
@@ -105,11 +100,6 @@ def _add_numpy(flat: Flat, path: values.Path, value: Any) -> dict[str, Any]:
     name = flat.add(path, value.dtype.name, {"": raw}, Layout(torch.empty_like(raw, device="meta")))
     kind = "scalar" if isinstance(value, np.generic) else "numpy"
     return {"name": name, "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
-
-
-def _is_portable(dtype: np.dtype) -> bool:
-    """Whether a file can name the dtype: no objects, no fields, no other package's types."""
-    return not dtype.hasobject and dtype.names is None and np.dtype(dtype.str) == dtype
 
 
 def _class_of(tensor: Tensor) -> dict[str, Any]:
@@ -125,8 +115,7 @@ def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
     """The value of an array node: the tensor with its class, a NumPy array or a NumPy scalar."""
     if node["kind"] == "tensor":
         if order := node.get("order"):
-            back = [order.index(axis) for axis in range(len(order))]
-            tensor = tensor.permute(order).contiguous().permute(back)
+            tensor = tensor.permute(order).contiguous().permute(np.argsort(order).tolist())
         if "parameter" in node:
             return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
         if "class" in node:
@@ -220,9 +209,7 @@ def _overwritten(old: Any, new: Any) -> Any:
 # -- values of torch in JSON, for `healcore.runtime.store.values` ----------------------------------
 
 DTYPES = {
-    str(each).removeprefix("torch."): each
-    for each in vars(torch).values()
-    if isinstance(each, torch.dtype)
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 }
 """Name in files, such as "float32", -> dtype."""
 

@@ -110,10 +110,10 @@ class LoaderRegistry:
         self._count = max(self._count, number)
         self._saved = {key: place for key, place in self._saved.items() if int(key) >= number}
 
-    def has_saved(self, loader: Any) -> bool:
-        """Whether an earlier process has saved a position of this loader."""
+    def saved(self, loader: Any, epoch: int | None = None) -> dict[str, Any] | None:
+        """The position of this loader, read in `epoch`, of an earlier process, or None."""
         known = self.find(loader)
-        return str(self._count if known is None else known.number) in self._saved
+        return self._saved.get(str(self._number_in(epoch) if known is None else known.number))
 
     def begin(
         self,
@@ -129,7 +129,7 @@ class LoaderRegistry:
         """
         begun = self.find(loader)
         if begun is None:
-            number = self._count if epoch is None else self._number_in(epoch)
+            number = self._number_in(epoch)
             begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
             begun.first_epoch = epoch or 0
             self._add(begun)
@@ -170,11 +170,13 @@ class LoaderRegistry:
             self._noticed.add(notice)
             self.notices.append(notice)
 
-    def _number_in(self, epoch: int) -> int:
-        """Number of a loader whose first use in this process is in `epoch` of the loop.
+    def _number_in(self, epoch: int | None) -> int:
+        """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
 
         A loop that makes a loader for each epoch makes no loaders of earlier epochs again.
         """
+        if epoch is None:
+            return self._count
         saved = {int(key): BatchId(at["epoch"], at["index"]) for key, at in self._saved.items()}
         low, high = BatchId(epoch - 1, 0), BatchId(epoch + 1, 0)
         begun = {number: place for number, place in saved.items() if low < place <= high}

@@ -119,11 +119,12 @@ class RunBatches:
 
     def begin(self, loader: Any, *args: Any) -> RunLoader:
         """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
-        saved = self.loaders.has_saved(loader)
-        if not saved:
-            self._restore_generators()  # the loader began after the checkpoint
+        epoch = args[1] if len(args) > 1 else None
+        saved = self.loaders.saved(loader, epoch)
+        self._restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, *args)
-        if saved:
+        begins = saved is None or (not saved["index"] and epoch in (None, saved["epoch"]))
+        if not begins or (saved and begun.can_rewind):
             self._restore_generators()
             self._repeated = None if begun.trains else begun
         before = {*self._record.settings}

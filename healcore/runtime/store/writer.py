@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from healcore import console
@@ -53,10 +53,10 @@ class Writer:
         newest = self._newest
         return not (newest is None or newest.done() or threading.get_ident() == self._worker)
 
-    def join(self) -> None:
-        """Waits for the background; raises no failures."""
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the background, or at most for `timeout` seconds; raises no failures."""
         if self.busy and self._newest is not None:
-            self._newest.result()
+            wait([self._newest], timeout)
 
     def wait(self) -> None:
         """Waits until every save is complete.

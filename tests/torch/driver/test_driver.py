@@ -231,14 +231,18 @@ def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     assert driver.learning_rates() == {"optimizer": 1e-4}
 
 
-def test_a_batch_that_the_loop_leaves_out_itself_costs_no_other():
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_a_batch_that_the_loop_leaves_out_itself_costs_no_other(after_backward: bool):
     state = model_and()
     with healcore.Healer(state=state) as healer:
         for factor in healer.batches([1.0, NAN, 1.0]):
             loss = state["model"](torch.ones(1, 2)).sum() * factor
             healer.observe(loss)
-            if loss.isfinite():
+            if after_backward:
+                state["optimizer"].zero_grad()
+            if after_backward or loss.isfinite():
                 loss.backward()
+            if loss.isfinite():
                 state["optimizer"].step()
     assert healer.metrics()["heal/skips"] == 0
 

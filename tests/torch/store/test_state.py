@@ -44,16 +44,14 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
     store.save(1, live)
     tensor.zero_()
     inner[0].zero_()
-    inner[1] = None
-    inner.append("later")
+    inner[1:] = [None, "later"]
     live["ema"]["new"] = 1
     live["alone"].fill_(7)
     apply(live, store.restore(1, {**live, "ema": {**live["ema"], "inner": inner}}).state)
     assert live["ema"]["weight"] is tensor
     assert tensor.tolist() == [0, 1, 2, 3]
     assert live["ema"]["inner"] is inner
-    assert inner == [inner[0], 1.5]
-    assert inner[0].tolist() == [1, 1]
+    assert [inner[0].tolist(), *inner[1:]] == [[1, 1], 1.5]
     assert list(live["ema"]) == ["weight", "inner", "count"]
     assert live["alone"].tolist() == [0, 0, 0]
 
@@ -85,8 +83,7 @@ CHANGES = {
 @over(*CASES)
 @pytest.mark.parametrize("message", CHANGES)
 def test_another_optimizer_is_named_and_gets_nothing(case, tmp_path, message):
-    run = Run()
-    store = case.make(tmp_path)
+    run, store = Run(), case.make(tmp_path)
     store.save(1, run.state)
     store.wait()
     if case is not TORCH_MEMORY:  # as a new process
@@ -129,8 +126,7 @@ def test_layouts_views_and_tied_weights(case, tmp_path):
     for name, tensor in tree.items():
         expected = tensor.detach().resolve_conj()
         assert same(expected, found[name].detach()), name
-    for name in ("channels last", "transposed"):  # another layout gives a product other bits
-        assert found[name].stride() == tree[name].stride(), name
+        assert found[name].stride() == torch.empty_like(tensor).stride(), "products round otherwise"
 
 
 @over(*CASES)
