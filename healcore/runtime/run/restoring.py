@@ -197,12 +197,12 @@ class Restorer:
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
-    def load_again(self) -> None:
-        """Loads the state of the resumed checkpoint again, which a trainer's hooks have changed."""
-        step, reset = self.saver.data.step, self.policy.rollback.reset_moments
-        restored = self.saver.store.restore(step, self.saver.items())
-        repeats = self.record.repeats(step)
-        self._load_state(self._checked(step, restored), {}, reset=reset and repeats)
+    def load_state_of(self, step: int) -> None:
+        """Loads the user's state of a checkpoint, without healcore's record."""
+        restored = self.saver.store.restore(step, self.saver.items()).state
+        state = {name: each for name, each in restored.items() if name != HOST_ITEM}
+        reset = self.policy.rollback.reset_moments and self.record.repeats(step)
+        self.driver.load(state, reset_moments=reset)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
@@ -215,8 +215,7 @@ class Restorer:
         for step in [each for each in saved.needed() if each < resumed]:
             weights = None
             try:
-                state = self.saver.store.restore(step, self.saver.items()).state
-                self.driver.load({name: each for name, each in state.items() if name != HOST_ITEM})
+                self.load_state_of(step)
                 weights = self.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"

@@ -156,30 +156,6 @@ def test_each_batch_of_a_fit_is_used_by_one_step(
         assert all(map(torch.equal, whole.parameters(), again.parameters()))
 
 
-class Reloaded(Module):
-    """Makes its dataloader, of another size in each epoch."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(fits.data(3 + self.trainer.current_epoch), 8, shuffle=True)
-
-
-@pytest.mark.parametrize(("every", "at"), [(1, 5), (2, 10)])
-def test_a_fit_goes_on_with_the_dataloader_of_its_epoch(every: int, at: int, tmp_path: Path):
-    def run(folder: Path, asks: Any = bool) -> tuple[Module, Any]:
-        callback = LightningHealingCallback(store=folder, checkpoints=OFTEN)
-        options: Any = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": every}
-        return fits.fit(callback, make=lambda: Reloaded(asks), loaders=list, **options)
-
-    whole, expected = run(tmp_path / "whole")
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "raised", Failing(at, error=ZeroDivisionError()))
-    new_process()
-    again, running = run(tmp_path / "raised")
-    assert again.seen == whole.seen[at:]
-    assert running.global_step == expected.global_step
-    assert all(map(torch.equal, whole.parameters(), again.parameters()))
-
-
 class Corrupt(Dataset):
     """Rows of another data set; one row of each of the batches `bad` cannot be read."""
 

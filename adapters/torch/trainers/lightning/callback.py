@@ -109,9 +109,9 @@ class LightningHealingCallback(Callback):
 
     # -- begin and end --------------------------------------------------------------------------
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
         """Checks the strategy, and makes the fit read its batches through the Healer."""
-        if stage != "fit" or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if stage != "fit" or trainer.fast_dev_run:
             return
         self._changes.close()  # an earlier fit may have raised before it began
         self.healer = None
@@ -122,10 +122,9 @@ class LightningHealingCallback(Callback):
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
         self._progress = progress = Progress(trainer)
-        opened = functools.partial(self._running, trainer, progress)
-        self._changes.enter_context(replaced_fetcher(trainer, progress, opened))
-        # Other callbacks may read the counters in `on_train_start`, and replace the weights by an
-        # average in `on_train_end`.
+        progress.open = functools.partial(self._running, trainer, progress)
+        self._changes.enter_context(replaced_fetcher(trainer, progress))
+        # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._changes.enter_context(patched(trainer, "callbacks", callbacks))
 
@@ -152,14 +151,13 @@ class LightningHealingCallback(Callback):
         self._replace_hook(fit := trainer.fit_loop)
         self._pending_losses.clear()
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
-            opened = functools.partial(self._running, trainer, progress)
-            fit._data_fetcher = Feed(trainer, progress, opened)
+            fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
         if trainer.strategy.broadcast(_has_checkpoint(self._options["store"])):
             run = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
-            if run.data.had_completed and progress.saved_limits == progress.limits():
-                trainer.should_stop = True
+            completed = run.data.had_completed and progress.saved_limits == progress.limits()
+            trainer.should_stop |= completed  # also a fit that another callback has stopped
             if fit._should_reload_train_dl:
                 epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
                 fit.setup_data()
@@ -268,8 +266,7 @@ class LightningHealingCallback(Callback):
         """
         run = self._open(trainer, progress) if self.healer is None else loop_of(self.healer)
         if run.data.resumed_here and not run.data.passes:
-            run.recovery.restorer.load_again()
-        progress.run = run
+            run.recovery.restorer.load_state_of(run.data.step)
         return run
 
     def _open(self, trainer: Any, progress: Progress) -> Loop:

@@ -31,28 +31,24 @@ class Feed:
     Args:
         trainer: the Trainer.
         progress: the counters of the fit.
-        open_run: returns the run of the open Healer, and opens the Healer on the first call.
 
     Attributes:
         fetched: number of batches of this epoch so far.
         done: whether the last fetched batch is the last batch of its epoch.
     """
 
-    def __init__(self, trainer: Any, progress: Progress, open_run: Callable[[], Loop]) -> None:
+    def __init__(self, trainer: Any, progress: Progress) -> None:
         self._fit = trainer.fit_loop
         self._progress = progress
-        self._open = open_run
-        self._run: Loop | None = None
         self._loader: Any = None
         """The loader that the Healer reads, or None before the first batch."""
-        self._length: int | None = None
+        self._length: Any = None
         """Number of batches of an epoch, or None if unknown."""
         self._done_before = 0
         """Number of batches of the first epoch that precede Lightning's checkpoint."""
-        self._batches: Iterator[Any] | None = None
+        self._batches: Any = None
         self._begun = False
-        self.fetched = 0
-        self.done = False
+        self.fetched, self.done = 0, False
         self._start_profiler: Callable[[], None]  # set by Lightning
         self._stop_profiler: Callable[[], None]
 
@@ -73,7 +69,7 @@ class Feed:
 
     def __iter__(self) -> Feed:
         """Begins an epoch."""
-        if self._run is None and self._begun:
+        if self._loader is None and self._begun:
             iter(self.combined_loader)  # Lightning begins reloaded dataloaders twice, which draws
         self._begun = True
         if self.fetched and not self.done:
@@ -93,29 +89,27 @@ class Feed:
 
     def _next(self) -> tuple[Any, int, int]:
         batch_progress = self._fit.epoch_loop.batch_progress
-        if self._run is None:  # opened here, after Lightning has loaded its own checkpoint
+        if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
             self._done_before = batch_progress.current.ready
-            self._run = self._open()
+            self._progress.run = self._progress.open()
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
             self._loader = self._train_loader()
-        data = self._run.data
+        data = self._progress.run.data
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
             limit = None if self._length is None else self._length_of
-            self._batches = self._run.batches(self._loader, None, None, limit)
+            self._batches = self._progress.run.batches(self._loader, None, None, limit)
         batch = next(self._batches)
         if len(data.unused) == 1:
             self._progress.begin_step()
         self.fetched += 1
-        known = data.loaders.find(self._loader)
-        is_last = known is not None and known.is_last()
-        if isinstance(self._loader, CombinedBatches):
-            is_last = is_last or self._loader.exhausted
+        is_last = data.current.is_last() or getattr(self._loader, "exhausted", False)
         # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
         # epoch, because Lightning's last step and validation have to follow a batch.
         epoch, index = data.unused[-1]
-        self.done = is_last or index < batch_progress.current.ready - self._before(epoch)
+        before = 0 if epoch else self._done_before
+        self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
             batch_progress.increment_by(max(self._length - 1 - batch_progress.current.ready, 0))
@@ -134,12 +128,8 @@ class Feed:
             return flattened[0]
         return CombinedBatches(self.combined_loader, self._length)
 
-    def _before(self, epoch: int) -> int:
-        return 0 if epoch else self._done_before
-
     def _length_of(self, epoch: int) -> int:
-        assert self._length is not None
-        return max(self._length - self._before(epoch), 0)
+        return self._length if epoch else max(self._length - self._done_before, 0)
 
     def reset(self) -> None:
         """Resets the counts, as Lightning's data fetcher does."""
@@ -148,9 +138,8 @@ class Feed:
     def teardown(self) -> None:
         """Shuts down the workers of the dataloaders."""
         self._batches = None
-        known = None if self._run is None else self._run.data.loaders.find(self._loader)
-        if known is not None:
-            known.close()
+        for loader in self._progress.run.data.loaders if self._progress.run else ():
+            loader.close()
         self.combined_loader.reset()
 
 
@@ -186,9 +175,7 @@ class CombinedBatches:
             yield batch
 
 
-def replaced_fetcher(
-    trainer: Any, progress: Progress, open_run: Callable[[], Loop]
-) -> AbstractContextManager[None]:
+def replaced_fetcher(trainer: Any, progress: Progress) -> AbstractContextManager[None]:
     """Makes the fit read through a `Feed`, also after Lightning has reloaded its dataloaders.
 
     LearningRateFinder and BatchSizeFinder train in `on_fit_start`, without the Healer.
@@ -208,7 +195,7 @@ def replaced_fetcher(
                 "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
                 "optimizer with healcore.torch.attach"
             )
-        return Feed(trainer, progress, open_run)
+        return Feed(trainer, progress)
 
     return patched(module, "_select_data_fetcher", selected)
 
@@ -225,7 +212,8 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.run: Loop | None = None
+        self.open: Callable[[], Loop]  # returns the run at the first batch; set by the callback
+        self.run: Any = None
         """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
         self._before: dict[str, Any] = {}
@@ -256,12 +244,7 @@ class Progress:
 
     def begin_step(self) -> None:
         """Records the counts before the first batch of a step."""
-        batch = self._fit.epoch_loop.batch_progress
-        self._before = {
-            "current": batch.current.ready,
-            "total": batch.total.ready,
-            "is_last_batch": batch.is_last_batch,
-        }
+        self._before = self._fit.epoch_loop.batch_progress.state_dict()
 
     def _counters(self) -> dict[str, Any]:
         """Lightning's counters by name, without `_batches_that_stepped`."""
@@ -278,10 +261,7 @@ class Progress:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
         if self.run is not None and self.run.data.unused:
-            for name, count in self._before.items():
-                counts = state["batch"][name]
-                is_flag = not isinstance(counts, dict)
-                state["batch"][name] = count if is_flag else dict.fromkeys(counts, count)
+            state["batch"] = dict(self._before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
         settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
