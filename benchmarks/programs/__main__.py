@@ -142,25 +142,23 @@ def compared(
 
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
-    head = ("program", "lines", "same bits", "NaN: without → with", "rate × 30", "killed")
+    head = ("program", "lines", "same bits", "no fault", "NaN, without", "NaN, with")
+    head += ("rate × 30, without", "rate × 30, with", "killed")
     rows = [head, ("---",) * len(head)]
     for each in (each for each in results.values() if isinstance(each, dict)):
         runs = {name: Run(**run) for name, run in each["runs"].items()}
         off, on, killed = runs["off none"], runs["on none"], runs.get("on kill")
-        faults = [
-            f"{_end(runs[f'off {kind}'])} → {_end(runs[f'on {kind}'])} ({_end(off)})"
-            if {f"off {kind}", f"on {kind}"} <= runs.keys()
-            else "not tried"
-            for kind in ("nan", "rate")
-        ]
-        rows.append((each["title"], str(each["lines"]), _same(on, off), *faults, _same(killed, on)))
+        wanted = ("off nan", "on nan", "off rate", "on rate")
+        faults = [_end(runs[name]) if name in runs else "not tried" for name in wanted]
+        lines, same = str(each["lines"]), _same(on, off)
+        rows.append((each["title"], lines, same, _end(off), *faults, _same(killed, on)))
     return "\n".join(" | ".join(row) for row in rows)
 
 
 def _end(run: Run) -> str:
     if run.status:
         return "fails"
-    return "ends" if run.metric is None else f"{run.metric:.4g}"
+    return "no metric" if run.metric is None else f"{run.metric:.4g}"
 
 
 def _same(run: Run | None, other: Run) -> str:
