@@ -83,6 +83,5 @@ def test_the_examples_on_the_page_load_and_its_program_runs():
     for block in blocks("policies.md", "toml"):
         loads(block, source="docs/policies.md")
     names: dict[str, Any] = {}
-    (program,) = blocks("policies.md")
-    exec(program, names)
+    exec("".join(blocks("policies.md")), names)
     assert names["policy"].clip.kind == "fixed"
