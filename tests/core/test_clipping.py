@@ -83,7 +83,7 @@ SHIFTS = {  # the first is the usual amount
 }  # fmt: skip
 NOISES = (0.0, 0.1, 0.3)
 """Scales of the lognormal noise of the norms."""
-ROWS = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", text("policies-other-tools.md"), flags=re.M)
+ROWS = re.findall(r"^`([\w-]+)` \| (\d+) \| (\d+) \| (\d+)$", text("other-tools.md"), flags=re.M)
 BOUNDS = {name: tuple(map(int, steps)) for name, *steps in ROWS}
 """Steps until the clipping is back, by noise."""
 

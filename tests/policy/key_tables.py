@@ -23,9 +23,8 @@ from healcore.policy.tables import keys_of
 
 CORE: dict[type, type] = {Rollback: engine.RollbackConfig, Budget: engine.BudgetConfig}
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
-DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "policies.md", DOCS / "policies-other-tools.md"]
-BREAK = "\f"  # between two pages
+PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("policies.md", "other-tools.md")]
+PAGE = "\f".join(page.read_text() for page in PAGES)
 WORDS = {
     "a finite number": "float",
     "a whole number from ": "int ",
@@ -127,11 +126,6 @@ def section_of(page: str, heading: str) -> str:
     return re.split(r"^#+ ", page.partition(f"## {heading}\n")[2], maxsplit=1, flags=re.M)[0]
 
 
-def read() -> str:
-    """All pages, one after the other."""
-    return BREAK.join(page.read_text() for page in PAGES)
-
-
 def written(page: str) -> str:
     """The pages with the tables of the present code."""
     for heading, tables in sections():
@@ -144,5 +138,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in zip(PAGES, written(read()).split(BREAK), strict=True):
+    for path, text in zip(PAGES, written(PAGE).split("\f"), strict=True):
         path.write_text(text)

@@ -68,14 +68,13 @@ def test_floats_reach_the_core_as_float32_and_stay_what_they_were_in_the_policy(
     assert decay == float(np.float32(0.97)) != 0.97
 
 
-PAGE = key_tables.read()
-
-
 def test_the_page_has_the_tables_of_the_present_code():
-    assert key_tables.written(PAGE) == PAGE, "run python -m tests.policy.key_tables"
+    assert key_tables.written(key_tables.PAGE) == key_tables.PAGE, (
+        "run python -m tests.policy.key_tables"
+    )
     tables = {table for _, found in key_tables.sections() for table in found}
     assert tables == all_tables() - {NoClip, Detect}, "a section for every table"
-    section = key_tables.section_of(PAGE, "`[[respond]]`")
+    section = key_tables.section_of(key_tables.PAGE, "`[[respond]]`")
     for name in (*CAUSES, *FAULTS, *ACTIONS, "skip"):
         assert f'"{name}"' in section
 
@@ -84,6 +83,5 @@ def test_the_examples_on_the_page_load_and_its_program_runs():
     for block in blocks("policies.md", "toml"):
         loads(block, source="docs/policies.md")
     names: dict[str, Any] = {}
-    (program,) = blocks("policies.md")
-    exec(program, names)
+    exec("".join(blocks("policies.md")), names)
     assert names["policy"].clip.kind == "fixed"

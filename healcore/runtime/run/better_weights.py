@@ -156,7 +156,7 @@ class BetterWeights:
         if done is None:
             self._driver.load(None, with_lr_states(self._driver.engines(), order.lr_states))
         self.comparisons.accept(until)
-        tries = f"after {counted(len(past), 'rollback')}, so the change counts as intended"
+        tries = f"after {counted(len(past), 'rollback')}, so the change is taken as intended"
         if not past:
             tries = f"and {MAX_ACCEPTED} places before it came back after all that was tried"
         changes = "what was tried is undone, and " if undone else ""
