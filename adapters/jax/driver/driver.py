@@ -176,9 +176,7 @@ class JaxDriver(Driver):
 
     def undo_window(self) -> str:
         """Returns the reason why the window cannot be undone, or an empty string."""
-        if self.may_save():
-            return ""
-        return "the exception occurred within an accumulation of optax.MultiSteps"
+        return "" if self.may_save() else "the exception occurred within an accumulation"
 
     # -- weights and numbers ----------------------------------------------------------------------
 
@@ -195,10 +193,9 @@ class JaxDriver(Driver):
             return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
 
         params, whole = size(self._weights.arrays()), size(jax.tree.leaves(self._live.read()))
-        sizes = {"parameters": params, "optimizer state": whole - params}
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        sizes["activations"] = max(0, peak - whole)
-        return sizes
+        used = max(0, peak - whole)
+        return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def settings(self) -> dict[str, Any]:
         """Returns the hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
@@ -226,9 +223,7 @@ class JaxDriver(Driver):
         """Returns the default store: memory, and also Orbax if `where` is a directory."""
         from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
-        if where is None:
-            return MemoryStore()
-        return OrbaxStore(where, in_memory=IN_MEMORY)
+        return MemoryStore() if where is None else OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
         """Returns the exchange between processes. All processes make the first call together."""

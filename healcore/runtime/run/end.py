@@ -231,7 +231,9 @@ class _End:
             loop.count_last_step()
             loop.recovery.count_last_steps()
             loop.recovery.read_engines()
-        why = loop.break_place if ending == Ending.REQUESTED and error is None else _why(error)
+        why = loop.break_place if ending == Ending.REQUESTED and error is None else ""
+        if isinstance(error, RunStopped | EndRequested | Terminated):
+            why = error.why
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = error_text(error) + self.memory
@@ -302,7 +304,3 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             "begins a new run"
         )
     return None
-
-
-def _why(error: BaseException | None) -> str:
-    return error.why if isinstance(error, RunStopped | EndRequested | Terminated) else ""
