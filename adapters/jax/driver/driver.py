@@ -172,9 +172,7 @@ class JaxDriver(Driver):
 
     def undo_window(self) -> str:
         """The reason why the window cannot be undone, or an empty string."""
-        if self.may_save():
-            return ""
-        return "the exception occurred within an accumulation of optax.MultiSteps"
+        return "" if self.may_save() else "the exception occurred within an accumulation"
 
     # -- weights and numbers ----------------------------------------------------------------------
 
@@ -191,10 +189,9 @@ class JaxDriver(Driver):
             return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
 
         params, whole = size(self._weights.arrays()), size(jax.tree.leaves(self._live.read()))
-        sizes = {"parameters": params, "optimizer state": whole - params}
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-        sizes["activations"] = max(0, peak - whole)
-        return sizes
+        used = max(0, peak - whole)
+        return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def settings(self) -> dict[str, Any]:
         """The hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
@@ -224,9 +221,7 @@ class JaxDriver(Driver):
         """The default store: memory, and also Orbax if `where` is a directory."""
         from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
-        if where is None:
-            return MemoryStore()
-        return OrbaxStore(where, in_memory=IN_MEMORY)
+        return MemoryStore() if where is None else OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
         """The exchange between processes. All processes make the first call together."""

@@ -58,6 +58,8 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
         check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
     optimizers = [path[: max(1, len(path) - 1)] for path in states]
+    # In a chain with an engine, averages of updates have the structure of the parameters.
+    in_chains = [path for path, _ in nodes(_is_beside_engine, tree)]
     # The parameters of an engine inside a mask or partition may be no subtree.
     masks = [p for p, _ in nodes((optax.MaskedState, optax.transforms.PartitionState), tree)]
     engines = []
@@ -80,7 +82,7 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
         outside = tuple(
             tuple(map(jax.tree_util.keystr, part))
             for place, part in parts.items()
-            if not (_within(place, optimizers) or _within(path, masks))
+            if not (_within(place, [*optimizers, *in_chains]) or _within(path, masks))
         )
         engines.append(EngineEntry(name, path, names, outside))
     return engines
@@ -192,6 +194,12 @@ def _tensor_names(
         return tuple(f"{name}: {jax.tree_util.keystr(leaf)}" for leaf in within.pop())
     which = f"{name}: " if len(optimizers) > 1 else ""
     return tuple(f"{which}gradient {i} of {count}" for i in range(count))
+
+
+def _is_beside_engine(node: Any) -> bool:
+    kind = type(node)
+    is_state = kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
+    return is_state and not nodes(HealState, node)
 
 
 def _within(path: Path, others: Sequence[Path]) -> bool:

@@ -168,9 +168,8 @@ class LiveState:
 
     def between_steps(self) -> bool:
         """Whether nothing is accumulated. One sync if the optimizer accumulates."""
-        if not self._accumulates:
-            return True
-        return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
+        states = nodes(optax.MultiStepsState, self.read()) if self._accumulates else []
+        return not any(int(each.mini_step) for _, each in states)
 
 
 class NnxLiveState(LiveState):

@@ -64,6 +64,7 @@ class BetterWeights:
         records, taken = step.records, step.records[0].taken
         if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
             return None
+        self.comparisons.steps_are_windows = self._monitor.has_micro_steps
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         norm = max((each.grad_norm for each in records if each.judged), default=math.nan)
@@ -88,7 +89,8 @@ class BetterWeights:
         found = verdict.index, verdict.onset, "damage"
         self._log.assessment(*found, rise=rise, rise_remembered=remembered)
         past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
-        if not past and self._last_trial() > self._ledger.accepted_until:
+        last_trial = max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
+        if not past and last_trial > self._ledger.accepted_until:
             self._ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
@@ -132,10 +134,6 @@ class BetterWeights:
         if trial == Trial.LEAVE_OUT:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         return order
-
-    def _last_trial(self) -> int:
-        """The step at which the last trial began, or 0."""
-        return max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
 
     def _accept(
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]

@@ -78,6 +78,8 @@ class Comparisons:
         """What a checkpoint holds."""
         self.silent_until = 0
         """Step before which weights are neither compared nor copied."""
+        self.steps_are_windows = False
+        """Whether each step ends an accumulation. The next one may have begun since."""
         self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
         self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
         self._rates_in_force = rates
@@ -301,7 +303,7 @@ class Comparisons:
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not self._driver.may_save(self._interval):
+        if not (self.steps_are_windows or self._driver.may_save(self._interval)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None

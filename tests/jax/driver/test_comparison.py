@@ -113,7 +113,7 @@ def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
     compared -= {0}  # the Healer tries the first batch alone
     assert compared
     assert {size * (number // size) + i for number in compared for i in range(size)} == compared
-    assert healer.rollbacks <= 1
+    assert healer.rollbacks == 1 or tx is TX
 
 
 def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
@@ -196,8 +196,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
 
 
 def test_damage_is_found_next_to_an_average_and_a_teacher(tmp_path):
-    healer, _ = averaged_run(tmp_path, compares=True, damaged=True)
-    assert healer.rollbacks == 1
+    assert averaged_run(tmp_path, compares=True, damaged=True)[0].rollbacks == 1
 
 
 def test_an_earlier_copy_replaces_the_trained_parameters_only():

@@ -94,12 +94,13 @@ def test_engines_of_one_optimizer_have_their_places_as_names():
     ("tx", "parts"),
     [
         (HEALED, ["'params'"]),
+        (optax.chain(HEALED, optax.ema(0.9)), ["'params'"]),
         # A NaN stays in the accumulator: a rollback empties it.
         (optax.MultiSteps(HEALED, 2), ["'params'", "acc_grads"]),
         # The state does not show which parameters the optimizer trains: all arrays count.
         (optax.masked(HEALED, {"w": True, "b": False}), ["'"]),
     ],
-    ids=["alone", "accumulated", "masked"],
+    ids=["alone", "averaged", "accumulated", "masked"],
 )
 def test_the_parameters_have_to_be_finite_and_nothing_else(tx, parts):
     state = {"params": PARAMS, "opt_state": tx.init(PARAMS), "metric": jnp.float32(0)}
