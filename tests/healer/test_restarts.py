@@ -21,15 +21,10 @@ from tests.healer.run_directory import events
 from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 
 POINTS = [
-    (CheckpointStore, "restore"),
-    (Restorer, "_load_state"),
-    (LoaderRegistry, "rewind"),
-    (Saver, "begin_attempt"),
-    (CheckpointStore, "commit"),
-    (files, "replace"),
-    (Saver, "report_failures"),
+    *((CheckpointStore, name) for name in ("restore", "commit")),
+    *((Saver, name) for name in ("begin_attempt", "report_failures")),
+    *((Restorer, "_load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]
-BAD = [23, 26]
 
 
 class Crash(BaseException):
@@ -85,7 +80,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
 )
 def test_every_point_of_a_rollback(framework, data, distance, tmp_path, monkeypatch):
     def run(folder: str) -> tuple[dict[str, Any], list[Any]]:
-        loop = loop_of(framework, Faults(always=BAD), rules())
+        loop = loop_of(framework, Faults(always=[23, 26]), rules())
         facts = train(loop, rules(), data(40), store=tmp_path / folder)
         return {name: facts[name] for name in ("step", "rollbacks")}, loop.weights()
 
@@ -146,8 +141,7 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
 def test_damage_of_long_ago_is_left_behind(tmp_path):
     """The run goes back one checkpoint, then three, then five, ..."""
     deep = policies.load(rules(cut=False, recoveries=8), rollback={"deepen": 2})
-    options: dict[str, Any] = {"data": range(40), "store": tmp_path, "save_every": 2}
-    facts = poisoned_run(deep, at=10, shows=28, **options)
+    facts = poisoned_run(deep, at=10, shows=28, data=range(40), store=tmp_path, save_every=2)
     *before, last = [event["checkpoint"] for event in events(tmp_path, "rollback")]
     assert min(before) > 10 >= last, "only the last one was deep enough"
     assert len(events(tmp_path, "good")) > 8, "and the newest three had left it behind long since"
@@ -181,9 +175,7 @@ def start(framework, store, program, kill_at=None, faults=None):
     return taken
 
 
-class Drawing(dict):
-    """A loader that draws a random number as its epoch begins, as a DataLoader does."""
-
+class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
     def __iter__(self):
         random.random()
         return super().__iter__()

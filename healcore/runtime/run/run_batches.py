@@ -123,8 +123,7 @@ class RunBatches:
         saved = self.loaders.saved(loader, epoch)
         self._restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, *args)
-        begins = saved is None or (not saved["index"] and epoch in (None, saved["epoch"]))
-        if not begins or (saved and begun.can_rewind):
+        if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self._restore_generators()
             self._repeated = None if begun.trains else begun
         before = {*self._record.settings}

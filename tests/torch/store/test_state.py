@@ -122,11 +122,9 @@ def test_layouts_views_and_tied_weights(case, tmp_path):
     assert store.steps()[0].bytes < 1.5 * 256 * 256 * 4
     state = store.restore(1, {"tree": tree, "model": model}).state
     assert all(torch.equal(state["model"][f"{i}.weight"], model[0].weight) for i in (0, 1))
-    found = state["tree"]
-    for name, tensor in tree.items():
-        expected = tensor.detach().resolve_conj()
-        assert same(expected, found[name].detach()), name
-        assert found[name].stride() == torch.empty_like(tensor).stride(), "products round otherwise"
+    for (name, tensor), found in zip(tree.items(), state["tree"].values(), strict=True):
+        assert same(tensor.detach().resolve_conj(), found.detach()), name
+        assert found.stride() == torch.empty_like(tensor).stride(), "products round otherwise"
 
 
 @over(*CASES)
