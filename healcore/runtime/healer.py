@@ -364,7 +364,8 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        run.check_count()
+        if run.own_snapshot:
+            run.check_count()
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True

@@ -148,12 +148,13 @@ class Loop:
 
     def check_count(self) -> None:
         """Raises IncompleteRun before the first step of a loop with its own count."""
-        if self.own_snapshot and not self.polled:
+        if not self.polled:
             raise IncompleteRun(f"healcore: {self.own_snapshot}")
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
-        self.check_count()
+        if self.own_snapshot:
+            self.check_count()
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()
