@@ -44,7 +44,8 @@ class Measurer:
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
-        self._grad = weakref.ref(self._first_grad())  # at the last loss
+        self._last_parameter = optimizer.param_groups[-1]["params"][-1]
+        self._grad: weakref.ref[Tensor] | None = None  # of this parameter, at the last loss
         self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
         self.norms: Sequence[Tensor] = ()
@@ -59,13 +60,9 @@ class Measurer:
 
     def observe(self, loss: Tensor | float, weight: float) -> None:
         """Adds a loss of the current step."""
-        self._grad = weakref.ref(self._first_grad())
+        grad = self._last_parameter.grad
+        self._grad = None if grad is None else weakref.ref(grad)
         self.losses.add(loss, weight)
-
-    def _first_grad(self) -> Any:
-        """The first gradient, to which backward passes add in place, or this object."""
-        groups = self._optimizer.param_groups
-        return next((p.grad for g in groups for p in g["params"] if p.grad is not None), self)
 
     def measure(
         self, parameters: Sequence[Tensor], divisor: Tensor | None, ranks: StepRanks
@@ -95,9 +92,11 @@ class Measurer:
             total = parts.sum().reshape(1)
             self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
         loss = self.losses.mean()
-        if loss is not None and self.losses.count > 1 and self._grad() is not self._first_grad():
-            # The gradients are of the last loss only: the loop has left out the earlier batches.
-            loss = torch.where(loss.isfinite(), loss, self.losses.last())
+        if loss is not None and self.losses.count > 1:
+            grad, before = self._last_parameter.grad, None if self._grad is None else self._grad()
+            if grad is not before:  # backward passes add to a gradient in place
+                # The gradients are of the last loss only: the loop has left out earlier batches.
+                loss = torch.where(loss.isfinite(), loss, self.losses.last())
         return self._signals(norm, each if self.engine.per_tensor else None, loss)
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:

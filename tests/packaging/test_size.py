@@ -7,9 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 36673),
+    "product": (("healcore", "adapters"), 36610),
     "tests": (("tests",), 31760),
-    "benchmarks": (("benchmarks",), 8918),
+    "benchmarks": (("benchmarks",), 8903),
 }
 """Part -> its folders, and the most lines."""
 

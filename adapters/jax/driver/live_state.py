@@ -168,8 +168,9 @@ class LiveState:
 
     def between_steps(self) -> bool:
         """Whether nothing is accumulated. One sync if the optimizer accumulates."""
-        states = nodes(optax.MultiStepsState, self.read()) if self._accumulates else []
-        return not any(int(each.mini_step) for _, each in states)
+        if not self._accumulates:
+            return True
+        return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
 
 
 class NnxLiveState(LiveState):
