@@ -365,7 +365,7 @@ class Healer(Generic[State]):
                 "tx.update"
             )
         if run.own_snapshot:
-            run.check_count()
+            run.refuse_own_count()
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True

@@ -291,8 +291,7 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         judges = loop.policy.rollback.nonfinite_state == "rollback" and not loop.policy.observes
-        is_bad = judges and not loop.recovery.is_finite()
-        if is_bad and (found := loop.saver.nonfinite_in_state()):
+        if judges and not loop.recovery.is_finite() and (found := loop.saver.nonfinite_in_state()):
             loop.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
             loop.recovery.stop(

@@ -146,15 +146,14 @@ class Loop:
         self._update_rolled_back = False
         return rolled_back
 
-    def check_count(self) -> None:
+    def refuse_own_count(self) -> None:
         """Raises IncompleteRun before the first step of a loop with its own count."""
-        if not self.polled:
-            raise IncompleteRun(f"healcore: {self.own_snapshot}")
+        raise IncompleteRun(f"healcore: {self.own_snapshot}")
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
         if self.own_snapshot:
-            self.check_count()
+            self.refuse_own_count()
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()
@@ -165,7 +164,7 @@ class Loop:
     def _between_steps(self, *, last: bool = False) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
-        self.polled = True
+        self.polled, self.own_snapshot = True, ""
         self.count_dispatch()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
