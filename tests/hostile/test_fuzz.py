@@ -29,8 +29,8 @@ def _traced(path: Path) -> None:
 
 
 def _checkpoint(path: Path) -> None:
-    judged("checkpoint", str(path), checkpoint.judge, path, CheckpointInputs())
-    judged("optimizer", str(path), optimizer.judge, path, OptimizerInputs())
+    judged("checkpoint", str(path), checkpoint.probe_checkpoint, path, CheckpointInputs())
+    judged("optimizer", str(path), optimizer.probe_optimizer, path, OptimizerInputs())
 
 
 def _reads(read: Callable[[Path], object], error: type[Exception]) -> Callable[[Path], None]:
