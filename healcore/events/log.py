@@ -111,7 +111,7 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
 
 
 def parse_line(line: bytes) -> Event | str:
-    """The JSON object in a line, or the reason why the line has none."""
+    """The JSON object in a line, or the reason why the line is no JSON object."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
     try:

@@ -77,7 +77,7 @@ def _extremes(bins: np.ndarray, curves: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
-    """The index of the first selected row in each bin that has one."""
+    """The index of the first selected row in each bin with selected rows."""
     rows = np.flatnonzero(selected)
     return rows[np.unique(bin_of_row[rows], return_index=True)[1]]
 

@@ -224,7 +224,7 @@ class Driver(Protocol):
 WEIGHTS = "initial weights"
 """Name of the digest of the weights in `Driver.settings`."""
 STEPPED = ", stepped"
-"""End of the digest if the optimizers have stepped before, as those of a loaded snapshot have."""
+"""End of the digest if the optimizers have stepped before, for example in a loaded snapshot."""
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:

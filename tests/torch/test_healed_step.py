@@ -48,7 +48,7 @@ def test_what_is_refused_changes_nothing(given: Any, options: Any, error: Any, m
 
 def test_removed_parameters_are_refused_where_each_has_a_history():
     first = Parameter(torch.ones(2))
-    optimizer = AdamW([{"params": [first]}, {"params": [Parameter(torch.ones(3))]}])
+    optimizer = AdamW([{"params": [first]}, {"params": [Parameter(torch.ones(3))]}, {"params": []}])
     attach(optimizer, policies.ADAGC)
     first.grad = torch.ones(2)
     del optimizer.param_groups[1]

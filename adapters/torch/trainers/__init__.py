@@ -74,7 +74,7 @@ class TrainerCheckpoints(MemoryStore):
 
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
-    """The handles of the optimizers by name, or none before the Healer is open."""
+    """The handles of the optimizers by name; empty before the Healer is open."""
     return {} if healer is None else cast(TorchDriver, loop_of(healer).driver).healings
 
 

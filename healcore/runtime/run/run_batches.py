@@ -124,7 +124,7 @@ class RunBatches:
         self._restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, *args)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
-            self._restore_generators()
+            self._restore_generators()  # `begin` has drawn, but not for an epoch that begins now
             self._repeated = None if begun.trains else begun
         before = {*self._record.settings}
         change = change_of_batch_size(self._record.settings, begun.number, loader)

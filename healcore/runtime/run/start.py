@@ -254,8 +254,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         group.termination.stop()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
-    before, _, given = changes.get(WEIGHTS, "").partition(" -> ")
-    if saves and (STEPPED in given) > (STEPPED in before) and not loop.has_trainer:
+    stepped = STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED)
+    if saves and stepped and not loop.has_trainer:
         loop.own_snapshot = (
             f"checkpoint {loop.data.step} replaces the snapshot that the program has loaded: a "
             "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
