@@ -24,6 +24,7 @@ from healcore.jax import (
     metrics,
     protect,
     to_dict,
+    with_heal_state,
 )
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, avals
@@ -137,6 +138,25 @@ def test_a_state_of_another_policy_is_refused(other):
             use()
     with pytest.raises(StateError, match="policy"):
         from_dict(tx.init(PARAMS), saved, other)
+
+
+def test_an_optimizer_without_injected_hyperparameters_continues_with_them():
+    """The line of docs/jax.md, for a schedule."""
+    rate = optax.linear_schedule(0.1, 0.01, 10)
+    bare, inner = optax.adamw(rate), optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
+    tx, old = protect(inner, "default"), bare.init(PARAMS)
+    for _ in range(3):
+        _, old = bare.update(PARAMS, old, PARAMS)
+    new = inner.init(PARAMS)
+    given = new._replace(
+        inner_state=(*old[:-1], new.inner_state[-1]),
+        hyperparams_states=jax.tree.map(lambda _: old[-1].count, new.hyperparams_states),
+    )
+    state = with_heal_state(given, like=tx.init(PARAMS))
+    for _ in range(3):
+        wanted, old = bare.update(PARAMS, old, PARAMS)
+        found, state = tx.update(PARAMS, state, PARAMS, value=jnp.float32(1.0))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted)
 
 
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])

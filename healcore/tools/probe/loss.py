@@ -214,7 +214,7 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
     lost, best = shape.regret / (shape.start - shape.best), f"{shape.best:.4g}"
     # The bound is doubled, because noise alone puts the lowest of many medians below the curve.
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
-        message = f"the curve ends at its best, {best}, within the noise"
+        message = f"the end, {shape.end:.4g}, differs from the best, {best}, by noise only"
         return Check("regret", PASS, message, lost, bound)
     message = f"at the end, {lost:.1%} of the progress to the best ({best}) is lost; "
     message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
