@@ -63,9 +63,9 @@ def main() -> None:
     losses = jax.vmap(loss_fn, in_axes=(None, 0, 0))
     evaluate = jax.jit(lambda state, batches: losses(state[0], *batches).mean())
     with healcore.Healer("default", state=state, loss_fn=evaluate) as healer:
-        for batches in healer.batches(loader):
+        for batches, state in healer.batches(loader).with_state():
             first = healer.step
-            state, skipped = train_steps(healer.state, batches)
+            state, skipped = train_steps(state, batches)
             healer.update(state)
             skips[first] = skipped
     for first, skipped in skips.items():

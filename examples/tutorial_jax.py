@@ -78,9 +78,9 @@ def train_healed(batches, params, tx, show):
     with healcore.Healer(  # <- healcore
         "default", state=state, store="tutorial-jax", loss_fn=evaluate
     ) as healer:
-        for batch in healer.batches(batches):  # <- healcore
+        for batch, state in healer.batches(batches).with_state():  # <- healcore
             step = healer.step
-            state, loss = train_step(tx, healer.state, batch)  # <- healcore
+            state, loss = train_step(tx, state, batch)
             healer.update(state)  # <- healcore
             show(step, loss)
     return healer.state

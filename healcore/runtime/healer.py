@@ -58,11 +58,12 @@ class Batches(Iterator[Batch]):
         """Number of batches in all epochs. Raises TypeError if the loader has no length."""
         if self._epochs is None:
             raise TypeError("batches(..., epochs=None) has no len")
-        try:
-            return self._epochs * len(self._loader)
-        except TypeError as error:
-            name = type(self._loader).__name__
-            raise TypeError(f"{name} has no len, so batches(loader) has no len") from error
+        return self._epochs * len(self._loader)
+
+    def with_state(self) -> Batches[tuple[Batch, Any]]:
+        """Pairs of each batch and `healer.state`, from which its step has to start in JAX."""
+        pairs = ((batch, self.healer.state) for batch in self)
+        return Batches(self.healer, pairs, self._loader, self._epochs)
 
 
 class HealerError(HealcoreError, RuntimeError):
@@ -84,9 +85,7 @@ class Healer(Generic[State]):
 
     In JAX, with `protect` or `heal` in the optimizer:
 
-        with Healer(
-            "default", state=state, store="checkpoints", loss_fn=compare
-        ) as healer:
+        with Healer(state=state, store="checkpoints", loss_fn=compare) as healer:
             for batch in healer.batches(loader):
                 state = healer.update(train_step(healer.state, batch))
 
@@ -264,7 +263,8 @@ class Healer(Generic[State]):
                 epoch 0 again after a restart. One epoch is read.
 
         Returns:
-            An iterator. Its `len` counts the batches of all passes, also after a restart.
+            An iterator. Its `len` counts the batches of all passes, also after a restart. Its
+            `with_state()` yields pairs of batch and state, for a loop in JAX.
 
         Raises:
             ValueError: `epochs` is not a whole number >= 1.

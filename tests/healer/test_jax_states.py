@@ -130,8 +130,8 @@ def accumulated(inner: Any, policy: Any) -> Any:
 def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
     run = plain(policy="default", wrap=accumulated)
     with Healer(state=run.state, store=tmp_path) as healer:
-        for number in healer.batches(range(100)):
-            healer.update(step(run, healer.state, number, bad=9))
+        for number, state in healer.batches(range(100)).with_state():
+            healer.update(step(run, state, number, bad=9))
     (rollback,) = events(tmp_path, "rollback")  # at the tenth skipped update in a row
     assert rollback["onset"] == 11
     assert rollback["batches"] == [[0, number] for number in range(8, 48)]

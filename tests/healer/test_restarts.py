@@ -206,9 +206,9 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
             epochs.append(epoch)
             saves(f"before {epoch}")
             new = Drawing.fromkeys(loader) if fresh and not left else loader
-            batches = healer.batches(new, epoch=epoch)
+            batches = healer.batches(new, epoch=epoch).with_state()
             assert (len(batches), batches.healer) == (len(loader), healer)
-            for batch in batches:
+            for batch, _ in batches:
                 step(healer, batch)
                 if left and batch == LENGTH - 1:
                     break
