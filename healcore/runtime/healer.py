@@ -40,16 +40,29 @@ Batch = TypeVar("Batch")
 
 
 class Batches(Iterator[Batch]):
-    """The batches of a loop, see `Healer.batches`.
+    """The batches of a loop, see `Healer.batches`. Other attributes are the loader's.
 
     Attributes:
         healer: the Healer, for a function that gets only the loader.
     """
 
+    healer: Healer[Any]
+    _batches: Iterator[Batch]
+    _loader: Any
+    _epochs: int | None
+
     def __init__(
         self, healer: Healer[Any], batches: Iterator[Batch], loader: Any, epochs: int | None
     ) -> None:
-        self.healer, self._batches, self._loader, self._epochs = healer, batches, loader, epochs
+        vars(self).update(healer=healer, _batches=batches, _loader=loader, _epochs=epochs)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the loader, such as `sampler` or `dataset`."""
+        return getattr(vars(self).get("_loader"), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets an attribute of the loader."""
+        setattr(self._loader, name, value)
 
     def __next__(self) -> Batch:
         return next(self._batches)
@@ -421,7 +434,7 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        self._loop.own_snapshot = ""  # the program knows where the run stands
+        self._loop.begin()
         return self._loop.data.step + bool(self._loop.driver.has_stepped())
 
     @property

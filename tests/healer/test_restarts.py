@@ -224,6 +224,29 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
     assert taken == [i % LENGTH for i in range(first, 3 * LENGTH)]
 
 
+@pytest.mark.parametrize("kind", ["block", "epochs", "range", "steps"])
+@pytest.mark.parametrize("kill_at", [7, 17, 20])
+def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at, tmp_path):
+    ended = []
+
+    def program(healer, step):
+        order = torch.randperm(LENGTH).tolist()
+        if kind == "steps":
+            for number in healer.steps(3 * LENGTH):
+                step(healer, order[number % LENGTH])
+        for epoch in {"epochs": healer.epochs(3), "steps": ()}.get(kind, range(3)):
+            order = order if kind == "block" else torch.randperm(LENGTH).tolist()
+            for batch in healer.batches(order, epoch=epoch if kind == "epochs" else None):
+                step(healer, batch)
+        ended.append(healer.state["model"][0].bias)
+
+    whole = start("torch", tmp_path / "whole", program)
+    for end in (kill_at, kill_at + 3, None):
+        rest = start("torch", tmp_path / "killed", program, end)
+    assert rest == whole[-len(rest) :]
+    assert torch.equal(*ended)
+
+
 def test_no_update_on_a_batch_is_lost(tmp_path):
     def program(healer, step):
         for batch in healer.batches(range(8)):

@@ -118,7 +118,8 @@ class TorchFormat(ArrayFormat):
                 # Rejected: copy_, whose threads wait for each other after every tensor. While a
                 # data loader uses their cores, the wait takes ten times as long as the copy.
                 dense = part.as_strided((part.numel(),), (1,), part.storage_offset())
-                on_host.append((raw, dense.view(torch.uint8).numpy()))
+                # Rejected: numpy(), after which the program cannot resize the tensor's storage.
+                on_host.append((raw, np.from_dlpack(dense.view(torch.uint8))))
             else:
                 copied.copy_(part, non_blocking=part.is_cuda)
         map_in_threads(lambda pair: np.copyto(*pair), on_host, sum(len(raw) for raw, _ in on_host))

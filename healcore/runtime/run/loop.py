@@ -56,16 +56,26 @@ class Loop:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self.own_snapshot = ""
         """Why a loop with its own count must not train, or an empty string."""
+        self._begun = False
+        """Whether a loop has begun since the start."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._number, self._has_stepped = math.inf, False  # the step of `steps`; its work waits
 
     # -- the loop -------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begins or continues a loop that has data of its own and knows the number of the step."""
+        self.own_snapshot = ""
+        if not self._begun:
+            self._begun = True
+            self.data.restore_generators()
+
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
         loaders, self.own_snapshot = self.data.loaders, ""
         for epoch in range(loaders.next_epoch, total):
+            self.data.begin_pass()
             if epoch and loaders.unused and self.data.step + self.driver.has_stepped() == epoch:
                 for number in self.steps(total):
                     loaders.next_epoch = number + 1
@@ -77,7 +87,7 @@ class Loop:
 
     def steps(self, total: int) -> Iterator[int]:
         """See `Healer.steps`."""
-        without_step, last = 0, -1
+        without_step, last, self._begun = 0, -1, False
         while True:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
@@ -101,7 +111,7 @@ class Loop:
         data.count_pass()
         self.count_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))
-        begun = data.begin(loader, *args)
+        begun, self._begun = data.begin(loader, *args), True
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
         while True:
@@ -164,8 +174,9 @@ class Loop:
     def _between_steps(self, *, last: bool = False) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
-        self.polled, self.own_snapshot = True, ""
+        self.polled = True
         self.count_dispatch()
+        self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
         if last:

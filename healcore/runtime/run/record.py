@@ -194,7 +194,7 @@ HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""
 
 _GENERATORS = ("python", "numpy", "framework")
-_DATA = "data"
+_DATA, _PASS = "data", "pass"
 
 
 class HostParts(NamedTuple):
@@ -204,6 +204,7 @@ class HostParts(NamedTuple):
     numpy: Any
     framework: Any
     data: dict[str, Any]  # positions of the loaders
+    at_pass: HostParts | None = None  # random states before the pass over the data
 
 
 class HostState:
@@ -222,6 +223,7 @@ class HostState:
         self._position = position
         self._after_step: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None
+        self.begin_pass()
 
     def state_dict(self) -> dict[str, Any]:
         """Generators of Python, NumPy and torch, and positions of the loaders."""
@@ -229,7 +231,11 @@ class HostState:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
         data = self._position()
-        return _as_text(self._current()) | {_DATA: data}
+        return _as_text(self._current()) | {_DATA: data, _PASS: self._at_pass}
+
+    def begin_pass(self) -> None:
+        """Keeps the random states from which the program may draw the order of its next pass."""
+        self._at_pass = values.dumps(self._current(), (HOST_ITEM, _PASS))
 
     def after_step(self) -> None:
         """Keeps the random states after a step."""
@@ -243,7 +249,7 @@ class HostState:
         """
         if self._after_step is None:
             raise StoreError("no step was taken since the start or the last rollback")
-        self._earlier = _as_text(self._after_step) | {_DATA: data}
+        self._earlier = _as_text(self._after_step) | {_DATA: data, _PASS: self._at_pass}
         try:
             yield
         finally:
@@ -265,7 +271,8 @@ class HostState:
             return None
         try:
             generators = {n: values.loads(state[n], (HOST_ITEM, n)) for n in _GENERATORS}
-            return HostParts(**generators, data=dict(state[_DATA]))
+            at_pass = HostParts(**values.loads(state[_PASS], (HOST_ITEM, _PASS)), data={})
+            return HostParts(**generators, data=dict(state[_DATA]), at_pass=at_pass)
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged values may raise anything

@@ -95,7 +95,6 @@ class RunBatches:
     def restore(self, step: int, generators: HostParts | None) -> None:
         """Sets the step and the random states of an earlier process's checkpoint."""
         self.step, self._generators = step, generators
-        self._restore_generators()
 
     @property
     def resumed_here(self) -> bool:
@@ -121,10 +120,10 @@ class RunBatches:
         """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
         epoch = args[1] if len(args) > 1 else None
         saved = self.loaders.saved(loader, epoch)
-        self._restore_generators()  # for an epoch that begins, and draws, after the checkpoint
+        self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, *args)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
-            self._restore_generators()  # `begin` has drawn, but not for an epoch that begins now
+            self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
             self._repeated = None if begun.trains else begun
         before = {*self._record.settings}
         change = change_of_batch_size(self._record.settings, begun.number, loader)
@@ -238,6 +237,8 @@ class RunBatches:
         else:  # an evaluation, whose batches belong to no step
             loader.unused = []
             loader.contents.clear()
+        if not evaluates:
+            self.begin_pass(ended=True)
         loader.in_loop = False
 
     def log_skipped(self, loader: RunLoader) -> None:
@@ -260,10 +261,22 @@ class RunBatches:
         answer = None if wait is None else "retry"
         self._log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
-    def _restore_generators(self) -> None:
+    def begin_pass(self, *, ended: bool = False) -> None:
+        """Keeps the random states before a pass over the data, or restores them after a restart.
+
+        `ended` is whether the pass before has ended. The checkpoint may be from there.
+        """
+        if (saved := self._generators) is not None:
+            here = ended and self.repeated
+            self.host.put_back(saved if here else saved.at_pass or saved)
+            self._generators = None if here else saved
+        self.host.begin_pass()
+
+    def restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
 
-        Called for each loader until the first batch.
+        Called for each loader until the first batch, or as a loop with its own data begins. What
+        the program draws before is drawn as in the first start.
         """
         if self._generators is not None:
             self.host.put_back(self._generators)

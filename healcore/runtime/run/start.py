@@ -244,6 +244,11 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         log.problem(None, warning)
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
+    if options.loss_fn and not (policy.rolls_back or policy.observes):
+        log.warning(
+            f"policy {policy.name} never rolls back, so it compares no weights with loss_fn: "
+            '"default" does, with any clip={...}'
+        )
     try:
         _begin(loop, newest, settings, bool(saves))
     except BaseException as error:
