@@ -161,9 +161,7 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     if isinstance(live, nn.Module):
         own = live.state_dict()
         wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
-        # A layer that loads its buffers itself may change their shapes (observers of QAT).
-        keys = (own.keys() & state.keys()) - _loaded_by_layers(live)
-        pairs = [(f"{name}.{key}", own[key], state[key]) for key in keys]
+        pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity
     elif not any(
@@ -171,20 +169,11 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     ):
         wrong = [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
     for place, old, new in pairs:
-        if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape != new.shape:
+        # Layers fill empty buffers and numbers, and load them in any shape (observers of QAT).
+        both = isinstance(old, Tensor) and isinstance(new, Tensor)
+        if both and old.shape != new.shape and min(old.numel(), new.numel()) > 1:
             wrong.append(f"{place} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
     return sorted(wrong)
-
-
-def _loaded_by_layers(module: nn.Module) -> set[str]:
-    """Names of the buffers of layers with a `_load_from_state_dict` of their own, except norms."""
-    inherited = {nn.Module._load_from_state_dict, nn.BatchNorm1d._load_from_state_dict}
-    return {
-        f"{path}.{name}".removeprefix(".")
-        for path, layer in module.named_modules()
-        if type(layer)._load_from_state_dict not in inherited
-        for name in layer._buffers
-    }
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
