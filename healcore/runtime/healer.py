@@ -46,11 +46,6 @@ class Batches(Iterator[Batch]):
         healer: the Healer, for a function that gets only the loader.
     """
 
-    healer: Healer[Any]
-    _batches: Iterator[Batch]
-    _loader: Any
-    _epochs: int | None
-
     def __init__(
         self, healer: Healer[Any], batches: Iterator[Batch], loader: Any, epochs: int | None
     ) -> None:
@@ -377,8 +372,7 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        if run.own_snapshot:
-            run.refuse_own_count()
+        run.check_count()
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True

@@ -108,7 +108,6 @@ class Loop:
     def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
-        data.count_pass()
         self.count_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))
         begun, self._begun = data.begin(loader, *args), True
@@ -156,14 +155,14 @@ class Loop:
         self._update_rolled_back = False
         return rolled_back
 
-    def refuse_own_count(self) -> None:
-        """Raises IncompleteRun before the first step of a loop with its own count."""
-        raise IncompleteRun(f"healcore: {self.own_snapshot}")
+    def check_count(self) -> None:
+        """Raises IncompleteRun before the first step of a loop that must not count by itself."""
+        if self.own_snapshot:
+            raise IncompleteRun(f"healcore: {self.own_snapshot}")
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
-        if self.own_snapshot:
-            self.refuse_own_count()
+        self.check_count()
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()

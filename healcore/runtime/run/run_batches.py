@@ -84,29 +84,19 @@ class RunBatches:
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
         self._repeated: RunLoader | None = None  # an evaluation of before the checkpoint
-        self._started_at = 0
         self._resumed = False
 
-    def start(self, *, resumed: bool, completed_at: int | None = None) -> None:
-        """Starts this process; `completed_at` is the step of a completed run in the store."""
-        self._started_at, self._resumed = self.step, resumed
-        self.had_completed = resumed and self.step == completed_at
-
-    def restore(self, step: int, generators: HostParts | None) -> None:
-        """Sets the step and the random states of an earlier process's checkpoint."""
+    def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
+        """Continues an earlier process's checkpoint; `completed` is whether its run had ended."""
+        self._resumed, self.had_completed = True, completed
         self.step, self._generators = step, generators
 
     @property
     def resumed_here(self) -> bool:
         """Whether this process has resumed a run and taken no step since."""
-        return self._resumed and self.step == self._started_at
+        return self._resumed and not self.steps_taken
 
     # -- reading --------------------------------------------------------------------------------
-
-    def count_pass(self) -> None:
-        """Counts a call of `batches`, also for later processes."""
-        self.passes += 1
-        self._record.passes = max(self._record.passes, self.passes)
 
     @property
     def repeated(self) -> bool:
@@ -118,6 +108,8 @@ class RunBatches:
 
     def begin(self, loader: Any, *args: Any) -> RunLoader:
         """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
+        self.passes += 1
+        self._record.passes = max(self._record.passes, self.passes)
         epoch = args[1] if len(args) > 1 else None
         saved = self.loaders.saved(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint

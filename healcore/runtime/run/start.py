@@ -325,7 +325,6 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
     record.settings = record.settings or settings
     recovery.monitor.read_engines()
     recovery.comparisons.silent_until = recovery.ledger.accepted_until
-    data.start(resumed=resume, completed_at=newest.step if newest and newest.completed else None)
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:
@@ -349,7 +348,8 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
         step, generators = restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(loop, wrong) from error
-    loop.data.restore(step, generators)
+    completed = newest is not None and newest.completed and newest.step == step
+    loop.data.resume(step, generators, completed=completed)
     loop.log.event("resume", step=step, checkpoint=step)
     abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
     lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)

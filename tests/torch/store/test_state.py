@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization import default_per_channel_weight_fake_quant
 from torch.optim import lr_scheduler
 from torch.testing._internal.two_tensor import TwoTensor  # torch's own wrapper subclass
 
@@ -54,6 +55,24 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
     assert [inner[0].tolist(), *inner[1:]] == [[1, 1], 1.5]
     assert list(live["ema"]) == ["weight", "inner", "count"]
     assert live["alone"].tolist() == [0, 0, 0]
+
+
+@over(*CASES)
+def test_buffers_whose_shape_the_module_loads_itself(case, tmp_path):
+    """As observers of quantization-aware training, which are empty before the first batch."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(default_per_channel_weight_fake_quant(), nn.Linear(4, 4))
+
+    model, store, fresh = make(), case.make(tmp_path), make()
+    store.save(0, {"model": model})
+    model[0](model[1].weight)
+    store.save(1, {"model": model})
+    apply({"model": fresh}, store.restore(1, {"model": fresh}).state)
+    assert same(fresh.state_dict(), model.state_dict())
+    apply({"model": model}, store.restore(0, {"model": model}).state)
+    assert same(model.state_dict(), make().state_dict())
 
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():
