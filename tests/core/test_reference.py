@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from healcore.core import baseline, clipping, numerics
 from healcore.core.detectors import records, thresholds, trends, windows
-from healcore.core.engine import judge, recovery
+from healcore.core.engine import incidents, judge
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
 from tests.core.random_policies import BOUNDED, engine_configs
@@ -203,7 +203,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     records: ("records", "instability"),
     thresholds: ("zclip", "tame", "limits", "ceilings"),
     windows: ("limits", "windows", "averages"),
-    **dict.fromkeys([judge, recovery], ("zclip", "adagc")),
+    **dict.fromkeys([judge, incidents], ("zclip", "adagc")),
 }
 """The modules to break, and the policies that must notice."""
 

@@ -23,7 +23,7 @@ from healcore.jax import (
     scale_by_heal_lr,
 )
 from healcore.jax.driver.driver import JaxDriver
-from healcore.runtime.run.orders import after_rollback
+from healcore.runtime.run.rollback_rates import engines_after_rollback
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 from tests.jax.driver.small_runs import POLICY, advance, batch, driven, plain
@@ -234,7 +234,7 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
     assert found == (None if rate is None else pytest.approx(float(rate)))
 
     restored, live = store.restore(4, driver.state()), driver.engines()
-    driver.load(restored.state, after_rollback(Engine(POLICY), live, restored.record))
+    driver.load(restored.state, engines_after_rollback(Engine(POLICY), live, restored.record))
     uncut = JaxDriver(plain(inner, wrap=wrap).state, POLICY)
     restored = store.restore(4, uncut.state())
     uncut.load(restored.state, restored.record or {})

@@ -15,7 +15,7 @@ from healcore.core import numerics
 from healcore.core.clipping import RULES
 from healcore.core.decision import RECORD_FIELDS, Action, Decision, record_metrics, record_numbers
 from healcore.core.detectors import DETECTORS
-from healcore.core.engine import recovery
+from healcore.core.engine import incidents
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
     SCHEMA,
@@ -57,7 +57,7 @@ class Engine:
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
         """Whether a rule can cut the learning rate."""
-        self.limits_lr = recovery.may_limit_rate(config.lr)
+        self.limits_lr = incidents.may_limit_rate(config.lr)
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
@@ -223,7 +223,7 @@ class Engine:
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=recovery.limited_rate(config, state.lr, limit, rate, xp=xp),
+            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=xp),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
@@ -242,8 +242,8 @@ class Engine:
             xp: the array namespace.
         """
         never = state.step < 0
-        orders = recovery.RecoveryOrders(~never, never, never if self.cuts_lr else None)
-        rescaled = recovery.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
+        orders = incidents.RecoveryOrders(~never, never, never if self.cuts_lr else None)
+        rescaled = incidents.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
         return state._replace(lr=state.lr._replace(scale=rescaled.scale))
 
     def metrics(self, state: EngineState) -> dict[str, Any]:

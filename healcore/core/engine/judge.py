@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from healcore.core import numerics
 from healcore.core.clipping import Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry, flag
-from healcore.core.engine import recovery
+from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
 from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState
 from healcore.core.signals import Observed, Signals, observe
 
@@ -52,14 +52,12 @@ def judge(
         skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
-    wants = recovery.RuleOrders(
+    wants = RuleOrders(
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
     )
-    incidents, budget, orders = recovery.update_incidents(config, state, cause, skip, wants, xp=xp)
-    lr_state = recovery.update_rate(
-        config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp
-    )
+    incidents, budget, orders = update_incidents(config, state, cause, skip, wants, xp=xp)
+    lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
     actions = [] if orders.action is None else [orders.action]
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]

@@ -44,7 +44,7 @@ class Cursor:
     Attributes:
         loader: the loader.
         next_id: the id of the next batch.
-        left_out: ids of the batches to skip, also before the current position.
+        skipped_batch_ids: ids of the batches to skip, also before the current position.
         limit: number of batches after which an epoch ends, or None for all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
 
@@ -61,7 +61,7 @@ class Cursor:
             )
         self.loader: Any = loader
         self.next_id = BatchId(0, 0)
-        self.left_out: set[BatchId] = set()
+        self.skipped_batch_ids: set[BatchId] = set()
         self.limit: Callable[[int], int] | None = None
         self.unreadable: BatchId | None = None
         self._name = class_name(loader)
@@ -147,7 +147,7 @@ class Cursor:
         (epoch, index), length = self.next_id, self.length
         if length is None:
             return False
-        return all(BatchId(epoch, i) in self.left_out for i in range(index, length))
+        return all(BatchId(epoch, i) in self.skipped_batch_ids for i in range(index, length))
 
     @property
     def at_end(self) -> bool:
@@ -211,14 +211,14 @@ class Cursor:
             except DataError:
                 raise
             except Exception:
-                if which not in self.left_out:
+                if which not in self.skipped_batch_ids:
                     self.unreadable = which
                     raise
             else:
                 # The epoch's order may be drawn when its first batch is read.
                 if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
                     self.position()
-                if which not in self.left_out:
+                if which not in self.skipped_batch_ids:
                     return batch, which
             self._skipped.append(which)
         raise StopIteration

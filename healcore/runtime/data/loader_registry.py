@@ -41,11 +41,11 @@ class RunLoader(Cursor):
         number: int,
         loader: Any,
         epochs: int | None,
-        left_out: set[BatchId],
+        skipped_batch_ids: set[BatchId],
         limit: Callable[[int], int] | None,
     ) -> None:
         super().__init__(loader, epochs=epochs)
-        self.number, self.left_out, self.limit = number, left_out, limit
+        self.number, self.limit, self.skipped_batch_ids = number, limit, skipped_batch_ids
         self.start, self.first_epoch = self.position(), 0
         self.finished = self.in_use = self.trains = self.left = False
         self.in_loop = True
@@ -86,7 +86,7 @@ class LoaderRegistry:
         self.next_epoch = 0
         self.names_epochs = False
         self._loaders: list[RunLoader] = []  # in the order of their last use
-        self._left_out: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
+        self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
@@ -130,7 +130,7 @@ class LoaderRegistry:
         begun = self.find(loader)
         if begun is None:
             number = self._number_in(epoch)
-            begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
+            begun = RunLoader(number, loader, epochs, self._skipped[number], limit)
             begun.first_epoch = epoch or 0
             self._add(begun)
         else:
@@ -214,13 +214,13 @@ class LoaderRegistry:
         """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
         return {str(n.number): n.position() for n in self if n.trains and not n.can_rewind}
 
-    def left_out(self) -> dict[str, list[list[int]]]:
+    def skipped_by_loader(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
-        return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._left_out.items()}
+        return {str(n): [list(batch) for batch in sorted(ids)] for n, ids in self._skipped.items()}
 
     def skipped_ids(self) -> frozenset[BatchId]:
         """Ids of all skipped batches, of any loader."""
-        return frozenset().union(*self._left_out.values())
+        return frozenset().union(*self._skipped.values())
 
     def check(self, position: Mapping[str, Any]) -> None:
         """Checks positions of an earlier process before `resume`. Raises DataError."""
@@ -238,7 +238,7 @@ class LoaderRegistry:
         self._saved_count = int(self._saved.pop(_COUNT, 0))
         self.next_epoch = int(self._saved.pop(_EPOCH, 0))
         for number, ids in skipped.items():
-            self._left_out[int(number)] = {BatchId(*pair) for pair in ids}
+            self._skipped[int(number)] = {BatchId(*pair) for pair in ids}
 
     def rewind(
         self,
@@ -265,8 +265,8 @@ class LoaderRegistry:
         for loader in (loader for loader in loaders if loader.next_id == current.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.
             end = loader.length
-            loader.left_out.update(bad, (b for b in after if end is None or b.index < end))
-            loader.left_out.difference_update(again)
+            loader.skipped_batch_ids.update(bad, (b for b in after if end is None or b.index < end))
+            loader.skipped_batch_ids.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):

@@ -15,16 +15,14 @@ from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
     MAX_ACCEPTED,
-    Facts,
     Order,
-    Rates,
     RollbackRecord,
     Trial,
-    decide,
-    lr_states,
-    with_lr_states,
+    TroubleFacts,
+    next_trial,
 )
 from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.rollback_rates import Rates, lr_states, with_lr_states
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import agreed
@@ -34,7 +32,7 @@ _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 
 
 class BetterWeights:
-    """Decides what to try where earlier weights are better, see `orders.decide`."""
+    """Decides what to try where earlier weights are better, see `orders.next_trial`."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class BetterWeights:
         if not past and last_trial > self._ledger.accepted_until:
             self._ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
-        if order.trial == Trial.ACCEPT:
+        if order.trial == Trial.UNDO:
             return self._accept(order, verdict, past) if finite else None
         done = self._roll_back(order)
         if done is None and finite:
@@ -109,14 +107,14 @@ class BetterWeights:
             since=verdict.onset,
             forced=True,
             better=verdict.anchor,
-            trial=Trial.ACCEPT,
+            trial=Trial.UNDO,
         )
         tried = [Trial(each.trial) for each in past]
         if not tried and self._ledger.accepted >= MAX_ACCEPTED:
             return order
         unusual = agreed(self._ranks, self.comparisons.unusual(verdict)) if tried else []
         cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
-        facts = Facts(
+        facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor <= self._restorer.record.first_step,
@@ -124,14 +122,14 @@ class BetterWeights:
             may_limit=cuts,
             can_rewind=self._restorer.loaders.can_rewind,
         )
-        trial = agreed(self._ranks, decide(tried, facts))  # each reads its own optimizer
+        trial = agreed(self._ranks, next_trial(tried, facts))  # each reads its own optimizer
         order = replace(order, trial=trial)
-        if trial == Trial.RATE:
+        if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
             states = lr_states(self._driver.engines())
             return replace(order, lr_at_fault=agreed(self._ranks, highest), lr_states=states)
-        if trial == Trial.LEAVE_OUT:
+        if trial == Trial.SKIP_BATCHES:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         return order
 
@@ -146,7 +144,7 @@ class BetterWeights:
         order = replace(
             order,
             better=min(verdict.anchor, oldest),
-            lr_states=next((each.lr_states for each in past if each.trial == Trial.RATE), {}),
+            lr_states=next((each.lr_states for each in past if each.trial == Trial.LIMIT_RATE), {}),
             read_again=tuple(batch for each in past for batch in each.batches),
         )
         undone = bool(order.lr_states or order.read_again)

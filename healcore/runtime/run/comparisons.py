@@ -30,7 +30,7 @@ from healcore.runtime.run.evidence import (
     Verdict,
 )
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.orders import Rates
+from healcore.runtime.run.rollback_rates import Rates
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
 

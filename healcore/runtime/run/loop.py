@@ -60,7 +60,9 @@ class Loop:
         """Whether a loop has begun since the start."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
-        self._number, self._has_stepped = math.inf, False  # the step of `steps`; its work waits
+        self._yielded_step = math.inf
+        """Step whose body of a loop over `steps` runs, or Inf outside of such a body."""
+        self._has_stepped = False  # since the last `_between_steps`
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -98,9 +100,9 @@ class Loop:
                     "iterations of healer.steps: a loop with fewer steps calls healer.after_step()"
                 )
             if self.data.step < total:
-                self._number = self.data.step
+                self._yielded_step = self.data.step
                 yield self.data.step
-                self._number = math.inf
+                self._yielded_step = math.inf
             elif not self.after_step(last=True):
                 self.reached_end = True
                 return
@@ -130,7 +132,7 @@ class Loop:
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
                 begun.left = True
-                if self.data.step > self._number and not begun.trains:
+                if self.data.step > self._yielded_step and not begun.trains:
                     begun.unused = []  # an evaluation: no step uses its batches
                 raise
             finally:
@@ -146,7 +148,7 @@ class Loop:
         A restart does not repeat the rest of the body, so the work between two steps waits for it.
         """
         in_use = any(each.in_use and each.trains for each in self.data.loaders)
-        in_body = in_use or self.data.step > self._number
+        in_body = in_use or self.data.step > self._yielded_step
         return in_body and not (loader is not None and loader.trains)
 
     def after_step(self, *, last: bool = False) -> bool:

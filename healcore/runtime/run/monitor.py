@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names
-from healcore.core.engine.recovery import incident_causes
+from healcore.core.engine.incidents import incident_causes
 from healcore.events.schema import sentence
 from healcore.history.run import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId

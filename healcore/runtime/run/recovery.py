@@ -327,7 +327,7 @@ class Recovery:
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
-        good = self.saver.good
+        good = self.saver.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
         is_regular = self.saver.store.accepts("regular")  # else none becomes known-good
         return RunEnd(

@@ -17,17 +17,15 @@ from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.faults import classify
 from healcore.runtime.run.evidence import ComparisonState
-from healcore.runtime.run.orders import (
-    Order,
-    RollbackRecord,
-    Trial,
-    after_rollback,
-    choose,
-    compatible,
-    limited,
+from healcore.runtime.run.orders import Order, RollbackRecord, Trial
+from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
+from healcore.runtime.run.rollback_rates import (
+    compatible_states,
+    engines_after_rollback,
+    limit_rates,
     with_lr_states,
 )
-from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
+from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import (
     CheckpointDamaged,
@@ -79,7 +77,7 @@ class Restorer:
         """
         saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
         saver.wait()
-        saver.prove(before=order.onset)
+        saver.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
         live, rates = self.driver.engines(), self.driver.learning_rates()
@@ -90,14 +88,14 @@ class Restorer:
             at_fault = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**at_fault}
 
         def load(saved: _Checkpoint) -> RollbackRecord:
-            engines = after_rollback(engine, live, saved.engines)
-            if order.trial == Trial.ACCEPT:
+            engines = engines_after_rollback(engine, live, saved.engines)
+            if order.trial == Trial.UNDO:
                 engines = with_lr_states(engines, order.lr_states)
             self._load_state(saved, engines, reset=self.policy.rollback.reset_moments)
             now = self.driver.learning_rates()  # the schedules are at the restored step
             # No step has been trained at the rate of the very first state.
             trained = saved.step > self.record.first_step
-            engines, limits, scales = limited(engine, engines, at_fault, now, healthy=trained)
+            engines, limits, scales = limit_rates(engine, engines, at_fault, now, healthy=trained)
             lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
             self.driver.load(None, engines)
             return RollbackRecord(
@@ -126,9 +124,9 @@ class Restorer:
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
         if order.better is not None:
-            return choose(self.saves(), onset=order.better, exact=True)
+            return choose_checkpoints(self.saves(), onset=order.better, exact=True)
         past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
-        return choose(
+        return choose_checkpoints(
             self.saves(),
             onset=order.onset,
             depth=order.depth,
@@ -302,7 +300,7 @@ class Restorer:
             if host is None and record.world == self.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
             self.loaders.check(record.forward)
-        engines, problem = compatible(self.policy.engine, record.engines if record else {})
+        engines, problem = compatible_states(self.policy.engine, record.engines if record else {})
         saved = _Checkpoint(step, restored.state, record, engines, problem, host)
         self.loaders.check(saved.position or {})
         return saved

@@ -209,7 +209,7 @@ class RunBatches:
         batch, fault, error = skip
         problem = f"{batch} cannot be read: {_one_line(error)}"
         if self._single_rank:
-            loader.left_out.add(batch)
+            loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the batch before comes again in its place"
         if self._rank:  # only rank 0 has a log
@@ -356,7 +356,7 @@ class RunBatches:
     @property
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
-        skipped = sum(map(len, self.loaders.left_out().values()))
+        skipped = sum(map(len, self.loaders.skipped_by_loader().values()))
         return skipped // max(1, len(self._last_ids))
 
 

@@ -120,7 +120,7 @@ class Saver:
             step=step,
             world=self.ranks.world,
             engines=self.driver.engines(),
-            left_out=self.data.loaders.left_out(),
+            left_out=self.data.loaders.skipped_by_loader(),
             forward=self.data.loaders.forward_positions(),
             comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
         ).to_dict()
@@ -161,7 +161,7 @@ class Saver:
         return {step for step, finite in self._finite.items() if finite}
 
     @property
-    def good(self) -> int | None:
+    def last_good_step(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
         return max((at for at in self.restorable if at <= self.record.proven), default=None)
 
@@ -317,16 +317,16 @@ class Saver:
         self.report_failures()
         self._read_deletions()
         if not self.ledger.open:
-            self.prove()
+            self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            self.ledger.forget(min([self.good or 0, *self.on_probation]))
+            self.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
         self.store.join()
         self.report_failures()
 
-    def prove(self, *, before: float = math.inf) -> None:
+    def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
         now = int(min(before, self.ledger.next_step))
         for step in self.on_probation:

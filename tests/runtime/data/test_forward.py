@@ -59,7 +59,7 @@ def test_fast_forward(kind):
     take(earlier, len(everything) - 1)
 
     cursor = Cursor(kind.make(), epochs=kind.epochs)
-    cursor.left_out.add(last)
+    cursor.skipped_batch_ids.add(last)
     done = cursor.fast_forward(earlier.position())
     assert f"read {counted(last.index, 'batch', 'batches')} and dropped them" in done
     assert take(cursor) == []
@@ -148,7 +148,7 @@ def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
     # Torch's loaders go on behind it: the names still fit.
     assert take(cursor, 1) == [(BatchId(0, 2), [36, 49, 64])]
     cursor = Cursor(loader)
-    cursor.left_out.add(BatchId(0, 1))
+    cursor.skipped_batch_ids.add(BatchId(0, 1))
     assert [which.index for which, _ in take(cursor)] == [0, 2, 3]
     assert cursor.skipped() == [BatchId(0, 1)]
 
@@ -169,7 +169,7 @@ def test_the_end_of_a_generator_by_an_exception_is_not_that_of_the_data():
         cursor.next()
     assert again.value is first.value
     left_out = Cursor(dying())
-    left_out.left_out.add(BatchId(0, 2))
+    left_out.skipped_batch_ids.add(BatchId(0, 2))
     take(left_out, 2)
     with pytest.raises(OSError, match="gone"):
         left_out.next()

@@ -68,14 +68,14 @@ class Model:
 
     def __init__(self, row: list[Any]) -> None:
         self.row, self.at = row, 0
-        self.left_out: set[BatchId] = set()
+        self.skipped_batch_ids: set[BatchId] = set()
         self.skipped: list[BatchId] = []
 
     def next(self) -> list[Any]:
         while self.at < len(self.row):
             self.at += 1
             which = self.row[self.at - 1][0]
-            if which not in self.left_out:
+            if which not in self.skipped_batch_ids:
                 return [self.row[self.at - 1]]
             self.skipped.append(which)
         return []
@@ -94,8 +94,8 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
             position, model.at = marks[value % len(marks)]
             assert cursor.rewind(position)
         elif step == "leave out":
-            cursor.left_out |= {BatchId(*pair) for pair in value}
-            model.left_out |= {BatchId(*pair) for pair in value}
+            cursor.skipped_batch_ids |= {BatchId(*pair) for pair in value}
+            model.skipped_batch_ids |= {BatchId(*pair) for pair in value}
         else:
             assert cursor.skipped() == model.skipped
             model.skipped = []

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.core.decision import Action, Cause, Decision
-from healcore.core.engine import recovery
+from healcore.core.engine import incidents
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
-    MAX_LEFT_OUT,
+    MAX_SKIPS,
     RATE_TOLERANCE,
-    Facts,
     RollbackRecord,
     Trial,
-    choose,
-    decide,
+    TroubleFacts,
+    next_trial,
 )
 from healcore.runtime.run.record import Ledger
+from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
@@ -68,7 +68,7 @@ GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "c
     ],
 )
 def test_the_choice_of_a_checkpoint(saves, facts, found):
-    assert choose(saves, **facts) == found
+    assert choose_checkpoints(saves, **facts) == found
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_choice_of_a_checkpoint(saves, facts, found):
 )
 def test_no_checkpoint_can_be_chosen(saves, initial, said):
     with pytest.raises(NoGoodCheckpoint, match=said):
-        choose(saves, onset=5, initial=initial)
+        choose_checkpoints(saves, onset=5, initial=initial)
 
 
 RATES = st.dictionaries(st.sampled_from("ab"), st.sampled_from([0.0, 0.01, 0.1, 1.0]), min_size=1)
 FACTS = st.builds(
-    Facts,
+    TroubleFacts,
     rates=st.lists(RATES, max_size=3),
     healthy_rates=RATES,
     from_start=st.booleans(),
@@ -97,26 +97,26 @@ FACTS = st.builds(
 )
 
 
-def allowed(trial: Trial, tried: list[Trial], facts: Facts) -> bool:
+def allowed(trial: Trial, tried: list[Trial], facts: TroubleFacts) -> bool:
     """The issue's words, one line for each trial."""
-    if trial is Trial.RATE:
+    if trial is Trial.LIMIT_RATE:
         known = {"a": 0.0, "b": 0.0} | dict(facts.healthy_rates)
         above = any(
             rate > known[n] * RATE_TOLERANCE for rates in facts.rates for n, rate in rates.items()
         )
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
-    if trial is Trial.LEAVE_OUT:
-        return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_LEFT_OUT
-    return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
+    if trial is Trial.SKIP_BATCHES:
+        return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_SKIPS
+    return {Trial.REPEAT: not tried, Trial.UNDO: True}[trial]
 
 
-ORDER = (Trial.RATE, Trial.REPEAT, Trial.LEAVE_OUT, Trial.ACCEPT)
+ORDER = (Trial.LIMIT_RATE, Trial.REPEAT, Trial.SKIP_BATCHES, Trial.UNDO)
 
 
 @given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
 def test_the_first_trial_in_order_that_is_allowed(tried, facts):
-    assert decide(tried, facts) == next(e for e in ORDER if allowed(e, tried, facts))
+    assert next_trial(tried, facts) == next(e for e in ORDER if allowed(e, tried, facts))
 
 
 FINE = record()
@@ -299,7 +299,7 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
 
 @pytest.mark.parametrize("alert", [Cause.RECORDS, Cause.DIVERGENCE])
 def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(alert):
-    ledger, opening = Ledger(), recovery.incident_causes(load("default").engine().config)
+    ledger, opening = Ledger(), incidents.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
         ledger.record(index, [both if index == 6 else SKIPPED], opening)

@@ -82,7 +82,7 @@ class History(RuleBasedStateMachine):
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         process = self.process
-        process.saver.prove(before=self.onset)
+        process.saver.end_probation(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls

@@ -1,0 +1,112 @@
+"""The engine states of a run after a rollback, and the limits of its learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from healcore.core.engine import Engine, StateError
+
+Engines = Mapping[str, Mapping[str, Any]]
+"""Engine name -> `Engine.to_dict`."""
+Rates = Mapping[str, float | None]
+"""Engine name -> the schedule's learning rate, or None if it is unknown."""
+
+
+def engines_after_rollback(
+    engine: Engine, live: Engines, saved: Engines | None
+) -> dict[str, dict[str, Any]]:
+    """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
+    merged = {}
+    for name, state in live.items():
+        now, then = engine.from_dict(state), (saved or {}).get(name)
+        before = engine.init(groups=state["groups"]) if then is None else engine.from_dict(then)
+        merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
+    return merged
+
+
+def limit_rates(
+    engine: Engine,
+    engines: Engines,
+    at_fault: Mapping[str, float] | None,
+    rates: Rates,
+    *,
+    healthy: bool,
+) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+    """Engine states with learning rates that fit the schedule at the restored step.
+
+    With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
+    higher is limited to its last healthy rate. If no such rate is known, the limit of each is the
+    policy's factor times the rate at the fault. A multiplier stays as it is if the rate is unknown,
+    or if the policy's cuts do not depend on it.
+
+    Args:
+        engine: engine of the policy.
+        engines: states after the rollback, with the multipliers of the live run.
+        at_fault: learning rates in force at the fault, or the multiplier where it is unknown; None
+            for no new limit.
+        rates: at the restored step.
+        healthy: whether steps before the restored step were trained at `rates`.
+
+    Returns:
+        The states, the limits of the learning rates as far as they are known and set, and the
+        multipliers.
+    """
+    states = {name: engine.from_dict(state) for name, state in engines.items()}
+    at = {name: _rate_at(engine, rates.get(name)) for name in states}
+    if at_fault is not None:
+        before = {
+            name: rate * float(states[name].lr.scale)
+            for name, rate in rates.items()
+            if healthy and rate and at[name] is not None
+        }
+        factor = float(engine.config.lr.factor)
+        lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
+        for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():
+            states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
+    limits = dict[str, float]()
+    for name, rate in at.items():
+        if rate is not None:
+            states[name] = engine.apply_rate(states[name], rate, xp=np)
+            lr, ceiling = states[name].lr, engine.config.lr.ceiling
+            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
+    scales = {name: float(state.lr.scale) for name, state in states.items()}
+    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
+    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
+
+
+def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
+    """The learning-rate part of engine states, by engine name."""
+    return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
+
+
+def with_lr_states(
+    engines: Engines, before: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Engine states with the learning-rate part of `lr_states` where it has the engine."""
+    return {
+        name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
+        for name, each in engines.items()
+    }
+
+
+def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:
+    """The schedule's rate if the policy's cuts depend on the rate, or None."""
+    return np.float32(rate) if engine.limits_lr and rate is not None else None
+
+
+def compatible_states(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
+    """The saved states that fit this policy, and the problem of the others or an empty string.
+
+    A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
+    """
+    fit, problem = {}, ""
+    for name, state in saved.items():
+        try:
+            engine.from_dict(state)
+            fit[name] = state
+        except StateError as error:
+            problem = f"the detectors of {name} restart their warm-up: {error}"
+    return fit, problem
