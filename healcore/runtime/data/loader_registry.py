@@ -131,8 +131,12 @@ class LoaderRegistry:
         if begun is None:
             number = self._number_in(epoch)
             begun = RunLoader(number, loader, epochs, self._left_out[number], limit)
-            begun.first_epoch = epoch or 0
-            self._add(begun)
+            begun.first_epoch, self._count = epoch or 0, number + 1
+            begun.finished = self._saved_count > number and str(number) not in self._saved
+            notice = f"after rollbacks the data continues forward: {begun.why_not}"
+            if not begun.can_rewind and notice not in self._noticed:
+                self._noticed.add(notice)
+                self.notices.append(notice)
         else:
             self._loaders.remove(begun)
             begun.extend(epochs)
@@ -161,14 +165,6 @@ class LoaderRegistry:
             others = (each for each in self._loaders if each is not self.current)
             self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
-
-    def _add(self, new: RunLoader) -> None:
-        new.finished = self._saved_count > new.number and str(new.number) not in self._saved
-        self._count = new.number + 1
-        notice = f"after rollbacks the data continues forward: {new.why_not}"
-        if not new.can_rewind and notice not in self._noticed:
-            self._noticed.add(notice)
-            self.notices.append(notice)
 
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
@@ -276,6 +272,9 @@ class LoaderRegistry:
             if saved is None:
                 loader.next_id = BatchId(loader.first_epoch, 0)
             loader.in_loop = False  # a `break` came after this position
+        ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
+        if str(current.number) not in position and any(at and at["index"] for at in ended):
+            return "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
         return ""
 
     @property
