@@ -162,14 +162,6 @@ class LoaderRegistry:
             self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
 
-    def _add(self, new: RunLoader) -> None:
-        new.finished = self._saved_count > new.number and str(new.number) not in self._saved
-        self._count = new.number + 1
-        notice = f"after rollbacks the data continues forward: {new.why_not}"
-        if not new.can_rewind and notice not in self._noticed:
-            self._noticed.add(notice)
-            self.notices.append(notice)
-
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
 
@@ -276,6 +268,9 @@ class LoaderRegistry:
             if saved is None:
                 loader.next_id = BatchId(loader.first_epoch, 0)
             loader.in_loop = False  # a `break` came after this position
+        ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
+        if str(current.number) not in position and any(at and at["index"] for at in ended):
+            return "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
         return ""
 
     @property

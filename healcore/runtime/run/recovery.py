@@ -309,7 +309,7 @@ class Recovery:
             cause = f"the weights of step {done.better} are better on the same batches"
         self.log.warning(
             f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
-            f"data {data.split(':')[0]}"
+            f"data {data}"
         )
 
     def stop(
