@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +32,11 @@ os.environ |= {
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Temporary files in memory where it has room: the tests write 15,000 files and sync many of them.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Clients of trackers read these when they are imported, which transformers and TRL may do for any
 # test: nothing goes to a network, and all that they store is in a directory of this session.
 _trackers = tempfile.TemporaryDirectory(prefix="trackers-")
@@ -47,8 +53,7 @@ os.environ |= {
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder for tests that kill: the same effect on all file systems, and syncs are slow."""
-    memory = Path("/dev/shm")
-    at = memory if os.access(memory, os.W_OK) else None
+    at = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
         yield Path(folder)
 
