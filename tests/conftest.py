@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +32,16 @@ os.environ |= {
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Importing the frameworks makes millions of objects that stay: no search for garbage among them. And
+# rewriting the assertions of all files takes each worker some seconds: once, not in each run.
+gc.disable()
+sys.dont_write_bytecode = False
+
+# Temporary files in memory where it has room: the tests write 15,000 files and sync many of them.
+MEMORY = Path("/dev/shm")
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
 # Clients of trackers read these when they are imported, which transformers and TRL may do for any
 # test: nothing goes to a network, and all that they store is in a directory of this session.
 _trackers = tempfile.TemporaryDirectory(prefix="trackers-")
@@ -47,8 +58,7 @@ os.environ |= {
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A folder for tests that kill: the same effect on all file systems, and syncs are slow."""
-    memory = Path("/dev/shm")
-    at = memory if os.access(memory, os.W_OK) else None
+    at = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
         yield Path(folder)
 
@@ -145,12 +155,24 @@ SLOW = (
 """What begins like one of these has the marker `slow`, unless it has `stress`: more than half of
 the time of all tests."""
 
-SLOW_CASES = re.compile(r"tests/healer/.*\[(.*-)?(jax|optax|nnx|linen)\b")
-"""A Healer's tests in JAX, where torch has the same: `tests/jax/driver` is in `make test`."""
+SLOW_CASES = re.compile(
+    # A Healer's tests in JAX, where torch has the same: `tests/jax/driver` is in `make test`.
+    r"tests/healer/.*\[(.*-)?(jax|optax|nnx|linen)\b"
+    # More cases of a battery; those that `make test` has reach the same code.
+    r"|.*/test_positions\.py::.*\[(listed|plain)\]"
+    r"|.*/test_restarts\.py::test_epochs_continue.*-True-"
+    r"|.*/test_damage_or_data\.py::.*\[(at the end|over epochs|None-|245-|False\])"
+    r"|.*/test_self_healing\.py::test_(a_healthy.*\[(cpo|summed)|killed.*\[dpo)"
+    r"|.*/test_interrupted_steps\.py::.*\[[04]-DataLoader"
+    r"|.*/test_examples\.py::.*\[tutorial_(torch.*(faults|none)|jax.*protect)\]"
+    r"|.*/test_rewinding\.py::.*\[grain-(iter|DataLoader)\]"
+    r"|.*/test_reference\.py::test_some_detectors_alone\[.*-plain"
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gc.enable()
     for item in items:
         slow = item.nodeid.startswith(SLOW) or SLOW_CASES.match(item.nodeid)
         if slow and not item.get_closest_marker("stress"):

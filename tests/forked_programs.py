@@ -185,10 +185,11 @@ def _become(program: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     program = _serve(socket.socket(fileno=int(sys.argv[1])))
     if program is not None:
         _become(program)

@@ -13,7 +13,16 @@ import torch
 from examples import trackers, tutorial_jax, tutorial_torch
 from healcore.tools.traces import open_traces
 from tests import forked_programs
-from tests.forked_programs import ROOT, TRANSFORMERS
+from tests.forked_programs import ROOT
+from tests.packaging.test_pages import snippet
+
+IMPORTS = (*forked_programs.TRANSFORMERS, "lightning", "torchdata.stateful_dataloader")
+PROGRAMS = {
+    "Trainer": ("trainers/huggingface.md", "from transformers import Trainer"),
+    "Lightning": ("trainers/others.md", "import lightning\n"),
+    "Fabric": ("trainers/others.md", "from lightning.fabric import Fabric"),
+    "Accelerate": ("trainers/others.md", "from accelerate import Accelerator"),
+}
 
 
 def output(command: str, *, status: int = 0, **options: Any) -> tuple[str, str]:
@@ -49,17 +58,27 @@ def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
 
 
 def test_hf_trainer():
-    out, _ = output("hf_trainer.py", imports=TRANSFORMERS)
+    out, _ = output("hf_trainer.py", imports=IMPORTS)
     assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
     assert "weights finite: True" in out
     assert float(out.split()[-1]) < 1.0  # guessing the mean gives 8
 
 
 def test_trl_sft():
-    out, _ = output("trl_sft.py", imports=TRANSFORMERS)
+    out, _ = output("trl_sft.py", imports=IMPORTS)
     assert "steps skipped: 0" in out
     before, _, after = out.split()[-3:]
     assert float(after) < 0.5 * float(before)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_of_a_page_runs(name, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(snippet(*PROGRAMS[name]))
+    _, messages = output(str(program), cwd=tmp_path, imports=IMPORTS)
+    assert "healcore: completed after step" in messages
+    if name == "Trainer":  # one epoch of 125 steps with 8 rows each
+        assert "completed after step 125: skipped 1 step" in messages
 
 
 def test_a_call_that_fails_twice_is_repeated():

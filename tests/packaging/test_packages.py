@@ -25,6 +25,23 @@ PINS = [line.replace("_", "-") for line in LOCK if line and not line.startswith(
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def test_the_versions_of_the_evidence_are_the_pinned_ones():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    table = re.findall(r"^([\w-]+) \| ([\d.]+) \| ([\d.]+)$", page, flags=re.M)
+    (others,) = re.findall(r"^Also run: (.*)\.$", page, flags=re.M)
+    pins = {}
+    for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):
+        pins |= dict(re.findall(r"^([\w-]+)==([^\s\\;]+)", (ROOT / file).read_text(), flags=re.M))
+    stated = {name: version for name, version, _ in table}
+    stated |= dict(each.split() for each in others.split(", "))
+    assert len(stated) > 15
+    assert stated == {name: pins[name] for name in stated}
+    extras = PROJECT["project"]["optional-dependencies"]
+    named = [extras[name] for name in extras if name not in ("dev", "all", "report")]
+    bounds = dict(line.split(">=") for lines in named for line in lines if ">=" in line)
+    assert {name: lowest for name, _, lowest in table} == bounds
+
+
 def test_package_list_equals_the_folders():
     """Without the symlinks, which stand for the mapped folders: pytest and pyright need them."""
     found = set()

@@ -167,7 +167,7 @@ JAX, TORCH = "inject_hyperparams", "scheduler.step()"
 
 
 def test_every_snippet_is_run_and_the_quoted_output_is_of_the_tutorial():
-    """Of the lines with trainers the names exist; `test_trainer_pages` runs such programs."""
+    """Of the lines with trainers the names exist; `tests/examples` runs such programs."""
     assert sorted(blocks(PAGE)) == sorted(snippet(PAGE, part) for part in (JAX, TORCH))
     named = re.findall(r"healcore\.torch\.(\w+)\(", text(PAGE))
     assert {"heal_trainer"} < set(named) <= set(healcore.torch.__all__)

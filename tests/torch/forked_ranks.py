@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.forked_programs import ROOT, TORCH_AND_JAX, ForkedProgram
+from tests.forked_programs import ROOT, ForkedProgram
 
-TORCH = tuple(name for name in TORCH_AND_JAX if "torch" in name)
 # It does not end as an interpreter does: a process group can wait there for other ranks.
 _PROGRAM = """
 import os, runpy, sys, traceback
@@ -43,11 +42,7 @@ def free_port() -> int:
 
 
 def run_ranks(
-    module: str,
-    *args: Path | str,
-    world: int = 2,
-    seconds: float,
-    imports: tuple[str, ...] = TORCH_AND_JAX,
+    module: str, *args: Path | str, world: int = 2, seconds: float, **options: Any
 ) -> list[tuple[str, str]]:
     """What each rank, `python -m MODULE RANK ARGS...`, has written to stdout and stderr."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -58,7 +53,7 @@ def run_ranks(
             out, err = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             files.append((out, err))
             command = ("-c", _PROGRAM, module, rank, *args)
-            program = ForkedProgram(*command, imports=imports, env=env, stdout=out, stderr=err)
+            program = ForkedProgram(*command, env=env, stdout=out, stderr=err, **options)
             stack.callback(program.kill)
             running.append(program)
         for program in running:
@@ -105,13 +100,12 @@ class Worlds:
         return outcome_of_each(self._found[key], name)
 
 
-def worlds_of(module: str, seconds: float, imports: tuple[str, ...] = TORCH) -> Any:
+def worlds_of(module: str, seconds: float, **options: Any) -> Any:
     """A fixture of the worlds of a module."""
 
     @pytest.fixture(scope="module")
     def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-        folder = tmp_path_factory.mktemp("worlds")
-        return Worlds(module, folder, seconds=seconds + 30, imports=imports)
+        return Worlds(module, tmp_path_factory.mktemp("worlds"), seconds=seconds + 30, **options)
 
     return worlds
 

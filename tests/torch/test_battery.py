@@ -156,12 +156,14 @@ def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, facto
 
 
 @pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize("closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize(
+    "closure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "closure"]
+)
 def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
     mine, twin = Run(name, closure=closure), Run(name, closure=closure)
     heal = attach(mine.optimizer, policies.SKIPS)
-    skipped = (0, 4)
-    for i in range(8):
+    skipped = (0, 3)
+    for i in range(6):
         if i in skipped:
             before = mine.view()
             mine.step(i, heal, factor=NAN)

@@ -4,8 +4,6 @@ import pytest
 
 from tests import forked_programs
 
-TORCH = ("torch", "healcore.torch", "healcore.torch.driver", "healcore.torch.store")
-
 FAST = ("mixed", "offloaded", "decisions default")
 SLOW = (
     "decisions pretraining",
@@ -21,5 +19,5 @@ SLOW = (
     "check", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 )
 def test_on_a_simulated_accelerator(check: str):
-    done = forked_programs.run("-m", "tests.torch.simulated_runs", *check.split(), imports=TORCH)
+    done = forked_programs.run("-m", "tests.torch.simulated_runs", *check.split())
     assert done.returncode == 0, done.stderr

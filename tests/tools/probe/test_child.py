@@ -3,12 +3,8 @@
 import os
 import resource
 
-import torch
-
-from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
 from healcore.tools.probe.formats import probe_paths
-from tests.hostile.pickles import BEGIN, END, called, torch_file
 
 
 def killed(path, inputs):
@@ -21,20 +17,6 @@ def killed(path, inputs):
     while path.name == "endless":
         pass
     return ProbeResult(path.name, str(path), (), {"limits": limits})
-
-
-def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
-    """The hash of the key of `deep` needs a stack of gigabytes."""
-    torch.save({"w": torch.ones(4)}, tmp_path / "good.pt")
-    deep = torch_file(tmp_path / "deep.pt", BEGIN + b"})" + b"\x85" * 400_000 + b"Ns" + END)
-    size = b"\x8a\x05" + (10**11).to_bytes(5, "little")
-    large = torch_file(tmp_path / "a.pt", BEGIN + called("builtins.bytearray", size) + END)
-    paths = [large, deep, tmp_path / "good.pt"]
-    results = probe_paths("checkpoint", probe_checkpoint, paths, CheckpointInputs())
-    assert [result.verdict.value for result in results] == ["ERROR", "ERROR", "PASS"]
-    message = f"{large} could not be judged: it needs more memory than its limit"
-    assert results[0].checks[0].message == message
-    assert "ended" in results[1].checks[0].message
 
 
 def test_a_process_that_ends_is_replaced(tmp_path):

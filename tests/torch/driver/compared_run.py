@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ from tests.healer.run_options import grouped
 
 STEPS, CHANGE = 360, 205
 """Steps of a run, and the step at which something happens."""
+
+
+@cache
+def batch_of(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(seed))
+    return x, (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
 
 
 class Run:
@@ -33,10 +40,7 @@ class Run:
         self.weight, self.scale = 0.0, 1.0
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        seed = 0 if self.full_batch else number
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(64, 6, generator=generator)
-        y = (x[:, 0] > 0).long() * 2 + (x[:, 1] > 0).long()
+        x, y = batch_of(0 if self.full_batch else number)
         return x, y if number < self.relabelled_from else (y + 1) % 4
 
     def loss(self, number: int) -> torch.Tensor:

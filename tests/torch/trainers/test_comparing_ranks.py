@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow  # processes that import transformers or lightning
 SECONDS = 150
 STEPS, FAULT, ROWS = 90, 45, 8
 """Steps of a run, the step whose weights are damaged, and rows of a global batch."""
-worlds = worlds_of("tests.torch.trainers.test_comparing_ranks", SECONDS, TRANSFORMERS)
+worlds = worlds_of("tests.torch.trainers.test_comparing_ranks", SECONDS, imports=TRANSFORMERS)
 
 
 def options(rollbacks: list[Any]) -> dict[str, Any]:
