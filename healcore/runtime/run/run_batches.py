@@ -223,10 +223,7 @@ class RunBatches:
         """Ends the loop over a loader that has no further batch."""
         if evaluates and loader is self.loaders.current:
             self.loaders.current = self.current = None  # the loop of `steps` has none
-        if loader is self.loaders.current:
-            if self.loaders.names_epochs:  # code after the epoch draws from here on
-                self._generators = None
-        else:  # an evaluation, whose batches belong to no step
+        if loader is not self.loaders.current:  # an evaluation, whose batches belong to no step
             loader.unused = []
             loader.contents.clear()
         if not evaluates:
@@ -259,7 +256,7 @@ class RunBatches:
         `ended` is whether the pass before has ended. The checkpoint may be from there.
         """
         if (saved := self._generators) is not None:
-            here = ended and self.repeated
+            here = ended and (self.repeated or self.loaders.names_epochs)
             self.host.put_back(saved if here else saved.at_pass or saved)
             self._generators = None if here else saved
         self.host.begin_pass()
