@@ -52,11 +52,9 @@ class Batches(Iterator[Batch]):
         vars(self).update(healer=healer, _batches=batches, _loader=loader, _epochs=epochs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the loader, such as `sampler` or `dataset`."""
         return getattr(vars(self).get("_loader"), name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute of the loader."""
         setattr(self._loader, name, value)
 
     def __next__(self) -> Batch:
@@ -66,11 +64,7 @@ class Batches(Iterator[Batch]):
         """Number of batches in all epochs. Raises TypeError if the loader has no length."""
         if self._epochs is None:
             raise TypeError("batches(..., epochs=None) has no len")
-        try:
-            return self._epochs * len(self._loader)
-        except TypeError as error:
-            name = type(self._loader).__name__
-            raise TypeError(f"{name} has no len, so batches(loader) has no len") from error
+        return self._epochs * len(self._loader)
 
 
 class HealerError(HealcoreError, RuntimeError):
