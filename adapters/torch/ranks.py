@@ -88,7 +88,9 @@ class StepRanks:
         """The ranks that decide together, in the default group; empty for one rank alone."""
         if self._auto and dist.is_available() and dist.is_initialized():
             self._auto = False
-            self._set(_group_of(self._params))
+            # The ranks of the largest root mesh of the parameters, or all ranks.
+            root = max(_root_meshes(self._params), key=lambda r: len(_ranks_of(r)), default=None)
+            self._set(dist.group.WORLD if root is None else _group_of_mesh(root))
         return self._members
 
     @property
@@ -168,12 +170,6 @@ class StepRanks:
                 "process_group out, or pass the group of all ranks that train this parameter"
             )
         return same * (len(members) // self.stages // len(ranks))
-
-
-def _group_of(params: Sequence[Tensor]) -> Any:
-    """The group of the ranks of the largest root mesh of the parameters, or the default group."""
-    largest = max(_root_meshes(params), key=lambda root: len(_ranks_of(root)), default=None)
-    return dist.group.WORLD if largest is None else _group_of_mesh(largest)
 
 
 def _group_of_mesh(mesh: Any) -> Any:

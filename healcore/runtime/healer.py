@@ -52,11 +52,9 @@ class Batches(Iterator[Batch]):
         vars(self).update(healer=healer, _batches=batches, _loader=loader, _epochs=epochs)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the loader, such as `sampler` or `dataset`."""
         return getattr(vars(self).get("_loader"), name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute of the loader."""
         setattr(self._loader, name, value)
 
     def __next__(self) -> Batch:

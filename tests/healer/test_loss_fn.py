@@ -43,9 +43,7 @@ def draws(model: nn.Module, batch: Any) -> torch.Tensor:
     return (model(batch["x"] * mask + random.random()) - batch["more"][0]).square().mean()
 
 
-def run(
-    function: Callable[..., Any], data: list[Any], *, healed: bool, policy: str = "default"
-) -> tuple[torch.Tensor, Any]:
+def run(function: Callable[..., Any], data: list[Any], *, healed: bool) -> tuple[torch.Tensor, Any]:
     """The weights and the Healer of a run that skips batches that are None or too short."""
     calls.clear()
     torch.manual_seed(0)
@@ -56,7 +54,7 @@ def run(
     state = {"model": model, "optimizer": optimizer}
     loss_fn = function if isinstance(function, nn.Module) else lambda batch: function(model, batch)
     log = Logging(console=False)
-    healer = Healer(policy, state=state, loss_fn=loss_fn, logging=log) if healed else None
+    healer = Healer("default", state=state, loss_fn=loss_fn, logging=log) if healed else None
     with healer or contextlib.nullcontext():
         for batch in healer.batches(data) if healer else data:
             if batch is None or len(batch) < 2:
@@ -73,12 +71,6 @@ def test_the_first_batch_changes_no_random_state(kind, skipped):
     expected, _ = run(kind, batches(), healed=False)
     weights, _ = run(kind, [*skipped, *batches()], healed=True)
     assert torch.equal(weights, expected)
-
-
-def test_a_policy_without_rollbacks_says_that_it_compares_no_weights(caplog):
-    for policy in "zclip", "observe", "default":
-        run(mse, batches()[:4], healed=True, policy=policy)
-    assert caplog.text.count("compares no weights") == caplog.text.count("policy zclip never") == 1
 
 
 def test_weights_are_not_compared_by_a_loss_fn_with_state_or_if_the_batch_is_donated(caplog):

@@ -131,19 +131,6 @@ def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad, nam
     assert second[:-BATCHES] == [n for n in range(second[0], BATCHES) if n != bad]
 
 
-def test_a_program_sets_attributes_of_the_loader_through_its_batches():
-    loop, loader = TorchLoop(), plain()
-    with Healer(SKIPS, state=loop.state) as healer:
-        batches: Any = healer.batches(loader)
-        batches.mixup_enabled, batches.collate_fn = False, float
-        for number in batches:
-            assert isinstance(number, float)
-            loop.step(healer, number)
-    assert batches.sampler is loader.sampler
-    assert not loader.mixup_enabled
-    assert not hasattr(batches, "mixup")
-
-
 def test_a_rollback_to_before_the_loader_of_an_epoch_begins_this_epoch_again(capsys):
     loop = TorchLoop(Faults(once=[11]))
     with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:

@@ -208,6 +208,9 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
             new = Drawing.fromkeys(loader) if fresh and not left else loader
             batches = healer.batches(new, epoch=epoch).with_state()
             assert (len(batches), batches.healer) == (len(loader), healer)
+            if new is not loader:
+                batches.mixup = epoch
+                assert vars(new) == {"mixup": batches.mixup}
             for batch, _ in batches:
                 step(healer, batch)
                 if left and batch == LENGTH - 1:
@@ -224,17 +227,14 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
     assert taken == [i % LENGTH for i in range(first, 3 * LENGTH)]
 
 
-@pytest.mark.parametrize("kind", ["block", "epochs", "range", "steps"])
+@pytest.mark.parametrize("kind", ["block", "epochs", "range"])
 @pytest.mark.parametrize("kill_at", [7, 17, 20])
 def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at, tmp_path):
     ended = []
 
     def program(healer, step):
         order = torch.randperm(LENGTH).tolist()
-        if kind == "steps":
-            for number in healer.steps(3 * LENGTH):
-                step(healer, order[number % LENGTH])
-        for epoch in {"epochs": healer.epochs(3), "steps": ()}.get(kind, range(3)):
+        for epoch in healer.epochs(3) if kind == "epochs" else range(3):
             order = order if kind == "block" else torch.randperm(LENGTH).tolist()
             for batch in healer.batches(order, epoch=epoch if kind == "epochs" else None):
                 step(healer, batch)

@@ -15,7 +15,7 @@ import errno
 import re
 import traceback
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.core.decision import Cause
 
@@ -346,17 +346,13 @@ def classify(error: BaseException) -> Fault:
 def _own_fault(error: BaseException) -> Fault | None:
     """The fault by the exception's own type and codes, or None."""
     try:
-        if isinstance(error, OSError | EOFError) and _is_from_worker(error):
+        # A killed worker breaks the connection by which it passes its tensors.
+        names = {f.f_globals.get("__name__") for f, _ in traceback.walk_tb(error.__traceback__)}
+        if isinstance(error, OSError | EOFError) and "multiprocessing.resource_sharer" in names:
             return Fault(Cause.WORKER, "DataLoader worker")
         return _http_fault(error) or _known_fault(error)
     except Exception:  # attributes and text run code of the error's library
         return None
-
-
-def _is_from_worker(error: BaseException) -> bool:
-    """Whether a killed worker has broken the connection by which it passes its tensors."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(f.f_globals.get("__name__") == "multiprocessing.resource_sharer" for f in frames)
 
 
 def _cause_of(error: BaseException) -> BaseException | None:
@@ -386,14 +382,9 @@ def _http_fault(error: BaseException) -> Fault | None:
     if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
         return None
     transient = status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
-    wait = _retry_after(headers) if transient else None
+    text = str((headers or {}).get("Retry-After") or "").strip() if transient else ""
+    wait = float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None  # RFC 9110
     return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait)
-
-
-def _retry_after(headers: Any) -> float | None:
-    """Seconds to wait by a number in `Retry-After` (RFC 9110)."""
-    text = str(headers.get("Retry-After") or "").strip()
-    return float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None
 
 
 def _known_fault(error: BaseException) -> Fault | None:

@@ -56,8 +56,7 @@ class Loop:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self.own_snapshot = ""
         """Why a loop with its own count must not train, or an empty string."""
-        self._begun = False
-        """Whether a loop has begun since the start."""
+        self._begun = False  # whether a loop has begun since the start
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._yielded_step = math.inf

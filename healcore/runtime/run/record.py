@@ -193,8 +193,8 @@ class Ledger:
 HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""
 
-_GENERATORS = ("python", "numpy", "framework")
-_DATA, _PASS = "data", "pass"
+_GENERATORS = ("python", "numpy", "framework", "at_pass")
+_DATA = "data"
 
 
 class HostParts(NamedTuple):
@@ -203,8 +203,8 @@ class HostParts(NamedTuple):
     python: Any
     numpy: Any
     framework: Any
+    at_pass: dict[str, Any]  # random states before the pass over the data
     data: dict[str, Any]  # positions of the loaders
-    at_pass: HostParts | None = None  # random states before the pass over the data
 
 
 class HostState:
@@ -231,11 +231,11 @@ class HostState:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
         data = self._position()
-        return _as_text(self._current()) | {_DATA: data, _PASS: self._at_pass}
+        return self._as_text(self._current(), data)
 
     def begin_pass(self) -> None:
         """Keeps the random states from which the program may draw the order of its next pass."""
-        self._at_pass = values.dumps(self._current(), (HOST_ITEM, _PASS))
+        self._at_pass = self._current()
 
     def after_step(self) -> None:
         """Keeps the random states after a step."""
@@ -249,7 +249,7 @@ class HostState:
         """
         if self._after_step is None:
             raise StoreError("no step was taken since the start or the last rollback")
-        self._earlier = _as_text(self._after_step) | {_DATA: data, _PASS: self._at_pass}
+        self._earlier = self._as_text(self._after_step, data)
         try:
             yield
         finally:
@@ -262,6 +262,10 @@ class HostState:
             "framework": torch_states(),
         }
 
+    def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        states = {**states, "at_pass": self._at_pass}
+        return {n: values.dumps(each, (HOST_ITEM, n)) for n, each in states.items()} | {_DATA: data}
+
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """Decodes and checks a checkpoint's item; None without an item. Sets nothing.
 
@@ -271,8 +275,7 @@ class HostState:
             return None
         try:
             generators = {n: values.loads(state[n], (HOST_ITEM, n)) for n in _GENERATORS}
-            at_pass = HostParts(**values.loads(state[_PASS], (HOST_ITEM, _PASS)), data={})
-            return HostParts(**generators, data=dict(state[_DATA]), at_pass=at_pass)
+            return HostParts(**generators, data=dict(state[_DATA]))
         except StoreError:
             raise
         except Exception as error:  # crafted or damaged values may raise anything
@@ -292,10 +295,6 @@ class HostState:
         if parts.numpy is not None:
             np.random.set_state(parts.numpy)  # noqa: NPY002
         set_torch_states(parts.framework or {})
-
-
-def _as_text(states: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: values.dumps(state, (HOST_ITEM, name)) for name, state in states.items()}
 
 
 def torch_states() -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Restorer:
             engines = engines_after_rollback(engine, live, saved.engines)
             if order.trial == Trial.UNDO:
                 engines = with_lr_states(engines, order.lr_states)
-            self._load_state(saved, engines, reset=self.policy.rollback.reset_moments)
+            self._load_state(saved.state, engines, reset=self.policy.rollback.reset_moments)
             now = self.driver.learning_rates()  # the schedules are at the restored step
             # No step has been trained at the rate of the very first state.
             trained = saved.step > self.record.first_step
@@ -173,7 +173,7 @@ class Restorer:
             own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
             weights = self._copies(own.comparisons, saved.step)
             repeats, reset = own.repeats(saved.step), self.policy.rollback.reset_moments
-            self._load_state(saved, saved.engines, reset=reset and repeats)
+            self._load_state(saved.state, saved.engines, reset=reset and repeats)
             if own.comparisons is not None:
                 self.saver.comparisons.continue_from(own.comparisons, weights)
             self.ledger.continue_from(own.ledger, saved.step)
@@ -197,10 +197,8 @@ class Restorer:
 
     def load_state_of(self, step: int) -> None:
         """Loads the user's state of a checkpoint, without healcore's record."""
-        restored = self.saver.store.restore(step, self.saver.items()).state
-        state = {name: each for name, each in restored.items() if name != HOST_ITEM}
         reset = self.policy.rollback.reset_moments and self.record.repeats(step)
-        self.driver.load(state, reset_moments=reset)
+        self._load_state(self.saver.store.restore(step, self.saver.items()).state, {}, reset=reset)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
@@ -305,8 +303,8 @@ class Restorer:
         self.loaders.check(saved.position or {})
         return saved
 
-    def _load_state(self, saved: _Checkpoint, engines: dict[str, Any], *, reset: bool) -> None:
-        state = {name: each for name, each in saved.state.items() if name != HOST_ITEM}
+    def _load_state(self, saved: Mapping[str, Any], engines: Any, *, reset: bool) -> None:
+        state = {name: each for name, each in saved.items() if name != HOST_ITEM}
         self.driver.load(state, engines, reset_moments=reset)
 
     def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:
@@ -342,7 +340,7 @@ class Restorer:
         if parts[0] is None:
             return saved._replace(host=None)
         moved = {n: position_of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
-        return saved._replace(host=HostParts(None, None, None, {**parts[0], **moved}))
+        return saved._replace(host=HostParts(None, None, None, {}, {**parts[0], **moved}))
 
 
 def _places(position: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:

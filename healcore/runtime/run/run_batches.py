@@ -207,7 +207,10 @@ class RunBatches:
     def _skip(self, loader: RunLoader, skip: _Unreadable) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         batch, fault, error = skip
-        problem = f"{batch} cannot be read: {_one_line(error)}"
+        # torch puts the traceback of a loader's worker into its message.
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+        problem = f"{batch} cannot be read: {text}"
         if self._single_rank:
             loader.skipped_batch_ids.add(batch)
         else:
@@ -223,10 +226,7 @@ class RunBatches:
         """Ends the loop over a loader that has no further batch."""
         if evaluates and loader is self.loaders.current:
             self.loaders.current = self.current = None  # the loop of `steps` has none
-        if loader is self.loaders.current:
-            if self.loaders.names_epochs:  # code after the epoch draws from here on
-                self._generators = None
-        else:  # an evaluation, whose batches belong to no step
+        if loader is not self.loaders.current:  # an evaluation, whose batches belong to no step
             loader.unused = []
             loader.contents.clear()
         if not evaluates:
@@ -259,16 +259,15 @@ class RunBatches:
         `ended` is whether the pass before has ended. The checkpoint may be from there.
         """
         if (saved := self._generators) is not None:
-            here = ended and self.repeated
-            self.host.put_back(saved if here else saved.at_pass or saved)
+            here = ended and (self.repeated or self.loaders.names_epochs)
+            self.host.put_back(saved if here else saved._replace(**saved.at_pass))
             self._generators = None if here else saved
         self.host.begin_pass()
 
     def restore_generators(self) -> None:
         """Restores random states after a restart, because rewinding a loader draws from them.
 
-        Called for each loader until the first batch, or as a loop with its own data begins. What
-        the program draws before is drawn as in the first start.
+        Called for each loader until the first batch, and when a loop with its own data begins.
         """
         if self._generators is not None:
             self.host.put_back(self._generators)
@@ -358,12 +357,6 @@ class RunBatches:
         """Approximate number of steps whose batches rollbacks have skipped."""
         skipped = sum(map(len, self.loaders.skipped_by_loader().values()))
         return skipped // max(1, len(self._last_ids))
-
-
-def _one_line(error: Exception) -> str:
-    """An exception in one line; torch puts the traceback of a loader's worker into its message."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
-    return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
 
 
 def _copied(batch: Any) -> Any:

@@ -25,7 +25,7 @@ _HARMLESS = {_POLICY, _WORLD, "max_steps", "max_epochs", "num_train_epochs"}
 def settings_of(driver: Driver, policy: HostPolicy, state: Any, world: int) -> dict[str, Any]:
     """The settings of a program before it restores a checkpoint: name -> a JSON-safe value."""
     settings = dict(driver.settings())
-    for each in _trainer_settings(state):
+    for each in trainer_settings(state):
         settings |= each if isinstance(each, dict) else {}
     settings[_POLICY] = f"{policy.name} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
     return {**settings, _WORLD: world}
@@ -64,11 +64,6 @@ def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
     return {n: v for n, v in every.items() if n != WEIGHTS and not n.startswith("hparams.")}
 
 
-def has_trainer(state: Any) -> bool:
-    """Whether a trainer owns the loop. The trainer decides when its run is complete."""
-    return bool(_trainer_settings(state))
-
-
 def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
     """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
     size = getattr(loader, "batch_size", None)
@@ -78,7 +73,10 @@ def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> 
     return "" if before == size else f"batch size: {before} -> {size}"
 
 
-def _trainer_settings(state: Any) -> list[Any]:
-    """The attribute `run_settings` of each part of the state that a trainer has made."""
+def trainer_settings(state: Any) -> list[Any]:
+    """The attribute `run_settings` of each part of the state that a trainer has made.
+
+    A trainer that owns the loop decides when its run is complete.
+    """
     parts = state.values() if isinstance(state, Mapping) else ()
     return [each for part in parts if (each := attribute(part, "run_settings")) is not None]

@@ -168,7 +168,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
         group=group,
         claim=own_claim,
-        has_trainer=run_settings.has_trainer(options.state),
+        has_trainer=bool(run_settings.trainer_settings(options.state)),
     )
 
 
@@ -245,10 +245,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
     if options.loss_fn and not (policy.rolls_back or policy.observes):
-        log.warning(
-            f"policy {policy.name} never rolls back, so it compares no weights with loss_fn: "
-            '"default" does, with any clip={...}'
-        )
+        how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
+        log.warning(f"policy {policy.name} never rolls back, so it {how}")
     try:
         _begin(loop, newest, settings, bool(saves))
     except BaseException as error:

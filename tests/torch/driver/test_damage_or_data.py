@@ -269,13 +269,14 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     [{"mode": "observe"}, {"respond": [{"to": ["loss_spike"], "do": ["alert"]}]}],
     ids=["observe", "no rollback"],
 )
-def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change):
+def test_only_a_policy_with_rollbacks_rolls_back(tmp_path, change, caplog):
     run, policy = Run(), load("default", **change)
     harm = at_change(lambda: times(run, 50.0))
     healer = run.train(tmp_path, at=harm, policy=policy, steps=CHANGE + 30)
     assert events(tmp_path, "alarm"), "there was a reason"
     assert not events(tmp_path, "assessment")
     assert healer.rollbacks == 0
+    assert ("compares no weights" in caplog.text) == ("respond" in change)
 
 
 class Attacked(Run):

@@ -60,19 +60,15 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
 @over(*CASES)
 def test_buffers_whose_shape_the_module_loads_itself(case, tmp_path):
     """As observers of quantization-aware training, which are empty before the first batch."""
-
-    def make():
-        torch.manual_seed(0)
-        return nn.Sequential(default_per_channel_weight_fake_quant(), nn.Linear(4, 4))
-
-    model, store, fresh = make(), case.make(tmp_path), make()
+    model, fresh = (default_per_channel_weight_fake_quant() for _ in range(2))
+    store, at_start = case.make(tmp_path), copy.deepcopy(fresh.state_dict())
     store.save(0, {"model": model})
-    model[0](model[1].weight)
+    model(torch.ones(4, 2))
     store.save(1, {"model": model})
     apply({"model": fresh}, store.restore(1, {"model": fresh}).state)
     assert same(fresh.state_dict(), model.state_dict())
     apply({"model": model}, store.restore(0, {"model": model}).state)
-    assert same(model.state_dict(), make().state_dict())
+    assert same(model.state_dict(), at_start)
 
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():

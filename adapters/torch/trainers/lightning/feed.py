@@ -102,7 +102,7 @@ class Feed:
             self._batches = self._progress.run.batches(self._loader, None, None, limit)
         batch = next(self._batches)
         if len(data.unused) == 1:
-            self._progress.begin_step()
+            self._progress.before = batch_progress.state_dict()
         self.fetched += 1
         is_last = data.current.is_last() or getattr(self._loader, "exhausted", False)
         # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
@@ -216,7 +216,8 @@ class Progress:
         self.run: Any = None
         """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
-        self._before: dict[str, Any] = {}
+        self.before: dict[str, Any] = {}
+        """The counts before the first batch of a step."""
         self.saved_limits: dict[str, int] | None = None
         """The limits of the fit in the store, or None before they are loaded."""
 
@@ -242,10 +243,6 @@ class Progress:
         encoded = {name: json_setting(value) for name, value in settings.items()}
         return {name: value for name, value in encoded.items() if value is not None}
 
-    def begin_step(self) -> None:
-        """Records the counts before the first batch of a step."""
-        self._before = self._fit.epoch_loop.batch_progress.state_dict()
-
     def _counters(self) -> dict[str, Any]:
         """Lightning's counters by name, without `_batches_that_stepped`."""
         loop = self._fit.epoch_loop
@@ -261,7 +258,7 @@ class Progress:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
         if self.run is not None and self.run.data.unused:
-            state["batch"] = dict(self._before)
+            state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
         settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
