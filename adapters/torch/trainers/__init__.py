@@ -56,13 +56,7 @@ class TrainerCheckpoints(MemoryStore):
 
     def __init__(self, save_now: Callable[[], None]) -> None:
         super().__init__()
-        self._save_now = save_now
-
-    def accepts(self, why: str) -> bool:
-        """Passes an ordered checkpoint on to the trainer. Returns False: nothing is copied."""
-        if why == "ordered":
-            self._save_now()
-        return False
+        self.trainer_save = save_now
 
     def commit(self, step: int, record: Mapping[str, Any]) -> None:
         """Does nothing: the trainer's checkpoint has the state of the policy."""

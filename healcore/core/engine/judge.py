@@ -15,7 +15,7 @@ from healcore.core import numerics
 from healcore.core.clipping import Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry, flag
 from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
-from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState
+from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
 
 ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
@@ -59,9 +59,7 @@ def judge(
     incidents, budget, orders = update_incidents(config, state, cause, skip, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
     actions = [] if orders.action is None else [orders.action]
-    for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
-        fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
+    actions += _actions_of_rules(config, fired, never, xp=xp)
     # The last factor, 1 unless the policy clips. JAX does not write a leaf that is the same object.
     one = state.last.decision.grad_scale
     if clips:
@@ -77,13 +75,7 @@ def judge(
         rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
         group_scale=group_scale,
     )
-    tally = state.tally._replace(
-        skips=state.tally.skips + skip, alarms=state.tally.alarms + (cause != 0)
-    )
-    if clipped is not None:
-        tally = tally._replace(clips=tally.clips + clipped)
-    if orders.cut is not None:
-        tally = tally._replace(lr_cuts=tally.lr_cuts + orders.cut)
+    tally = _counted(state.tally, skip, cause, clipped, orders.cut)
     return EngineState(
         step=state.step + 1,
         change_expected=never,
@@ -187,6 +179,17 @@ def update_rule(
     return RuleState(run, window, age), Firing(fired, fresh)
 
 
+def _actions_of_rules(
+    config: EngineConfig, fired: list[tuple[RuleConfig, Firing]], never: Any, *, xp: Any
+) -> list[Any]:
+    """The actions of `ONCE` that the rules order, as one int32 for each set of them."""
+    actions = []
+    for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
+        fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
+        actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
+    return actions
+
+
 def _limit_skips(
     config: EngineConfig, streak: Any, wished: Any, seen: Observed, *, xp: Any
 ) -> tuple[Any, Any]:
@@ -227,6 +230,14 @@ def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, An
         return xp.where(skip, 1.0, clip.scale), None, clip.clipped & ~skip
     clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
     return one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip
+
+
+def _counted(tally: Tally, skip: Any, cause: Any, clipped: Any, cut: Any) -> Tally:
+    """The tally with this step. `clipped` and `cut` are None if the policy never does it."""
+    tally = tally._replace(skips=tally.skips + skip, alarms=tally.alarms + (cause != 0))
+    if clipped is not None:
+        tally = tally._replace(clips=tally.clips + clipped)
+    return tally if cut is None else tally._replace(lr_cuts=tally.lr_cuts + cut)
 
 
 def _telemetry(

@@ -129,10 +129,7 @@ class LoaderRegistry:
         """
         begun = self.find(loader)
         if begun is None:
-            number = self._number_in(epoch)
-            begun = RunLoader(number, loader, epochs, self._skipped[number], limit)
-            begun.first_epoch = epoch or 0
-            self._add(begun)
+            begun = self._new(loader, epochs, epoch, limit)
         else:
             self._loaders.remove(begun)
             begun.extend(epochs)
@@ -143,11 +140,7 @@ class LoaderRegistry:
         self.current = self.current or begun
         saved = self._saved.pop(str(begun.number), None)
         if saved is not None:
-            begun.trains = (saved["epoch"], saved["index"]) > (0, 0)
-            begun.start = begun.start if begun.trains else saved
-            if not begun.rewind(saved) and begun.trains:
-                self.notices.append(begun.fast_forward(saved))
-            self._is_short |= begun.next_id.index > (begun.length or begun.next_id.index)
+            self._continue_at(begun, saved)
         if epoch is not None:
             begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
             self.next_epoch, self.names_epochs = epoch, True
@@ -161,6 +154,29 @@ class LoaderRegistry:
             others = (each for each in self._loaders if each is not self.current)
             self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
+
+    def _new(
+        self, loader: Any, epochs: int | None, epoch: int | None, limit: Callable[[int], int] | None
+    ) -> RunLoader:
+        """The cursor of a loader at its first use, numbered."""
+        number = self._number_in(epoch)
+        new = RunLoader(number, loader, epochs, self._skipped[number], limit)
+        new.first_epoch = epoch or 0
+        new.finished = self._saved_count > number and str(number) not in self._saved
+        self._count = number + 1
+        notice = f"after rollbacks the data continues forward: {new.why_not}"
+        if not new.can_rewind and notice not in self._noticed:
+            self._noticed.add(notice)
+            self.notices.append(notice)
+        return new
+
+    def _continue_at(self, begun: RunLoader, saved: dict[str, Any]) -> None:
+        """Moves a loader to its position in an earlier process."""
+        begun.trains = (saved["epoch"], saved["index"]) > (0, 0)
+        begun.start = begun.start if begun.trains else saved
+        if not begun.rewind(saved) and begun.trains:
+            self.notices.append(begun.fast_forward(saved))
+        self._is_short |= begun.next_id.index > (begun.length or begun.next_id.index)
 
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.evidence import (
@@ -44,6 +44,15 @@ ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
+
+
+class _Comparison(NamedTuple):
+    """One comparison of the current weights with an anchor's weights."""
+
+    evaluations: int
+    evidence: float = math.nan  # the smaller rise, or NaN without evidence
+    rise: float = math.nan  # loss of the step's batch, current minus earlier weights
+    rise_remembered: float = math.nan  # the same difference for a past batch, or NaN
 
 
 class Comparisons:
@@ -308,37 +317,12 @@ class Comparisons:
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
         for anchor in self._eligible_anchors(step.index, best):
-            losses = self._losses_of([step], anchor, known)
-            if losses is None:
+            compared = self._compare_with(anchor, step, known)
+            if compared is None:
                 return None
-            [now], [then] = losses
-            evaluations += 1 + (known is None)
-            if not math.isfinite(now) and not math.isfinite(then):
-                continue  # a bad batch is no evidence
-            rise, remembered = _rise(now, then), math.nan
-            if 0 < rise < math.inf:
-                past = anchor.draw()
-                if past is None:
-                    continue  # no batch was trained on since the anchor
-                losses = self._losses_of([past], anchor)
-                if losses is None:
-                    return None
-                [now_past], [then_past] = losses
-                evaluations += 2
-                if not math.isfinite(now_past) and not math.isfinite(then_past):
-                    continue  # a bad batch is no evidence
-                if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
-                    continue  # on equal batches an oscillation of the loss looks like damage
-                rise, remembered = min(rise, _rise(now_past, then_past)), now_past - then_past
-            anchor.learn(step.index, rise)
-            if anchor.evidence >= self._threshold:
-                newest = self._newest_better(anchor)
-                verdict = self._verdict(step.index, newest, now - then, remembered)
-            elif self.state.verdict is not None and anchor.evidence <= 1:
-                at, onset = step.index, self.state.verdict.onset
-                self._log.assessment(at, onset, "recovered")
-                self._log.info(f"step {at}: the run has recovered from the damage of step {onset}")
-                self._forget_trouble()
+            evaluations += compared.evaluations
+            if not math.isnan(compared.evidence):
+                verdict = self._weigh(step.index, anchor, compared) or verdict
         if verdict is not None and step.index < verdict.due:
             self._postpone(verdict)
             verdict = None
@@ -348,6 +332,42 @@ class Comparisons:
             self.state.rates.append(rates)
         self._credit.charge(evaluations)
         return verdict
+
+    def _compare_with(
+        self, anchor: Anchor, step: TrainedStep, known: list[float] | None
+    ) -> _Comparison | None:
+        """Compares with one anchor, on the step and on a past step. None: see `_losses_of`."""
+        losses = self._losses_of([step], anchor, known)
+        if losses is None:
+            return None
+        [now], [then] = losses
+        rise, evaluations = _rise(now, then), 1 + (known is None)
+        if not 0 < rise < math.inf:
+            return _Comparison(evaluations, rise, now - then)
+        past = anchor.draw()
+        if past is None:  # no batch was trained on since the anchor
+            return _Comparison(evaluations)
+        losses = self._losses_of([past], anchor)
+        if losses is None:
+            return None
+        [now_past], [then_past] = losses
+        rise_past = _rise(now_past, then_past)
+        if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
+            rise_past = math.nan  # on equal batches an oscillation of the loss looks like damage
+        lower = rise if rise < rise_past else rise_past  # NaN if `rise_past` is NaN
+        return _Comparison(evaluations + 2, lower, now - then, now_past - then_past)
+
+    def _weigh(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict | None:
+        """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
+        anchor.learn(index, compared.evidence)
+        if anchor.evidence >= self._threshold:
+            return self._verdict(index, self._newest_better(anchor), compared)
+        if self.state.verdict is not None and anchor.evidence <= 1:
+            onset = self.state.verdict.onset
+            self._log.assessment(index, onset, "recovered")
+            self._log.info(f"step {index}: the run has recovered from the damage of step {onset}")
+            self._forget_trouble()
+        return None
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
         """The newest anchor from before the trouble with half of a verdict's wins, or `anchor`.
@@ -376,8 +396,8 @@ class Comparisons:
             f"at step {verdict.due}, or at the end of the data"
         )
 
-    def _verdict(self, index: int, anchor: Anchor, rise: float, remembered: float) -> Verdict:
-        rises = [each if math.isfinite(each) else None for each in (rise, remembered)]
+    def _verdict(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict:
+        rises = [each if math.isfinite(each) else None for each in compared[2:]]
         verdict = self.state.verdict
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
@@ -406,7 +426,10 @@ class Comparisons:
 
 
 def _rise(now: float, then: float) -> float:
-    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest."""
+    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest.
+
+    NaN if neither loss is finite: a bad batch is no evidence.
+    """
     if math.isfinite(then):
         return now - then if math.isfinite(now) else math.inf
-    return -math.inf
+    return -math.inf if math.isfinite(now) else math.nan

@@ -329,7 +329,7 @@ class Recovery:
         """How the run ends. `why` is the reason of a stop, or the signal."""
         good = self.saver.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
-        is_regular = self.saver.store.accepts("regular")  # else none becomes known-good
+        saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
             self.log.run,
             ending,
@@ -340,7 +340,7 @@ class Recovery:
             lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
-            probation=self.policy.rollback.probation if is_regular else None,
+            probation=self.policy.rollback.probation if saves else None,
             not_finite=tuple(self.saver.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,

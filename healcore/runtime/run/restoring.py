@@ -20,6 +20,8 @@ from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
 from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
 from healcore.runtime.run.rollback_rates import (
+    Engines,
+    Rates,
     compatible_states,
     engines_after_rollback,
     limit_rates,
@@ -75,41 +77,14 @@ class Restorer:
         Raises NoGoodCheckpoint without a usable checkpoint (one that fails while it is loaded may
         have changed a part of the live state), StateMismatch for another state, other StoreErrors.
         """
-        saver, step, engine = self.saver, self.saver.data.step, self.policy.engine
+        saver, step = self.saver, self.saver.data.step
         saver.wait()
         saver.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
         live, rates = self.driver.engines(), self.driver.learning_rates()
-        at_fault = order.lr_at_fault
-        if at_fault is not None:  # of other optimizers the rate in force, or the multiplier alone
-            scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
-            given = {n: each for n, each in rates.items() if each is not None}
-            at_fault = {n: given.get(n, 1.0) * each for n, each in scales.items()} | {**at_fault}
-
-        def load(saved: _Checkpoint) -> RollbackRecord:
-            engines = engines_after_rollback(engine, live, saved.engines)
-            if order.trial == Trial.UNDO:
-                engines = with_lr_states(engines, order.lr_states)
-            self._load_state(saved.state, engines, reset=self.policy.rollback.reset_moments)
-            now = self.driver.learning_rates()  # the schedules are at the restored step
-            # No step has been trained at the rate of the very first state.
-            trained = saved.step > self.record.first_step
-            engines, limits, scales = limit_rates(engine, engines, at_fault, now, healthy=trained)
-            lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
-            self.driver.load(None, engines)
-            return RollbackRecord(
-                **vars(replace(order, lr_at_fault=at_fault)),
-                number=len(self.ledger.rollbacks) + 1,
-                step=step,
-                target=saved.step,
-                skipped=len(order.batches),
-                engine=lowest,
-                lr=rates.get(lowest),
-                lr_limit=limits.get(lowest),
-                lr_scale=scales.get(lowest, 1.0),
-            )
-
+        order = replace(order, lr_at_fault=self._rates_at_fault(order, live, rates))
+        load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
         self.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.policy.rollback.skip_batches if order.batches else 0
@@ -133,6 +108,46 @@ class Restorer:
             tried=[each.target for each in past],
             initial=(self.record.first_step, self.saver.started_from),
             exact=order.exact,
+        )
+
+    def _rates_at_fault(
+        self, order: Order, live: Engines, rates: Rates
+    ) -> Mapping[str, float] | None:
+        """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
+        if order.lr_at_fault is None:
+            return None
+        engine = self.policy.engine
+        scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
+        given = {name: rate for name, rate in rates.items() if rate is not None}
+        return {n: given.get(n, 1.0) * scale for n, scale in scales.items()} | {**order.lr_at_fault}
+
+    def _load_target(
+        self, order: Order, live: Engines, rates: Rates, saved: _Checkpoint
+    ) -> RollbackRecord:
+        """Loads the target of a rollback, with the engine states and rates of after it."""
+        engine = self.policy.engine
+        engines = engines_after_rollback(engine, live, saved.engines)
+        if order.trial == Trial.UNDO:
+            engines = with_lr_states(engines, order.lr_states)
+        self._load_state(saved.state, engines, reset=self.policy.rollback.reset_moments)
+        now = self.driver.learning_rates()  # the schedules are at the restored step
+        # No step has been trained at the rate of the very first state.
+        trained = saved.step > self.record.first_step
+        engines, limits, scales = limit_rates(
+            engine, engines, order.lr_at_fault, now, healthy=trained
+        )
+        lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
+        self.driver.load(None, engines)
+        return RollbackRecord(
+            **vars(order),
+            number=len(self.ledger.rollbacks) + 1,
+            step=self.saver.data.step,
+            target=saved.step,
+            skipped=len(order.batches),
+            engine=lowest,
+            lr=rates.get(lowest),
+            lr_limit=limits.get(lowest),
+            lr_scale=scales.get(lowest, 1.0),
         )
 
     def _commit_rollback(self, done: RollbackRecord) -> None:

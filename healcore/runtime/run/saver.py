@@ -251,7 +251,9 @@ class Saver:
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
         Raises UnsavableState if the first save found a value that cannot be saved.
         """
-        if not self.store.accepts(why):
+        if self.store.trainer_save is not None:
+            if why == "ordered":
+                self.store.trainer_save()
             return
         began = time.monotonic()
         try:

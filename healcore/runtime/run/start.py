@@ -382,7 +382,7 @@ def _log_first_lines(
     loop: Loop, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
     policy, store, step = loop.policy, loop.saver.store, loop.data.step
-    where = "in host memory only" if store.accepts("regular") else "by the trainer only"
+    where = "by the trainer only" if store.trainer_save else "in host memory only"
     if store.durable:
         where = f"in {type(store).__name__ if store.root is None else store.root}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"

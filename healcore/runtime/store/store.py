@@ -79,6 +79,8 @@ class CheckpointStore(Writer):
         """The copies in memory."""
         self.nonfinite_ok: tuple[str, ...] = ()
         """Patterns of array names where NaN and Inf are allowed. May be changed at any time."""
+        self.trainer_save: Callable[[], None] | None = None
+        """Saves a checkpoint that the policy orders, if a trainer saves in place of the run."""
         self.ranks = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
         self._inspected, self._written = Event(), Event()
@@ -106,11 +108,6 @@ class CheckpointStore(Writer):
         return self.root is not None
 
     # -- saving ---------------------------------------------------------------------------------
-
-    def accepts(self, why: str) -> bool:
-        """Whether a run saves for the reason `why`, as in the event `save`. By default always."""
-        del why
-        return True
 
     def save(
         self, step: int, state: Mapping[str, Any], *, record: Mapping[str, Any] | None = None

@@ -40,7 +40,8 @@ def show(
         path /= "healcore.events.jsonl"
     if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
-    events, reported, shown, gone = [], 0, None, False
+    events: list[dict[str, Any]] = []
+    reported, gone = 0, False
     while True:
         while follow and not path.exists():
             time.sleep(POLL_INTERVAL)
@@ -48,11 +49,7 @@ def show(
         events = history.events
         # The start of another file: the file that was read before has been replaced.
         new = events if events[:1] != seen[:1] else events[len(seen) :]
-        for event in new:
-            if event["run"] != shown:
-                shown = event["run"]
-                echo(f"run {shown}")
-            echo(_line(event))
+        _print_events(new, seen[-1]["run"] if seen else None)
         # The last line of a live run may not be complete yet.
         damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
         if damaged and not (events or follow):
@@ -71,6 +68,15 @@ def show(
         # The process may have written its end before it ended.
         gone = run is not None and run.state is RunState.GONE
         time.sleep(POLL_INTERVAL)
+
+
+def _print_events(events: list[dict[str, Any]], run: str | None) -> None:
+    """Prints events after an event of `run`, with a line where another run begins."""
+    for event in events:
+        if event["run"] != run:
+            run = event["run"]
+            echo(f"run {run}")
+        echo(_line(event))
 
 
 def _line(event: dict[str, Any]) -> str:

@@ -255,23 +255,20 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     notes = [note for log in logs for note in log.notes]
     without = "it names no step (--column step=NAME): rows are counted"
     notes += [f"{log.path}: {without}" for log in logs if STEP not in log.numbers]
-    step, epoch = numbers[STEP], numbers[EPOCH]
-    rises, falls = np.diff(step) > 0, (np.diff(step) < 0) & (np.diff(epoch) > 0)
-    if falls.any() and rises.any() and (epoch % 1 == 0).all():
-        step += (epoch - epoch.min()) * (np.ptp(step) + np.median(np.diff(step)[rises]))
+    if _count_over_epochs(numbers[STEP], numbers[EPOCH]):
         notes.append(
             f"{name}: the steps begin again in each epoch, and are counted over all epochs"
         )
-    signals = [signal for signal in SIGNALS if any(signal in log.logged for log in logs)]
     row, first, starts = _merge(numbers[STEP], masks, begins)
-    values = {signal: np.full(len(first), np.nan, np.float32) for signal in signals}
-    logged = {signal: np.zeros(len(first), bool) for signal in signals}
-    for signal in signals:
-        mask = masks[signal]
-        with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
-            values[signal][row[mask]] = numbers[signal][mask]
-        logged[signal][row[mask]] = True
-    step = numbers[STEP][first]
+    step, values, logged = numbers[STEP][first], {}, {}
+    for signal in SIGNALS:
+        if any(signal in log.logged for log in logs):
+            mask = masks[signal]
+            values[signal] = np.full(len(first), np.nan, np.float32)
+            logged[signal] = np.zeros(len(first), bool)
+            with np.errstate(over="ignore"):  # 1e40 becomes Inf in float32, as in training
+                values[signal][row[mask]] = numbers[signal][mask]
+            logged[signal][row[mask]] = True
     sources = [logs[bisect.bisect(begins, first[start]) - 1].path for start in starts]
     resumed, replaced = _find_resumed_rows(step, starts)
     attempts = list(map(Attempt, sources, step[starts].tolist(), resumed))
@@ -306,6 +303,15 @@ def _join_columns(logs: Sequence[RawLog], begins: list[int]) -> list[dict[str, n
             for signal, column in own.items():
                 columns[signal][begin : begin + log.rows] = column
     return [numbers, masks]
+
+
+def _count_over_epochs(step: np.ndarray, epoch: np.ndarray) -> bool:
+    """Counts steps that begin again in each epoch over all epochs, in place. Whether they did."""
+    rises, falls = np.diff(step) > 0, (np.diff(step) < 0) & (np.diff(epoch) > 0)
+    restart = bool(falls.any() and rises.any() and (epoch % 1 == 0).all())
+    if restart:
+        step += (epoch - epoch.min()) * (np.ptp(step) + np.median(np.diff(step)[rises]))
+    return restart
 
 
 def _merge(
