@@ -111,12 +111,12 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
 
 def test_a_snippet_is_part_of_an_example():
     sources = [inspect.getsource(example) for example in (tutorial_torch, tutorial_jax)]
-    snippets = PYTHON.findall(EXAMPLE)
-    assert len(snippets) > 2
-    for snippet in snippets:
+    quoted = PYTHON.findall(EXAMPLE)
+    assert len(quoted) > 2
+    for each in quoted:
         # At any indentation, which is the same for all of its lines.
-        forms = [textwrap.indent(snippet, " " * indent) for indent in range(0, 20, 4)]
-        assert any(f"\n{form}" in source for form in forms for source in sources), snippet
+        forms = [textwrap.indent(each, " " * indent) for indent in range(0, 20, 4)]
+        assert any(f"\n{form}" in source for form in forms for source in sources), each
 
 
 def masked(output: str) -> list[str]:

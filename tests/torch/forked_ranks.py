@@ -7,6 +7,7 @@ each case: its name and the outcome.
 import contextlib
 import faulthandler
 import json
+import logging
 import os
 import socket
 import sys
@@ -117,6 +118,7 @@ def serve(run: Callable[[str], Any], *, seconds: float, cases: Iterable[str] = (
     """
     rank, world, port, folder, *named = sys.argv[1:]
     faulthandler.dump_traceback_later(seconds, exit=True)
+    logging.root.handlers.clear()  # of absl, which the server has imported for JAX
     if world != "1":
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
