@@ -1,8 +1,8 @@
 """Metrics and events of a healed run in TensorBoard, and in a tracker of your own.
 
 One batch is ruined, and the gradient of another is far too large. The first step is skipped,
-the second is clipped; both can be seen in `tensorboard --logdir DIRECTORY`. Add "wandb",
-"trackio" or "mlflow" to the list to use these trackers.
+the second is clipped; both can be seen in `tensorboard --logdir DIRECTORY`. Add "wandb" or
+"trackio" to the list to use these trackers, or an object of your own, as for MLflow.
 
 python examples/trackers.py [DIRECTORY]
 """

@@ -50,8 +50,6 @@ os.environ |= {
     "WANDB_SILENT": "true",
     "WANDB_DIR": _trackers.name,
     "TRACKIO_DIR": str(Path(_trackers.name) / "trackio"),
-    "MLFLOW_ALLOW_FILE_STORE": "true",
-    "MLFLOW_TRACKING_URI": (Path(_trackers.name) / "mlruns").as_uri(),
 }
 
 

@@ -111,7 +111,7 @@ class Healer(Generic[State]):
             are not finite. SignalError after the first step if it does not return one number.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
-        trackers: receive metrics and events: "wandb", "trackio", "mlflow" or "tensorboard", with a
+        trackers: receive metrics and events: "wandb", "trackio" or "tensorboard", with a
             project, experiment or directory as "wandb:project"; or `healcore.Tracker` objects. A
             tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.

@@ -146,7 +146,7 @@ class _Delivery(threading.Thread):
         self._failed = False
         self._tracker: Tracker | None = None
         """The tracker, or None if it cannot be opened or started."""
-        try:  # in the thread of the loop, to which active runs of mlflow and trackio belong
+        try:  # in the thread of the loop, to which an active run of trackio belongs
             self._tracker = open_tracker()
         except (Exception, SystemExit) as error:  # from the import or from the client
             self._fail(error)
@@ -177,7 +177,7 @@ class _Delivery(threading.Thread):
 
 
 _MAX_CHARACTERS = 1000
-"""Limit of the text of an event, because trackers have limits (mlflow: 5,000 in a tag)."""
+"""Limit of the text of an event, which may quote a long error."""
 
 
 class TrackedRun(NamedTuple):
@@ -263,55 +263,6 @@ class _Trackio(_Wandb):
         self._run.log(values, step=step)
 
 
-class _MLflow:
-    """Metrics in batches, and as tags the policy and the newest event of each kind."""
-
-    def __init__(self, experiment: str | None) -> None:
-        import mlflow
-        from mlflow.entities import Metric
-
-        active = None if experiment else mlflow.active_run()
-        self._metric: Any = Metric
-        self._client = mlflow.MlflowClient()
-        self._id: str = active.info.run_id if active else ""
-        self._is_new = active is None
-        self._experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "healcore"
-        self._pending: list[Any] = []
-        self._status = "KILLED"
-
-    def start(self, run: TrackedRun) -> None:
-        client, tag = self._client, "healcore.run"
-        if self._is_new:
-            known = client.get_experiment_by_name(self._experiment)
-            id = known.experiment_id if known else client.create_experiment(self._experiment)
-            earlier = client.search_runs([id], f"tags.`{tag}` = '{run.id}'")
-            continued = earlier[0] if earlier else client.create_run(id, run_name=run.id)
-            self._id = continued.info.run_id
-            client.update_run(self._id, "RUNNING")
-        client.set_tag(self._id, tag, run.id)
-        for name, value in run.config.items():
-            client.set_tag(self._id, f"healcore.{name}", str(value)[:5000])
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        now = int(time.time() * 1000)
-        self._pending += [self._metric(name, value, now, step) for name, value in values.items()]
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._client.set_tag(self._id, f"healcore.event.{event['kind']}", event_text(event))
-        if event["kind"] == "end":
-            self._status = "FINISHED" if event["ending"] == "completed" else "FAILED"
-
-    def flush(self) -> None:
-        pending, self._pending = self._pending, []
-        for first in range(0, len(pending), 1000):  # the limit of a request
-            batch = pending[first : first + 1000]
-            self._client.log_batch(self._id, metrics=batch, synchronous=True)
-
-    def close(self) -> None:
-        if self._is_new:
-            self._client.set_terminated(self._id, self._status)
-
-
 class _TensorBoard:
     """Scalars, and events as text, in a new event file per process; needs no torch."""
 
@@ -348,5 +299,5 @@ class _TensorBoard:
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
 
-CLIENTS = {"wandb": _Wandb, "trackio": _Trackio, "mlflow": _MLflow, "tensorboard": _TensorBoard}
+CLIENTS = {"wandb": _Wandb, "trackio": _Trackio, "tensorboard": _TensorBoard}
 """Name of a library -> class of its tracker."""

@@ -84,22 +84,6 @@ def _is_number(name: str, value: Any) -> bool:
     return name.startswith("heal/") and isinstance(value, int | float)
 
 
-def _mlflow(folder: Path) -> Stored:
-    from mlflow import MlflowClient
-
-    client = MlflowClient()
-    experiment = client.get_experiment_by_name(folder.name)
-    runs = [] if experiment is None else client.search_runs([experiment.experiment_id])
-    rows: dict[tuple[int, int], dict[str, float]] = {}
-    texts = []
-    for run in runs:
-        for name in run.data.metrics:
-            for each in client.get_metric_history(run.info.run_id, name):
-                rows.setdefault((each.timestamp, each.step), {})[name] = each.value
-        texts += [text for tag, text in run.data.tags.items() if tag.startswith("healcore.event.")]
-    return Stored([(step, row) for (_, step), row in sorted(rows.items())], texts, len(runs))
-
-
 def _tensorboard(folder: Path) -> Stored:
     """The scalars with healcore's own reader of logs, the texts with TensorBoard's."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -123,5 +107,5 @@ def _tensorboard(folder: Path) -> Stored:
     return Stored(rows, texts)
 
 
-STORED = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "tensorboard": _tensorboard}
+STORED = {"wandb": _wandb, "trackio": _trackio, "tensorboard": _tensorboard}
 """Name of a tracker -> its reader, which takes the folder of the test."""
