@@ -27,7 +27,7 @@ from healcore.runtime.store import Keep
 from healcore.runtime.store.claim import LOCK
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import EVERY_5, SKIPS, Faults, at, broken_at, loop_of, rules, train
+from tests.healer.training_loops import EVERY_5, SKIPS, Faults, at, loop_of, rules, train
 from tests.jax.driver.small_runs import batch, in_place
 from tests.runtime.store.disk_faults import small_disk
 
@@ -108,16 +108,6 @@ def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen()
     assert done.stdout == ""
     assert "healcore stopped the run at step" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_an_exception_of_the_loop_comes_through(tmp_path):
-    fails = broken_at(7, ZeroDivisionError)
-    with pytest.raises(ZeroDivisionError, match="power"):
-        train(loop_of("torch"), rules(), range(12), store=tmp_path, before=fails)
-    (found,) = postmortems(tmp_path)
-    assert found["ending"] == "exception"
-    assert "ZeroDivisionError: power" in found["exception"]
-    assert events(tmp_path, "save")[-1]["step"] == 5  # the step may have been half done
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "Slurm"])

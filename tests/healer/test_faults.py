@@ -148,6 +148,9 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     assert (save["step"], save["why"]) == (7, "emergency")
     (fault,) = events(tmp_path, "fault")
     assert (fault["cause"], fault["answer"]) == (["UNKNOWN"], "save")
+    (found,) = postmortems(tmp_path)
+    assert found["ending"] == "exception"
+    assert "ZeroDivisionError: " in found["exception"]
     assert_on_the_page(Cause.UNKNOWN, capsys.readouterr().err, tmp_path)
     after = loop_of(framework, policy=load("default"))
     assert train(after, "default", range(12), store=tmp_path)["step"] == 12

@@ -23,13 +23,6 @@ from healcore import Checkpoints, Healer
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run import termination
-from healcore.runtime.run.termination import (
-    EndRequested,
-    Interrupted,
-    Proposal,
-    RunStopped,
-    Terminated,
-)
 from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
@@ -84,7 +77,7 @@ def loses_a_shard(healer: Any) -> None:
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._loop.group.propose(Proposal(why))
+        healer._loop.group.propose(termination.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
@@ -152,9 +145,9 @@ def run(scenario: str) -> dict[str, Any]:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    except RunStopped as stop:
+    except termination.RunStopped as stop:
         stopped = stop.why
-    except (Terminated, Interrupted, EndRequested) as end:
+    except (termination.Terminated, termination.Interrupted, termination.EndRequested) as end:
         stopped = f"exit status {end.code}"
     weights = b"".join(whole(p).numpy().tobytes() for p in net.parameters())
     lines = [rf"rank 1: step \d+: batch {each} of epoch 0 cannot be read" for each in CORRUPT]

@@ -289,7 +289,7 @@ class HostState:
 
         Call it after moving the loaders, because that draws numbers.
         """
-        self._after_step = None
+        self._after_step, self._at_pass = None, parts.at_pass or self._at_pass
         if parts.python is not None:
             random.setstate(parts.python)
         if parts.numpy is not None:

@@ -90,17 +90,14 @@ def test_a_later_signal_ends_the_process_at_once_and_one_of_the_same_moment_does
     assert ("checkpoint 8 is on disk" in err) == (status > 0)
 
 
-def test_sigterm_in_an_incident_saves_too(tmp_path):
+def test_sigterm_in_an_incident_saves_too_and_in_an_accumulation_after_its_step(tmp_path):
     ask = at(24, lambda healer: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(Terminated):
         train(loop_of("torch", Faults(always=[23])), SKIPS, range(40), store=tmp_path, before=ask)
     assert events(tmp_path, "save")[-1]["step"] == 25
-
-
-def test_sigterm_in_an_accumulation_goes_on_to_its_end(tmp_path):
     with pytest.raises(Terminated):
-        accumulating_torch_loop(tmp_path, batches=40, terminated_at=9)
-    assert events(tmp_path, "save")[-1]["step"] == 3, "the third step ends with batch 11"
+        accumulating_torch_loop(tmp_path / "2", batches=40, terminated_at=9)
+    assert events(tmp_path / "2", "save")[-1]["step"] == 3, "the third step ends with batch 11"
 
 
 def main(folder: str, how: str) -> None:
