@@ -24,7 +24,7 @@ _logger = logging.getLogger("healcore")
 
 
 def checked_console(console: Any) -> Console:
-    """Returns `console`. Raises ValueError if it is not a `Console`."""
+    """Checks that `console` is a `Console`, or raises ValueError."""
     if console is True or console is False or console == "auto":
         return console
     raise ValueError(f'console must be "auto", True or False, got {console!r}')

@@ -38,7 +38,7 @@ _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
 
 
 def commit(skip: jax.Array, old: State, new: State) -> State:
-    """Returns `old` where `skip`, else `new`, so that a skip reverts the whole train state.
+    """`old` where `skip`, else `new`, so that a skip reverts the whole train state.
 
     A skip of the optimizer step alone does not revert values that the forward pass of the bad batch
     wrote (BatchNorm statistics, EMA weights, accumulators). Do not pass the healing state: a

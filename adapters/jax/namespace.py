@@ -47,7 +47,7 @@ def clip(x: Any, low: float, high: float) -> Any:
 
 
 def shared(x: Any) -> Any:
-    """Returns `x`, a bool or an int32 from 0 to a million, such that XLA computes it only once.
+    """Makes XLA compute `x`, a bool or an int32 from 0 to a million, only once.
 
     XLA duplicates cheap operations into every consumer. For a few flags of a whole policy, 1,700
     operations became 18,000, and the compilation time grows in proportion. XLA does not duplicate

@@ -56,7 +56,7 @@ def names(flags: enum.IntFlag) -> list[str]:
 
 
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:
-    """Returns `flags` as int32 where `condition` holds, else 0.
+    """`flags` as int32 where `condition` holds, else 0.
 
     Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
     """

@@ -114,7 +114,7 @@ def shared(x: Any, *, xp: Any) -> Any:
 
 
 def with_slot(values: Any, slot: Any, value: Any, *, xp: Any) -> Any:
-    """Returns `values` (..., n) with `value` (...) at index `slot` (...) of the last axis."""
+    """`values` (..., n) with `value` (...) at index `slot` (...) of the last axis."""
     if hasattr(xp, "with_slot"):
         return xp.with_slot(values, slot, value)
     here = xp.arange(values.shape[-1]) == slot[..., None]
@@ -194,7 +194,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def select(condition: Any, if_true: Any, if_false: Any, *, xp: Any) -> Any:
-    """Returns `where(...)`; `if_false` may have more trailing axes than `condition`."""
+    """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`."""
     if if_true is if_false:
         return if_false
     trailing = (None,) * (if_false.ndim - condition.ndim)

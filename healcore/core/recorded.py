@@ -331,7 +331,7 @@ def _like(value: Any, other: Any) -> Any:
 
 
 def _with_slot(values: Any, slot: Any, value: Any) -> Any:
-    """Returns `values` itself if the slot has this value already."""
+    """The `values` with `value` in a slot; `values` itself if the slot has it already."""
     if values[slot] != value:
         values = values.copy()
         values[slot] = value

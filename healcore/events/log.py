@@ -224,7 +224,7 @@ class History(NamedTuple):
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Returns run id -> events, sorted by `seq` because clocks may jump."""
+        """Run id -> events, sorted by `seq` because clocks may jump."""
         runs: dict[str, list[Event]] = {}
         for event in self.events:
             runs.setdefault(event["run"], []).append(event)

@@ -72,7 +72,7 @@ def _state_and_start(pid: int) -> tuple[str | None, int | None]:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Returns name -> version of healcore, Python, the system and the installed frameworks."""
+    """Name -> version of healcore, Python, the system and the installed frameworks."""
     versions = {"healcore": healcore.__version__, "python": platform.python_version()}
     versions["platform"] = platform.platform()
     for name in _NAMES.split():

@@ -35,7 +35,7 @@ class Curves(NamedTuple):
     rows: int | None = None  # rows before thinning, or None if no row was dropped
 
     def undone(self) -> np.ndarray:
-        """Returns bool (n,): rows that a later attempt replaced by starting at or before them."""
+        """Whether a later attempt replaced each row, by starting at or before it; bool (n,)."""
         if self.attempt is None:
             return np.zeros(len(self.step), bool)
         ends = np.flatnonzero(np.diff(self.attempt))  # last row of each attempt except the last
@@ -61,7 +61,7 @@ def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.
 
 
 def _extremes(bins: np.ndarray, curves: Iterable[np.ndarray]) -> np.ndarray:
-    """Returns bool (n,): the first and last row, and each curve's extremes in each bin."""
+    """Mask, bool (n,), of the first and last row, and each curve's extremes in each bin."""
     keep = np.zeros(len(bins), bool)
     keep[0] = keep[-1] = True
     starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))

@@ -126,7 +126,7 @@ def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
 
 
 def batch_ids(event: EventRecord) -> tuple[tuple[int, int], ...]:
-    """Returns (epoch, index) of each batch in `event.batches`."""
+    """The (epoch, index) of each batch in `event.batches`."""
     return tuple((epoch, index) for epoch, index in event.batches or ())
 
 

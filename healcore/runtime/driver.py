@@ -70,7 +70,7 @@ class Driver(Protocol):
     # -- steps ----------------------------------------------------------------------------------
 
     def steps(self) -> PendingDispatch | None:
-        """Returns the dispatch since the last call or None, and starts to copy its records."""
+        """Starts to copy the records of the dispatch since the last call. None without one."""
         ...
 
     def has_stepped(self) -> int:

@@ -432,7 +432,7 @@ class Healer(Generic[State]):
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
-        return len(self._loop.recovery.ledger.rollbacks)
+        return len(self._loop.record.ledger.rollbacks)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step that was read, and counts so far. Does not sync the device.

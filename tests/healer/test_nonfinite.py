@@ -217,7 +217,7 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     (problem,) = events(tmp_path, "problem")
     assert "guard of the training step" in problem["problem"]
     assert healer.report().counts["skips"] == 5
-    assert healer._loop.recovery.ledger.unhealthy == [*range(20, 25)]
+    assert healer._loop.record.ledger.unhealthy == [*range(20, 25)]
 
 
 def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):

@@ -23,7 +23,6 @@ from healcore.runtime.run.orders import (
 )
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.rollback_rates import Rates, lr_states, with_lr_states
-from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import agreed
 
@@ -36,24 +35,18 @@ class BetterWeights:
 
     def __init__(
         self,
-        data: RunBatches,
         restorer: Restorer,
         monitor: IncidentMonitor,
         roll_back: Callable[[Order], RollbackRecord | None],
         loss_fn: Callable[..., Any] | None,
     ) -> None:
-        self._data, self._restorer, self._monitor = data, restorer, monitor
-        self._policy, self._driver, self._ledger = restorer.policy, restorer.driver, restorer.ledger
-        self._log, self._ranks = restorer.log, restorer.ranks
+        self._run, self._data, self._monitor = restorer.run, restorer.data, monitor
         self._roll_back = roll_back
         self.comparisons = Comparisons(
-            driver=self._driver,
-            loss_fn=loss_fn,
-            ranks=self._ranks,
-            threshold=self._policy.rollback.evidence,
+            self._run,
+            loss_fn,
             interval=restorer.saver.every,
-            warn=lambda problem: self._log.problem(data.step, problem),
-            log=self._log,
+            warn=lambda problem: self._run.log.problem(self._data.step, problem),
             rates=self._rates_in_force,
         )
 
@@ -74,7 +67,7 @@ class BetterWeights:
         )
 
     def _rates_in_force(self) -> Rates:
-        scales, rates = self._monitor.lr_scales, self._driver.learning_rates().items()
+        scales, rates = self._monitor.lr_scales, self._run.driver.learning_rates().items()
         return {name: rate and rate * scales.get(name, 1.0) for name, rate in rates}
 
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
@@ -85,11 +78,13 @@ class BetterWeights:
         """
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
-        self._log.assessment(*found, rise=rise, rise_remembered=remembered)
-        past = [each for each in self._ledger.same_trouble(verdict.onset) if each.trial]
-        last_trial = max((each.step for each in self._ledger.rollbacks if each.trial), default=0)
-        if not past and last_trial > self._ledger.accepted_until:
-            self._ledger.accepted = 0  # the trials at the last place have helped
+        self._run.log.assessment(*found, rise=rise, rise_remembered=remembered)
+        past = [each for each in self._run.ledger.same_trouble(verdict.onset) if each.trial]
+        last_trial = max(
+            (each.step for each in self._run.ledger.rollbacks if each.trial), default=0
+        )
+        if not past and last_trial > self._run.ledger.accepted_until:
+            self._run.ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
         if order.trial == Trial.UNDO:
             return self._accept(order, verdict, past) if finite else None
@@ -110,25 +105,25 @@ class BetterWeights:
             trial=Trial.UNDO,
         )
         tried = [Trial(each.trial) for each in past]
-        if not tried and self._ledger.accepted >= MAX_ACCEPTED:
+        if not tried and self._run.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = agreed(self._ranks, self.comparisons.unusual(verdict)) if tried else []
-        cuts = self._policy.engine.config.budget.lr_cuts if self._policy.may_limit_lr else 0
+        unusual = agreed(self._run.ranks, self.comparisons.unusual(verdict)) if tried else []
+        cuts = self._run.policy.engine.config.budget.lr_cuts if self._run.policy.may_limit_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
-            from_start=verdict.anchor <= self._restorer.record.first_step,
+            from_start=verdict.anchor <= self._run.record.first_step,
             unusual_steps=bool(unusual),
             may_limit=cuts,
-            can_rewind=self._restorer.loaders.can_rewind,
+            can_rewind=self._data.loaders.can_rewind,
         )
-        trial = agreed(self._ranks, next_trial(tried, facts))  # each reads its own optimizer
+        trial = agreed(self._run.ranks, next_trial(tried, facts))  # each reads its own optimizer
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            states = lr_states(self._driver.engines())
-            return replace(order, lr_at_fault=agreed(self._ranks, highest), lr_states=states)
+            states = lr_states(self._run.driver.engines())
+            return replace(order, lr_at_fault=agreed(self._run.ranks, highest), lr_states=states)
         if trial == Trial.SKIP_BATCHES:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         return order
@@ -138,7 +133,10 @@ class BetterWeights:
     ) -> RollbackRecord | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
         until = self._data.step + 1
-        self._ledger.accepted, self._ledger.accepted_until = self._ledger.accepted + 1, until
+        self._run.ledger.accepted, self._run.ledger.accepted_until = (
+            self._run.ledger.accepted + 1,
+            until,
+        )
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
         order = replace(
@@ -150,13 +148,13 @@ class BetterWeights:
         undone = bool(order.lr_states or order.read_again)
         done = self._roll_back(order) if undone or verdict.anchor < oldest else None
         if done is None:
-            self._driver.load(None, with_lr_states(self._driver.engines(), order.lr_states))
+            self._run.driver.load(None, with_lr_states(self._run.driver.engines(), order.lr_states))
         self.comparisons.accept(until)
         tries = f"after {counted(len(past), 'rollback')}, so the change is taken as intended"
         if not past:
             tries = f"and {MAX_ACCEPTED} places before it came back after all that was tried"
         changes = "what was tried is undone, and " if undone else ""
-        self._log.warning(
+        self._run.log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
             "another rollback for it"

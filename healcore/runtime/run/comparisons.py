@@ -16,7 +16,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from healcore.runtime.driver import Driver
 from healcore.runtime.run.evidence import (
     BEFORE,
     HEARTBEAT,
@@ -31,8 +30,7 @@ from healcore.runtime.run.evidence import (
 )
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import Rates
-from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.story.run_log import RunLog
+from healcore.runtime.run.run_context import RunContext
 
 MAX_ANCHORS = 3
 """Max number of anchors."""
@@ -63,9 +61,8 @@ class Comparisons:
     ranks: reduced losses, alarms and the price.
 
     Args:
-        driver, ranks, log: of the run.
+        run: what the parts of the run share.
         loss_fn: the user's function, or None to compare nothing.
-        threshold: evidence for a rollback, `[rollback] evidence` of the policy.
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
         rates: returns the learning rates in force.
@@ -73,14 +70,11 @@ class Comparisons:
 
     def __init__(
         self,
-        *,
-        driver: Driver,
+        run: RunContext,
         loss_fn: Callable[..., Any] | None,
-        ranks: Ranks,
-        threshold: float,
+        *,
         interval: int,
         warn: Callable[[str], object],
-        log: RunLog,
         rates: Callable[[], Rates],
     ) -> None:
         self.state = ComparisonState()
@@ -89,11 +83,11 @@ class Comparisons:
         """Step before which weights are neither compared nor copied."""
         self.steps_are_windows = False
         """Whether each step ends an accumulation. The next one may have begun since."""
-        self.loss_function = LossFunction(loss_fn, driver, ranks, warn)
-        self._driver, self._threshold, self._interval, self._log = driver, threshold, interval, log
+        self.loss_function = LossFunction(loss_fn, run.driver, run.ranks, warn)
+        self._run, self._interval, self._threshold = run, interval, run.policy.rollback.evidence
         self._rates_in_force = rates
         self._history = StepHistory()
-        self._credit = Credit(ranks)
+        self._credit = Credit(run.ranks)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -127,7 +121,7 @@ class Comparisons:
             self.loss_function.function = None
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-            self._log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
+            self._run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
         known = self.state.healthy_rates
@@ -137,7 +131,7 @@ class Comparisons:
             return
         level, spread = self._history.level() or (None, 0.0)
         new = Anchor(step, level=level, spread=spread)
-        new.weights = self._driver.copy_weights()
+        new.weights = self._run.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
             older = [min(older, key=lambda anchor: (anchor.level_or_inf, -anchor.step))]
@@ -312,7 +306,7 @@ class Comparisons:
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not (self.steps_are_windows or self._driver.may_save(self._interval)):
+        if not (self.steps_are_windows or self._run.driver.may_save(self._interval)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
@@ -364,8 +358,10 @@ class Comparisons:
             return self._verdict(index, self._newest_better(anchor), compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
-            self._log.assessment(index, onset, "recovered")
-            self._log.info(f"step {index}: the run has recovered from the damage of step {onset}")
+            self._run.log.assessment(index, onset, "recovered")
+            self._run.log.info(
+                f"step {index}: the run has recovered from the damage of step {onset}"
+            )
             self._forget_trouble()
         return None
 
@@ -389,8 +385,8 @@ class Comparisons:
             other.evidence, other.onset = 1.0, None
             if other.step == verdict.anchor:
                 other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
-        self._log.assessment(verdict.index, verdict.onset, "worse")
-        self._log.warning(
+        self._run.log.assessment(verdict.index, verdict.onset, "worse")
+        self._run.log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
             f"at step {verdict.due}, or at the end of the data"

@@ -42,8 +42,13 @@ class Loop:
         has_trainer: bool,
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
-        self.policy, self.driver, self.log = recovery.policy, recovery.driver, recovery.log
-        self.record = recovery.saver.record
+        run = recovery.run
+        self.policy, self.driver, self.log, self.record = (
+            run.policy,
+            run.driver,
+            run.log,
+            run.record,
+        )
         self.group, self.claim = group, claim
         self.guard = HangGuard(self.policy, group.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)

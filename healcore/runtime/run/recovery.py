@@ -38,14 +38,10 @@ class Recovery:
         self, restorer: Restorer, hooks: Hooks, loss_fn: Callable[..., Any] | None
     ) -> None:
         self.restorer, self.saver = restorer, restorer.saver
-        self.data, self.ledger = self.saver.data, restorer.ledger
-        self.policy, self.driver = restorer.policy, restorer.driver
-        self.ranks, self.log = restorer.ranks, restorer.log
+        self.run, self.data = restorer.run, restorer.data
         self.reader, self.monitor = DelayedReader(), IncidentMonitor(self.saver, hooks)
-        self._host_rules = HostRules(self.policy.rules, self.policy.engine.config)
-        self.better_weights = BetterWeights(
-            self.data, restorer, self.monitor, self.roll_back, loss_fn
-        )
+        self._host_rules = HostRules(self.run.policy.rules, self.run.policy.engine.config)
+        self.better_weights = BetterWeights(restorer, self.monitor, self.roll_back, loss_fn)
         self.comparisons = self.saver.comparisons = self.better_weights.comparisons
         self._checked = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
@@ -60,7 +56,7 @@ class Recovery:
         self.data.step += self.reader.count_correction()
         records = [self._host_rules.ordered(each) for each in step.records]
         step = step._replace(records=self.monitor.metrics.compared(records))
-        self.log.records(step.index, step.records)
+        self.run.log.records(step.index, step.records)
         return self.monitor.process(step)
 
     def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
@@ -82,9 +78,9 @@ class Recovery:
         row, from_start = self.monitor.nonfinite_row, self.monitor.never_finite
         due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
         ordered = order is not None and order.action & _SERIOUS
-        if self.policy.observes or not (due or (from_start and ordered)):
+        if self.run.policy.observes or not (due or (from_start and ordered)):
             return
-        weights, record = self.driver.nonfinite_weights(), self.monitor.nonfinite_record
+        weights, record = self.run.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
             self.stop(nonfinite_row_text(record, row, weights, from_start))
 
@@ -124,9 +120,9 @@ class Recovery:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
         # refund it, and rollbacks by a hook do not use it.
-        reach = max(self.policy.budget.refund_after, 1)
-        count = len(self.ledger.same_trouble(order.onset, reach))
-        if count < max(self.policy.budget.recoveries, 1):
+        reach = max(self.run.policy.budget.refund_after, 1)
+        count = len(self.run.ledger.same_trouble(order.onset, reach))
+        if count < max(self.run.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
         if not needs_evidence or not self.is_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
@@ -134,14 +130,14 @@ class Recovery:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
-        if not self.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
+        if not self.run.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
             return False
-        rules = self.policy.engine.config.rules
+        rules = self.run.policy.engine.config.rules
         return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
     def is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
-        return all(self.ranks.gather(self.driver.finite()))
+        return all(self.run.ranks.gather(self.run.driver.finite()))
 
     def _is_damaged(self, order: Order) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
@@ -149,7 +145,7 @@ class Recovery:
             return False
         if not self.is_finite():
             return True
-        judges_state = self.policy.rollback.nonfinite_state == "rollback"
+        judges_state = self.run.policy.rollback.nonfinite_state == "rollback"
         return (
             judges_state
             and not self.monitor.has_micro_steps
@@ -157,7 +153,7 @@ class Recovery:
         )
 
     def _assess(self, order: Order, verdict: str, by: str) -> None:
-        self.log.assessment(order.index, order.onset, verdict, by, cause=Cause(order.cause))
+        self.run.log.assessment(order.index, order.onset, verdict, by, cause=Cause(order.cause))
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
@@ -167,25 +163,25 @@ class Recovery:
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
             cause = flag_names(names(Cause(order.cause)))
-            self.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
+            self.run.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
 
     def _with_measures(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.ledger.same_trouble(order.onset, self.policy.rollback.region)
+        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if not order.forced:
-            rollback = self.policy.engine.config.rollback
+            rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        return replace(order, lr_at_fault={}) if self.policy.may_limit_lr and past else order
+        return replace(order, lr_at_fault={}) if self.run.policy.may_limit_lr and past else order
 
     def _stop_reason(self, order: Order) -> str:
         if order.arrays:
             return nonfinite_save(order)
         if order.forced:
             return "an on_incident hook stopped it"
-        engines = self.driver.engines().values()
+        engines = self.run.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
@@ -198,7 +194,7 @@ class Recovery:
         the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
         are saved first for this check.
         """
-        policy, step, ledger = self.policy, self.data.step, self.ledger
+        policy, step, ledger = self.run.policy, self.data.step, self.run.ledger
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.read_nonfinite()
@@ -224,7 +220,7 @@ class Recovery:
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
         if harmless and self.is_finite():
-            self.log.problem(
+            self.run.log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
@@ -233,7 +229,7 @@ class Recovery:
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
         observed = policy.observes
-        self.log.event(
+        self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=observed
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
@@ -247,7 +243,7 @@ class Recovery:
         unread = list(self.reader.due(all=True))
         self.data.step += self.reader.count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
-        self.ledger.skips += skips
+        self.run.ledger.skips += skips
         if order.better is None:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
@@ -257,8 +253,8 @@ class Recovery:
             if order.better is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
-            self.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
-            self.ledger.skips -= skips
+            self.run.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
+            self.run.ledger.skips -= skips
             for late in unread:
                 self.process(late)
             return None
@@ -277,13 +273,13 @@ class Recovery:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
         for step in self.reader.due(all=True):
             self.data.step += self.reader.count_correction()
-            self.log.records(step.index, step.records)
+            self.run.log.records(step.index, step.records)
             self.monitor.metrics.add(step.records)
-            self.ledger.skips += any(each.skip for each in step.records)
+            self.run.ledger.skips += any(each.skip for each in step.records)
 
     def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""
-        rollback = self.log.event(
+        rollback = self.run.log.event(
             "rollback",
             step=done.step,
             number=done.number,
@@ -298,16 +294,16 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
-            moments_reset=self.policy.rollback.reset_moments or None,
+            moments_reset=self.run.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
-        self.log.event("data", step=done.target, outcome=data, rewound=not why_not)
+        self.run.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
         if done.better is not None:
             cause = f"the weights of step {done.better} are better on the same batches"
-        self.log.warning(
+        self.run.log.warning(
             f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
             f"data {data}"
         )
@@ -322,7 +318,9 @@ class Recovery:
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
         text, good, cause = explain(end), end.last_good, fault or None
-        self.log.event("stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause)
+        self.run.log.event(
+            "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
+        )
         raise RunStopped(text, why, good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
@@ -331,7 +329,7 @@ class Recovery:
         path = next((each.path for each in self.listed() if each.step == good), None)
         saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
-            self.log.run,
+            self.run.log.run,
             ending,
             self.data.step,
             self.monitor.counts(),
@@ -340,7 +338,7 @@ class Recovery:
             lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
-            probation=self.policy.rollback.probation if saves else None,
+            probation=self.run.policy.rollback.probation if saves else None,
             not_finite=tuple(self.saver.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,

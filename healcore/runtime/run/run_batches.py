@@ -17,13 +17,11 @@ from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.evidence import ObservedBatch
-from healcore.runtime.run.record import HostParts, HostState, RunRecord
+from healcore.runtime.run.record import HostParts, HostState
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import TerminationWatch
-from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import Ranks
-from healcore.runtime.story.run_log import RunLog
 
 
 class _Unreadable(NamedTuple):
@@ -37,10 +35,11 @@ class _Unreadable(NamedTuple):
 class RunBatches:
     """Reads batches, counts steps, and assigns batches to steps.
 
-    `host` has the random generators that loaders draw from, and `record` the loaders' batch sizes.
     `keeps_batches` says whether weights are compared on the batches.
 
     Attributes:
+        loaders: the loaders and their positions.
+        host: the random generators that loaders draw from.
         step: steps done. A rollback decreases the number.
         steps_taken: steps of this process, including steps that a rollback has undone.
         had_completed: whether the run in the store had completed, and this process has its last
@@ -49,28 +48,16 @@ class RunBatches:
     """
 
     def __init__(
-        self,
-        *,
-        loaders: LoaderRegistry,
-        host: HostState,
-        policy: HostPolicy,
-        ranks: Ranks,
-        termination: TerminationWatch,
-        log: RunLog,
-        record: RunRecord,
-        keeps_batches: bool = False,
+        self, run: RunContext, termination: TerminationWatch, *, keeps_batches: bool
     ) -> None:
-        self.loaders = loaders
-        self.host = host
+        self.loaders = LoaderRegistry()
+        self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.current: RunLoader | None = None
-        self._termination = termination
-        self._log = log
-        self._record = record
-        self._policy = policy
-        self._single_rank, self._rank = ranks.world == 1, ranks.rank
+        self._run, self._termination = run, termination
+        self._single_rank = run.ranks.world == 1
         self._reads = self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
         self._keeps_batches = keeps_batches
@@ -104,12 +91,12 @@ class RunBatches:
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
         """
-        return 0 < self.passes >= self._record.passes and self.loaders.at_epochs
+        return 0 < self.passes >= self._run.record.passes and self.loaders.at_epochs
 
     def begin(self, loader: Any, *args: Any) -> RunLoader:
         """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
         self.passes += 1
-        self._record.passes = max(self._record.passes, self.passes)
+        self._run.record.passes = max(self._run.record.passes, self.passes)
         epoch = args[1] if len(args) > 1 else None
         saved = self.loaders.saved(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
@@ -117,20 +104,20 @@ class RunBatches:
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
             self._repeated = None if begun.trains else begun
-        before = {*self._record.settings}
-        change = change_of_batch_size(self._record.settings, begun.number, loader)
-        if new := {n: v for n, v in self._record.settings.items() if n not in before}:
-            self._log.event("data", step=self.step, outcome="a loader is read", settings=new)
+        before = {*self._run.record.settings}
+        change = change_of_batch_size(self._run.record.settings, begun.number, loader)
+        if new := {n: v for n, v in self._run.record.settings.items() if n not in before}:
+            self._run.log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
-            self._log.problem(
+            self._run.log.problem(
                 self.step,
                 f"{change} (saved -> given): the loader continues at the same number of batches, "
                 "which is another position in the data; to start from the first batch, pass an "
                 "empty directory",
             )
         for line in self.loaders.notices:
-            self._log.event("data", step=self.step, outcome=line)
-            self._log.info(f"data: {line}")
+            self._run.log.event("data", step=self.step, outcome=line)
+            self._run.log.info(f"data: {line}")
         self.loaders.notices.clear()
         return begun
 
@@ -183,10 +170,10 @@ class RunBatches:
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
-        skips = "skip_batch" in self._policy.answers(Cause.DATA)
+        skips = "skip_batch" in self._run.policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        limits, failed = self._policy.skip_batch, self._failed_reads
+        limits, failed = self._run.policy.skip_batch, self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
@@ -215,10 +202,10 @@ class RunBatches:
             loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the batch before comes again in its place"
-        if self._rank:  # only rank 0 has a log
-            console.warning(f"rank {self._rank}: step {self.step}: {problem}")
+        if self._run.ranks.rank:  # only rank 0 has a log
+            console.warning(f"rank {self._run.ranks.rank}: step {self.step}: {problem}")
         rows = batch.rows and [batch.rows]
-        self._log.fault(
+        self._run.log.fault(
             self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
         )
 
@@ -236,22 +223,22 @@ class RunBatches:
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
         if batches := [list(each) for each in loader.skipped()]:
-            self._log.event("skipped_batches", step=self.step, batches=batches)
+            self._run.log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
-            self._log.info(f"step {self.step}: {text} skipped")
+            self._run.log.info(f"step {self.step}: {text} skipped")
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""
-        return Retries(name, self._policy, self._report_attempt, self._termination.sleep)
+        return Retries(name, self._run.policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         line, number, fault, wait = attempt
         if fault is None:
-            self._log.event("retried", step=self.step, attempt=number, why=line)
-            self._log.info(line)
+            self._run.log.event("retried", step=self.step, attempt=number, why=line)
+            self._run.log.info(line)
             return
         answer = None if wait is None else "retry"
-        self._log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
+        self._run.log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.

@@ -15,16 +15,15 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from healcore.runtime.driver import Driver
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.record import HOST_ITEM, RunRecord
+from healcore.runtime.run.record import HOST_ITEM
 from healcore.runtime.run.run_batches import RunBatches
-from healcore.runtime.run_options import Checkpoints, HostPolicy
+from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run_options import Checkpoints
 from healcore.runtime.store import (
     CheckpointDamaged,
     CheckpointNotFound,
-    CheckpointStore,
     Keep,
     Saved,
     SaveFailed,
@@ -33,9 +32,8 @@ from healcore.runtime.store import (
     superfluous,
 )
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import Ranks, on_first
+from healcore.runtime.store.ranks import on_first
 from healcore.runtime.store.saved import disallowed
-from healcore.runtime.story.run_log import RunLog
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -51,8 +49,8 @@ class Saver:
     """Saves and deletes the checkpoints of one run.
 
     Args:
+        run: what the parts of the run share.
         data: has the step and the loaders of the run.
-        record: the facts of the run, without the facts at a step.
         options: steps between two saves, and the numbers of checkpoints to keep.
 
     Attributes:
@@ -65,22 +63,9 @@ class Saver:
 
     comparisons: Comparisons
 
-    def __init__(
-        self,
-        data: RunBatches,
-        record: RunRecord,
-        *,
-        policy: HostPolicy,
-        driver: Driver,
-        store: CheckpointStore,
-        ranks: Ranks,
-        log: RunLog,
-        options: Checkpoints,
-    ) -> None:
-        self.data, self.record, self.ledger = data, record, record.ledger
-        self.policy, self.driver, self.store = policy, driver, store
-        self.ranks, self.log = ranks, log
-        probation = policy.rollback.probation
+    def __init__(self, run: RunContext, data: RunBatches, options: Checkpoints) -> None:
+        self.run, self.data, self.store = run, data, run.store
+        probation = run.policy.rollback.probation
         self.every = options.every or probation
         candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
         self._keep = options.keep or Keep(candidates=candidates, older=True)
@@ -88,7 +73,7 @@ class Saver:
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self.unsaved: dict[int, str] = {}
-        self._resumes_exactly = store.durable and ranks.world == 1
+        self._resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
@@ -111,15 +96,15 @@ class Saver:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
-        return {**self.driver.state(), HOST_ITEM: self.data.host}
+        return {**self.run.driver.state(), HOST_ITEM: self.data.host}
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
-            self.record,
+            self.run.record,
             step=step,
-            world=self.ranks.world,
-            engines=self.driver.engines(),
+            world=self.run.ranks.world,
+            engines=self.run.driver.engines(),
             left_out=self.data.loaders.skipped_by_loader(),
             forward=self.data.loaders.forward_positions(),
             comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
@@ -133,7 +118,7 @@ class Saver:
 
     def listed(self) -> list[Saved]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self.record.attempt_history.judged(self.store.steps())
+        saves = self.run.record.attempt_history.judged(self.store.steps())
         return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int) -> None:
@@ -149,9 +134,9 @@ class Saver:
             saves = [each for each in self.listed() if each.status != "abandoned"]
             self._finite = {each.step: each.finite for each in saves}
             self._never_deleted = {at for at in self._finite if at > step}
-        self._pruned = min(self._pruned, step, self.record.proven)
-        self.record.attempts.append(step)
-        self.record.proven = min(self.record.proven, step)
+        self._pruned = min(self._pruned, step, self.run.record.proven)
+        self.run.record.attempts.append(step)
+        self.run.record.proven = min(self.run.record.proven, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         self._saved = step
 
@@ -163,12 +148,12 @@ class Saver:
     @property
     def last_good_step(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return max((at for at in self.restorable if at <= self.record.proven), default=None)
+        return max((at for at in self.restorable if at <= self.run.record.proven), default=None)
 
     @property
     def on_probation(self) -> list[int]:
         """Steps of the checkpoints whose probation is not over, ascending."""
-        return sorted(at for at in self._finite if at > self.record.proven)
+        return sorted(at for at in self._finite if at > self.run.record.proven)
 
     # -- when to save ---------------------------------------------------------------------------
 
@@ -177,7 +162,7 @@ class Saver:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        step, saved, may_save = self.data.step, self._saved, self.driver.may_save(self.every)
+        step, saved, may_save = self.data.step, self._saved, self.run.driver.may_save(self.every)
         if step - saved >= self._next_warning:
             self._next_warning *= 2
             why = "alarms delay the save"
@@ -188,7 +173,7 @@ class Saver:
                 why += "Checkpoints(every=N) saves every N steps"
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
             if self._affords or not self._price_reported:
-                self.log.problem(step, line)
+                self.run.log.problem(step, line)
             self._price_reported |= not self._affords
         return self._intervals > 0 and not self.delayed and may_save and self._is_affordable()
 
@@ -201,7 +186,7 @@ class Saver:
         interval = self.data.step // self.every
         if interval != self._interval and self._has_budget:
             allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
-            self._affords = not any(self.ranks.gather(self._saving_s > allowed))
+            self._affords = not any(self.run.ranks.gather(self._saving_s > allowed))
             self._interval = interval
         return self._affords
 
@@ -217,12 +202,12 @@ class Saver:
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        return self._recent_alarm and self._intervals <= 1 and not self.policy.observes
+        return self._recent_alarm and self._intervals <= 1 and not self.run.policy.observes
 
     @property
     def _recent_alarm(self) -> bool:
         first = self.data.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self.ledger.unhealthy[-1:])
+        return any(step >= first for step in self.run.ledger.unhealthy[-1:])
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -266,9 +251,11 @@ class Saver:
             self._saved_once = self._finite[step] = True
             self._lost.discard(step)
             self.unsaved.pop(step, None)
-            self.log.event("save", step=step, why=why, seconds=round(time.monotonic() - began, 6))
-        if self.record.proven > self._pruned:
-            self._pruned = self.record.proven
+            self.run.log.event(
+                "save", step=step, why=why, seconds=round(time.monotonic() - began, 6)
+            )
+        if self.run.record.proven > self._pruned:
+            self._pruned = self.run.record.proven
             self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -279,8 +266,8 @@ class Saver:
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first: nothing is deleted for a damaged one.
         """
-        attempts, ledger = self.record.attempt_history, self.ledger
-        last = ledger.same_trouble(ledger.next_step, self.policy.rollback.region)[-1:]
+        attempts, ledger = self.run.record.attempt_history, self.run.ledger
+        last = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)[-1:]
         target = last[0].target if last else 0
         stays = self.store.ring.protected | self._never_deleted | {each.target for each in last}
 
@@ -318,10 +305,10 @@ class Saver:
         """
         self.report_failures()
         self._read_deletions()
-        if not self.ledger.open:
+        if not self.run.ledger.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            self.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+            self.run.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
@@ -330,14 +317,14 @@ class Saver:
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
-        now = int(min(before, self.ledger.next_step))
+        now = int(min(before, self.run.ledger.next_step))
         for step in self.on_probation:
-            if self.ledger.healthy_steps(step, now) < self.policy.rollback.probation:
+            if self.run.ledger.healthy_steps(step, now) < self.run.policy.rollback.probation:
                 break
-            self.record.proven = step
+            self.run.record.proven = step
             self.read_nonfinite()
             if self._finite[step]:
-                self.log.event("good", step=step)
+                self.run.log.event("good", step=step)
 
     def _read_deletions(self) -> None:
         while self._deletions:
@@ -348,7 +335,7 @@ class Saver:
                 lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
-                self.log.event("problem", step=self.ledger.next_step, problem=str(result))
+                self.run.log.event("problem", step=self.run.ledger.next_step, problem=str(result))
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
     def report_failures(self) -> None:
@@ -358,24 +345,24 @@ class Saver:
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
                 self.report_damage(error)
-                self.log.warning(f"{error}; another copy was used")
+                self.run.log.warning(f"{error}; another copy was used")
             else:
-                self.log.problem(self.data.step, f"{error}; the copies in memory are used")
+                self.run.log.problem(self.data.step, f"{error}; the copies in memory are used")
 
     def _save_failed(self, step: int, error: Exception) -> None:
         if step not in self.store.ring.copies:
             self._finite.pop(step, None)
         self.unsaved[step] = str(error)
         self._failures += 1
-        self.log.event("save_failed", step=step, problem=str(error))
+        self.run.log.event("save_failed", step=step, problem=str(error))
         if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
-            self.log.warning(f"checkpoint {step} was not saved: {error}")
+            self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
         if error.path == MEMORY or all(each.path != error.path for each in self.damage):
             self.damage.append(error)
-            self.log.event("damaged", step=error.step, problem=str(error))
+            self.run.log.event("damaged", step=error.step, problem=str(error))
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
@@ -390,9 +377,9 @@ class Saver:
             if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-            self.log.event("problem", step=step, problem=problem)
+            self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
-                self.log.warning(
+                self.run.log.warning(
                     f"{problem}: it can never be known-good. A skipped step does not undo changes "
                     "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
                     "nonfinite_ok"
@@ -410,7 +397,7 @@ class Saver:
     def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
         due = self.data.step != self._saved and self._recent_alarm
-        if due and self.driver.may_save(self.every) and not self.driver.finite():
+        if due and self.run.driver.may_save(self.every) and not self.run.driver.finite():
             self.save("last")
 
     def save_last(self, *, completed: bool) -> None:
@@ -424,10 +411,10 @@ class Saver:
             self.wait()
             if step not in self.unsaved:
                 return
-        if not self.driver.may_save(self.every):
+        if not self.run.driver.may_save(self.every):
             lost = "the gradients since the last optimizer step are not saved"
             lost = lost if completed else f"a restart resumes from step {self._saved}"
-            self.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
         with nullcontext() if completed else self._before_batches():
@@ -438,9 +425,9 @@ class Saver:
 
         A restart resumes from this checkpoint, which has passed no probation.
         """
-        if self.ledger.open or self._recent_alarm:
+        if self.run.ledger.open or self._recent_alarm:
             return "the last steps had an alarm"
-        if not self.driver.finite():
+        if not self.run.driver.finite():
             return "the weights are not finite"
         if self.data.within_batch:
             return "the updates on this batch have not ended"
@@ -461,7 +448,7 @@ class Saver:
         if not self._resumes_exactly or not (unused or loaders.current is None):
             yield
             return
-        if why_not := self.driver.undo_window():
+        if why_not := self.run.driver.undo_window():
             raise StoreError(why_not)
         position = loaders.position_after_step()
         if position is None:
@@ -470,5 +457,5 @@ class Saver:
             yield
         if unused:
             line = "batches that were read for the next step come again after a restart"
-            self.log.event("data", step=self.data.step, outcome=line)
-            self.log.info(f"step {self.data.step}: {line}")
+            self.run.log.event("data", step=self.data.step, outcome=line)
+            self.run.log.info(f"step {self.data.step}: {line}")

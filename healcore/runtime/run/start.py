@@ -11,14 +11,14 @@ from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.record import HostState, RunRecord
+from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_batches import RunBatches
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
@@ -142,30 +142,11 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         trackers=trackers,
         hooks=options.hooks,
     )
-    loaders, record = LoaderRegistry(), RunRecord()
     loss_fn = options.loss_fn if policy.rolls_back else None
-    data = RunBatches(
-        loaders=loaders,
-        host=HostState(loaders.position),
-        policy=policy,
-        ranks=ranks,
-        termination=group.termination,
-        log=log,
-        record=record,
-        keeps_batches=loss_fn is not None,
-    )
-    saver = Saver(
-        data,
-        record,
-        policy=policy,
-        driver=driver,
-        store=store,
-        ranks=ranks,
-        log=log,
-        options=options.checkpoints,
-    )
+    run = RunContext(policy, driver, store, ranks, log, RunRecord())
+    data = RunBatches(run, group.termination, keeps_batches=loss_fn is not None)
     return Loop(
-        recovery=Recovery(Restorer(saver), options.hooks, loss_fn),
+        recovery=Recovery(Restorer(Saver(run, data, options.checkpoints)), options.hooks, loss_fn),
         group=group,
         claim=own_claim,
         has_trainer=bool(run_settings.trainer_settings(options.state)),
@@ -322,7 +303,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
         saver.begin_attempt(data.step)
     record.settings = record.settings or settings
     recovery.monitor.read_engines()
-    recovery.comparisons.silent_until = recovery.ledger.accepted_until
+    recovery.comparisons.silent_until = loop.record.ledger.accepted_until
     if resume:  # otherwise the first save does it
         saver.keep_anchor()
     else:

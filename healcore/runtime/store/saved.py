@@ -204,7 +204,7 @@ class Keep(NamedTuple):
         return self.good + self.candidates
 
     def checked(self) -> Keep:
-        """Returns itself, or raises StoreError for an invalid number."""
+        """Itself. Raises StoreError for an invalid number."""
         for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)
             if type(value) is not int or value < least:

@@ -15,6 +15,7 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.record import HOST_ITEM, HostState, RunRecord
 from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import Checkpoints, HostPolicy
 from healcore.runtime.store import (
@@ -131,9 +132,9 @@ class Process:
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
         host = HostState(self.loaders.position)
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
-        parts: dict[str, Any] = {"policy": POLICY, "driver": Nothing(), "store": store, "log": log}
-        options = Checkpoints(every=EVERY, keep=KEEP)
-        self.saver = Saver(self.data, facts, ranks=Alone(), options=options, **parts)
+        driver: Any = Nothing()
+        run = RunContext(POLICY, driver, store, Alone(), log, facts)
+        self.saver = Saver(run, self.data, Checkpoints(every=EVERY, keep=KEEP))
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
         self.saver.comparisons = no_comparisons
         self.restorer = Restorer(self.saver)

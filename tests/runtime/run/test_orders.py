@@ -23,8 +23,9 @@ from healcore.runtime.run.orders import (
     TroubleFacts,
     next_trial,
 )
-from healcore.runtime.run.record import Ledger
+from healcore.runtime.run.record import Ledger, RunRecord
 from healcore.runtime.run.rollback_target import choose_checkpoints
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
@@ -125,14 +126,15 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 
 @pytest.fixture
 def monitor() -> IncidentMonitor:
-    log, driver = RunLog(Log(None), console=True), SimpleNamespace(learning_rates=dict)
-    run = {"policy": HostPolicy.of("default"), "ranks": Alone(), "log": log, "driver": driver}
-    saver: Any = SimpleNamespace(**run, ledger=Ledger(), every=0)
+    log = RunLog(Log(None), console=True)
+    driver: Any = SimpleNamespace(learning_rates=dict)
+    run = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+    saver: Any = SimpleNamespace(run=run, every=0)
     return IncidentMonitor(saver, Hooks())
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    for index in range(monitor.ledger.next_step, monitor.ledger.next_step + number):
+    for index in range(monitor.run.ledger.next_step, monitor.run.ledger.next_step + number):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
 
@@ -175,7 +177,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
     steps(monitor, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor.log.run.incidents
+    (incident,) = monitor.run.log.run.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 

@@ -8,6 +8,9 @@ from typing import Any
 from healcore.events import Log
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
+from healcore.runtime.run.record import RunRecord
+from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.story.run_log import RunLog
 
@@ -49,16 +52,10 @@ class Run:
         self.loss_fn = loss_fn
         self.interval = interval
         driver: Any = self.driver
-        self.comparisons = Comparisons(
-            driver=driver,
-            loss_fn=loss_fn,
-            ranks=Alone(),
-            threshold=1e4,
-            interval=interval,
-            warn=self.warnings.append,
-            log=log,
-            rates=lambda: {"optimizer": self.driver.rate},
-        )
+        run = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+        rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
+        warn = self.warnings.append
+        self.comparisons = Comparisons(run, loss_fn, interval=interval, warn=warn, rates=rates)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.keep(0, self.restorable)

@@ -1,0 +1,29 @@
+"""`RunContext`: what all parts of one run share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from healcore.runtime.driver import Driver
+from healcore.runtime.run.record import Ledger, RunRecord
+from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.story.run_log import RunLog
+
+
+class RunContext(NamedTuple):
+    """What all parts of one run share. No part replaces one of these objects."""
+
+    policy: HostPolicy
+    driver: Driver
+    store: CheckpointStore
+    ranks: Ranks
+    log: RunLog
+    record: RunRecord
+    """The facts of the run, without the facts at a step."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger in the record."""
+        return self.record.ledger
