@@ -12,22 +12,35 @@ def flushed(square: float) -> float:
     return square if square >= 1e-30 else 0.0
 
 
-class LossWindow(Detector):
+class Limit(Detector):
+    """Begins anew at a restart. Rests where a value is not finite, and at a norm of 0."""
+
+    signal = "loss"
+    positive = False
+
+    def see(self, step: Any) -> Finding:
+        x = getattr(step, self.signal)
+        if step.restart:
+            self.begin()
+        if not step.finite or (self.positive and x <= 0):
+            return self.found(False)
+        return self.judge(x)
+
+    def judge(self, x: float) -> Finding:
+        raise NotImplementedError
+
+
+class LossWindow(Limit):
     """A list of the last values, outliers among them as their limit."""
 
-    cause, signal = Cause.LOSS_SPIKE, "loss"
+    cause = Cause.LOSS_SPIKE
 
     def begin(self) -> None:
         self.held: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> Finding:
-        c, x = self.config, getattr(step, self.signal)
-        if step.restart:
-            self.begin()
-        if not step.finite:
-            return self.found(False)
-        limit = self._limit()
+    def judge(self, x: float) -> Finding:
+        c, limit = self.config, self._limit()
         alarm = limit is not None and self.ties.above(x, limit, *map(abs, self.held))
         self.row = self.row + 1 if alarm else 0
         self.held = [*self.held, limit if alarm and limit is not None else x][-c.window :]
@@ -50,22 +63,18 @@ class GradWindow(LossWindow):
     cause, signal = Cause.GRAD_SPIKE, "norm"
 
 
-class GradEma(Detector):
+class GradEma(Limit):
     """Weights that decay with each accepted norm: written out, not as a recursion."""
 
-    cause = Cause.GRAD_SPIKE
+    cause, signal, positive = Cause.GRAD_SPIKE, "norm", True
 
     def begin(self) -> None:
         self.count = 0
         self.weight = self.mean = self.var = 0.0
         self.watch = Watch(self.config.shift, self.ties)
 
-    def see(self, step: Any) -> Finding:
-        c, x = self.config, step.norm
-        if step.restart:
-            self.begin()
-        if not step.finite or x <= 0:
-            return self.found(False)
+    def judge(self, x: float) -> Finding:
+        c = self.config
         if self.count < c.warmup_steps:
             if self.count:
                 x, forget = warmup(x, self.mean, self.ties)
@@ -103,21 +112,17 @@ class GradEma(Detector):
         self.weight, self.mean = after, mean
 
 
-class GradCeiling(Detector):
+class GradCeiling(Limit):
     """A list of the first norms."""
 
-    cause = Cause.GRAD_SPIKE
+    cause, signal, positive = Cause.GRAD_SPIKE, "norm", True
 
     def begin(self) -> None:
         self.first: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> Finding:
-        c, x = self.config, step.norm
-        if step.restart:
-            self.begin()
-        if not step.finite or x <= 0:
-            return self.found(False)
+    def judge(self, x: float) -> Finding:
+        c = self.config
         known = len(self.first) >= c.first_steps
         alarm = c.ceiling is not None and x > c.ceiling
         if c.first_ratio is not None and known:
@@ -131,7 +136,7 @@ class GradCeiling(Detector):
         return self.found(alarm, sustained)
 
 
-class LossRatio(Detector):
+class LossRatio(Limit):
     """A list of the accepted losses; the mean of the last of them."""
 
     cause = Cause.LOSS_SPIKE
@@ -141,12 +146,8 @@ class LossRatio(Detector):
         self.row = 0
         self.last = 0.0
 
-    def see(self, step: Any) -> Finding:
-        c, x = self.config, step.loss
-        if step.restart:
-            self.begin()
-        if not step.finite:
-            return self.found(False)
+    def judge(self, x: float) -> Finding:
+        c = self.config
         if self._judge(x):
             self.row += 1
             finding = self.found(True, self.row >= c.sustain)
@@ -171,7 +172,7 @@ class LossRatio(Detector):
         return self.ties.above(x - mean, c.ratio * size, x, size) and x > self.last
 
 
-class LossCeiling(Detector):
+class LossCeiling(Limit):
     """The losses of the first steps."""
 
     cause = Cause.DIVERGENCE
@@ -180,12 +181,8 @@ class LossCeiling(Detector):
         self.first: list[float] = []
         self.row = 0
 
-    def see(self, step: Any) -> Finding:
-        c, x = self.config, step.loss
-        if step.restart:
-            self.begin()
-        if not step.finite:
-            return self.found(False)
+    def judge(self, x: float) -> Finding:
+        c = self.config
         if len(self.first) < c.first_steps:
             self.first.append(x)
             self.row = 0
