@@ -323,28 +323,3 @@ def sentence(event: EventRecord) -> str:
     """The sentence of an event, or an empty string if its kind has none."""
     write = KINDS[event.kind].sentence if event.kind in KINDS else ""
     return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of one line of an events file.
-
-    The schema accepts unknown kinds and fields, which a later version may add.
-    """
-    from healcore.events.models import EventRecord
-
-    exported = EventRecord.model_json_schema()
-    for field in exported["properties"].values():
-        field.pop("default", None)  # a field without a value is absent, never null
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"healcore events, schema {SCHEMA}",
-        **{name: exported[name] for name in ("type", "properties", "$defs")},
-        "required": list(ENVELOPE),
-        "allOf": [
-            {
-                "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
-                "then": {"description": kind.about, "required": list(kind.required)},
-            }
-            for name, kind in KINDS.items()
-        ],
-    }

@@ -5,8 +5,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from healcore.events.schema import KINDS, json_schema
+from healcore.events.models import EventRecord
+from healcore.events.schema import ENVELOPE, KINDS, SCHEMA
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- kinds: begin (written by python -m tests.events.page_tables) -->"
@@ -23,6 +25,29 @@ def written(page: str) -> str:
     rows = (f"`{name}` | {kind.about.replace(JUDGED, ' *')}" for name, kind in KINDS.items())
     table = "\n".join([*HEAD, *rows])
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of one line of an events file.
+
+    The schema accepts unknown kinds and fields, which a later version may add.
+    """
+    exported = EventRecord.model_json_schema()
+    for field in exported["properties"].values():
+        field.pop("default", None)  # a field without a value is absent, never null
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"healcore events, schema {SCHEMA}",
+        **{name: exported[name] for name in ("type", "properties", "$defs")},
+        "required": list(ENVELOPE),
+        "allOf": [
+            {
+                "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
+                "then": {"description": kind.about, "required": list(kind.required)},
+            }
+            for name, kind in KINDS.items()
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import jsonschema
 
 from healcore.core.decision import Action, Cause, Evidence, Readings
 from healcore.events import schema
+from tests.events.page_tables import json_schema
 
-EXPORTED = schema.json_schema()
+EXPORTED = json_schema()
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
