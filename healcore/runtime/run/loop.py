@@ -168,7 +168,8 @@ class Loop:
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
-        self.check_count()
+        if self.own_snapshot:
+            self.check_count()
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()
@@ -181,7 +182,8 @@ class Loop:
         self.guard.pause()
         self.polled = True
         self.count_dispatch()
-        self.begin()
+        if self.own_snapshot or not self._begun:
+            self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
         if last:
