@@ -14,7 +14,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.evidence import ObservedBatch
 from healcore.runtime.run.record import HostParts, HostState
@@ -203,7 +203,10 @@ class RunBatches:
     def _skip(self, loader: RunLoader, skip: _Unreadable) -> None:
         """Skips the batch, unless another batch has replaced it, and logs the fault."""
         batch, fault, error = skip
-        problem = f"{batch} cannot be read: {_one_line(error)}"
+        # torch puts the traceback of a loader's worker into the message.
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+        problem = f"{batch} cannot be read: {text}"
         if self._single_rank:
             loader.skipped_batch_ids.add(batch)
         else:
@@ -340,12 +343,6 @@ class RunBatches:
         """Approximate number of steps whose batches rollbacks have skipped."""
         skipped = sum(map(len, self.loaders.skipped_by_loader().values()))
         return skipped // max(1, len(self._last_ids))
-
-
-def _one_line(error: Exception) -> str:
-    """An exception in one line; torch puts the traceback of a loader's worker into its message."""
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
-    return " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
 
 
 def _copied(batch: Any) -> Any:

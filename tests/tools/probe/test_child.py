@@ -6,8 +6,8 @@ import resource
 import torch
 
 from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.checkpoint_files import probe_paths
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
-from healcore.tools.probe.formats import probe_paths
 from tests.hostile.pickles import BEGIN, END, called, torch_file
 
 
