@@ -8,8 +8,8 @@ from healcore.core.decision import Decision as Decision
 from healcore.policy import PolicyError as PolicyError
 from healcore.runtime.data import Cursor as Cursor
 from healcore.runtime.data import DataError as DataError
-from healcore.runtime.faults import Fault as Fault
-from healcore.runtime.faults import classify as classify
+from healcore.runtime.faults.failures import Fault as Fault
+from healcore.runtime.faults.failures import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
 from healcore.runtime.run.termination import RunStopped as RunStopped
@@ -17,7 +17,7 @@ from healcore.runtime.run_options import Checkpoints as Checkpoints
 from healcore.runtime.run_options import Hooks as Hooks
 from healcore.runtime.run_options import IncidentContext as IncidentContext
 from healcore.runtime.run_options import Logging as Logging
-from healcore.runtime.store import CheckpointStore as CheckpointStore
-from healcore.runtime.store import Keep as Keep
-from healcore.runtime.store import StoreError as StoreError
+from healcore.runtime.store.saved import Keep as Keep
+from healcore.runtime.store.saved import StoreError as StoreError
+from healcore.runtime.store.store import CheckpointStore as CheckpointStore
 from healcore.runtime.story.trackers import Tracker as Tracker

@@ -31,17 +31,17 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.store import (
+from healcore.runtime.store.claim import StoreInUse
+from healcore.runtime.store.ranks import RankFailed
+from healcore.runtime.store.saved import (
     CheckpointDamaged,
     CheckpointNotFound,
     NoGoodCheckpoint,
     SaveFailed,
     StateMismatch,
     StoreError,
-    StoreInUse,
     UnsavableState,
 )
-from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
     "AlreadyCompleted",

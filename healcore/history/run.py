@@ -276,7 +276,9 @@ class Run:
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            self._begin_attempt(step, "process" if self.attempts else "start", self.step)
+            number = len(self.attempts)
+            origin = "process" if number else "start"
+            self.attempts.append(RunAttempt(number, step, origin, self.step))
             self.processes.append(RunProcess(record.run))
             self.step = self.lr_scale = None
         self.processes[-1].add(record)
@@ -322,9 +324,6 @@ class Run:
         if event.last_good is not None:
             self._good.add(event.last_good)
 
-    def _begin_attempt(self, first: float, origin: str, left: float | None, skips: int = 0) -> None:
-        self.attempts.append(RunAttempt(len(self.attempts), first, origin, left, skips))
-
     def _undo(self, step: float) -> None:
         """Marks incidents from `step` on as undone."""
         for incident in self.incidents:
@@ -350,7 +349,8 @@ class Run:
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        self._begin_attempt(float(target), "rollback", step, len(batch_ids(event)))
+        number, skipped = len(self.attempts), len(batch_ids(event))
+        self.attempts.append(RunAttempt(number, float(target), "rollback", step, skipped))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)

@@ -16,8 +16,8 @@ from healcore.core.decision import StepRecord
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.runtime.faults.microbatches import Gradients
-from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 
 

@@ -98,14 +98,11 @@ class HangGuard:
                 start, waited, last_alarm = self._counting_since, 0.0, 0.0
             elif start:  # counted in polls: suspending the job suspends this thread too
                 waited += poll_s
-            if waited > max(self._limit_s, 2 * last_alarm):
+            first_step_s = 0.0 if self._has_stepped else self._rule.first_step_s
+            limit_s = max(self._rule.timeout_s, first_step_s, _GROWTH * self._longest_s)
+            if waited > max(limit_s, 2 * last_alarm):
                 last_alarm = waited
                 self._alarm(waited)
-
-    @property
-    def _limit_s(self) -> float:
-        first = 0.0 if self._has_stepped else self._rule.first_step_s
-        return max(self._rule.timeout_s, first, _GROWTH * self._longest_s)
 
     def _alarm(self, waited: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""

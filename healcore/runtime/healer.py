@@ -19,6 +19,7 @@ from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.start import Options, open_run
+from healcore.runtime.run.termination import IncompleteRun
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -29,7 +30,7 @@ from healcore.runtime.run_options import (
     Logging,
     checked_path,
 )
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.trackers import select
 
 if TYPE_CHECKING:
@@ -370,7 +371,8 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        run.check_count()
+        if run.own_snapshot:
+            raise IncompleteRun(f"healcore: {run.own_snapshot}")
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from healcore.core.errors import HealcoreError, clean, clean_json
+from healcore.core.errors import HealcoreError, clean
 
 if TYPE_CHECKING:  # a local import, so that other commands start fast
     from rich.console import Console
@@ -28,11 +28,6 @@ CANNOT_RUN = 2  # exit status
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Prints untrusted text, with `err` on standard error, with `nl` followed by a newline."""
     typer.echo(clean(text), err=err, nl=nl)
-
-
-def echo_json(text: str) -> None:
-    """Prints an untrusted JSON document."""
-    typer.echo(clean_json(text))
 
 
 def console(**options: Any) -> Console:

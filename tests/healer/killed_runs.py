@@ -30,7 +30,7 @@ import torch.distributed as dist
 from healcore.events import read
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 
 NAME = "healcore.events.jsonl"

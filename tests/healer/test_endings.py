@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from healcore import Healer
+from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
 from healcore.runtime.run import termination
 from healcore.runtime.run.termination import EndRequested, RunStopped, Terminated
-from healcore.runtime.store import Keep
 from healcore.runtime.store.claim import LOCK
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems

@@ -19,11 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, Healer, Keep
 from healcore.core.decision import Action
 from healcore.events import read
 from healcore.runtime.run import termination
-from healcore.runtime.store import Keep
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers

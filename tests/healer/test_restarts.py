@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from healcore import Checkpoints, Healer
+from healcore import Checkpoints, CheckpointStore, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.store import CheckpointStore, files
+from healcore.runtime.store import files
 from tests.healer.run_directory import events
 from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 

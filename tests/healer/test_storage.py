@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from healcore import Healer
+from healcore import Healer, Keep
 from healcore.errors import StateMismatch
 from healcore.jax import protect
 from healcore.runtime.run import saver
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.run.termination import AlreadyCompleted, LastStateNotSaved
-from healcore.runtime.store import Keep, NoGoodCheckpoint
+from healcore.runtime.store.saved import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems
 from tests.healer.training_loops import SKIPS, Faults, at, breaks_off, loop_of, rules, same, train

@@ -12,8 +12,8 @@ import torch
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from torch.utils.tensorboard import SummaryWriter
 
+from healcore.core.errors import clean, clean_json
 from healcore.policy import PolicyError, load
-from healcore.tools.output import clean, clean_json
 from tests.hostile import reader
 
 ROWS = "step,loss\n" + "".join(f"{step},{1 / (step + 1)}\n" for step in range(50))

@@ -22,9 +22,9 @@ from healcore.jax.optax_states import injected_hyperparameters, injected_rates, 
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
-from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.saved import IN_MEMORY
+from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from healcore.jax.store.coordination import VoteMarks

@@ -18,12 +18,13 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.store import CheckpointStore, Keep, files, manifest, values
+from healcore.runtime.store import files, manifest, values
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, on_each
-from healcore.runtime.store.saved import IN_MEMORY, StoreError, UnsavableState
+from healcore.runtime.store.saved import IN_MEMORY, Keep, StoreError, UnsavableState
+from healcore.runtime.store.store import CheckpointStore
 
 _PINNED = "pinned_host"
 """Name of the memory of the host that an accelerator copies to without waiting."""

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from healcore.runtime.store import CheckpointStore, Keep, manifest
+from healcore.runtime.store import manifest
 from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, on_each
-from healcore.runtime.store.saved import IN_MEMORY
+from healcore.runtime.store.saved import IN_MEMORY, Keep
+from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
 from healcore.torch.store.gloo import GlooRanks, initialized

@@ -79,12 +79,11 @@ class BetterWeights:
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
         self._run.log.assessment(*found, rise=rise, rise_remembered=remembered)
-        past = [each for each in self._run.ledger.same_trouble(verdict.onset) if each.trial]
-        last_trial = max(
-            (each.step for each in self._run.ledger.rollbacks if each.trial), default=0
-        )
-        if not past and last_trial > self._run.ledger.accepted_until:
-            self._run.ledger.accepted = 0  # the trials at the last place have helped
+        ledger = self._run.ledger
+        past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
+        last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
+        if not past and last_trial > ledger.accepted_until:
+            ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
         if order.trial == Trial.UNDO:
             return self._accept(order, verdict, past) if finite else None
@@ -132,11 +131,8 @@ class BetterWeights:
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
-        until = self._data.step + 1
-        self._run.ledger.accepted, self._run.ledger.accepted_until = (
-            self._run.ledger.accepted + 1,
-            until,
-        )
+        ledger, until = self._run.ledger, self._data.step + 1
+        ledger.accepted, ledger.accepted_until = ledger.accepted + 1, until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
         order = replace(

@@ -15,8 +15,7 @@ from functools import partial
 from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.events.models import Ending
-from healcore.runtime.faults import Fault, classify
-from healcore.runtime.faults.failures import is_broken_connection
+from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.termination import (
     EndRequested,
@@ -27,7 +26,7 @@ from healcore.runtime.run.termination import (
     Terminated,
 )
 from healcore.runtime.run_options import error_text
-from healcore.runtime.store import StoreError
+from healcore.runtime.store.saved import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line
 

@@ -161,15 +161,10 @@ class Loop:
         self._update_rolled_back = False
         return rolled_back
 
-    def check_count(self) -> None:
-        """Raises IncompleteRun before the first step of a loop that must not count by itself."""
-        if self.own_snapshot:
-            raise IncompleteRun(f"healcore: {self.own_snapshot}")
-
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
         if self.own_snapshot:
-            self.check_count()
+            raise IncompleteRun(f"healcore: {self.own_snapshot}")
         take_state()
         loader = self.data.loaders.current
         rolled_back = self._between_steps()

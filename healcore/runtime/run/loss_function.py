@@ -9,7 +9,7 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.driver import Driver, WeightsChanged
-from healcore.runtime.faults import classify
+from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import TrainedStep
 from healcore.runtime.run.record import isolated
 from healcore.runtime.store.ranks import Ranks

@@ -265,7 +265,7 @@ class IncidentMonitor:
         )
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
-        step, record, incident = judged
+        (step, record, incident), policy = judged, self.run.policy
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
@@ -281,16 +281,14 @@ class IncidentMonitor:
             incident=judged.number,
             cause=record.cause,
             skip=record.skip,
-            skips=self.metrics.total("skips")
-            if record.skip and not self.run.policy.observes
-            else None,
-            grad_scale=None if self.run.policy.engine.per_tensor else record.grad_scale,
+            skips=self.metrics.total("skips") if record.skip and not policy.observes else None,
+            grad_scale=None if policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,
             action=record.action,
             readings=record.readings,
             evidence=record.evidence,
-            observed=self.run.policy.observes,
+            observed=policy.observes,
             **_data_of(step),
         )
         if has_line:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
-from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.microbatches import (
     Count,
     Microbatch,

@@ -18,7 +18,7 @@ from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
-from healcore.runtime.store import NoGoodCheckpoint, Saved, StateMismatch, StoreError
+from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, StateMismatch, StoreError
 from healcore.runtime.story.diagnosis import (
     FROM_START,
     IN_A_ROW,
@@ -102,7 +102,8 @@ class Recovery:
             batches = tuple(self.monitor.batches_between(first, order.index))
             order = replace(order, onset=min(order.onset, first), exact=True, batches=batches)
         if needs_evidence and damaged:
-            self._assess(order, "damage", "state" if self.is_finite() else "weights")
+            by, cause = "state" if self.is_finite() else "weights", Cause(order.cause)
+            self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
             if self.comparisons.is_enabled:
@@ -152,18 +153,16 @@ class Recovery:
             and bool(self.saver.nonfinite_in_state())
         )
 
-    def _assess(self, order: Order, verdict: str, by: str) -> None:
-        self.run.log.assessment(order.index, order.onset, verdict, by, cause=Cause(order.cause))
-
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
-        self._assess(order, "unknown", by)
+        cause = Cause(order.cause)
+        self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
         self._declined[why] += 1
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
-            cause = flag_names(names(Cause(order.cause)))
-            self.run.log.info(f"step {order.index}: {cause}: {why}, therefore no rollback{again}")
+            line = f"{flag_names(names(cause))}: {why}, therefore no rollback{again}"
+            self.run.log.info(f"step {order.index}: {line}")
 
     def _with_measures(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.

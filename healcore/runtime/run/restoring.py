@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
-from healcore.runtime.faults import classify
+from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
 from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
@@ -29,7 +29,9 @@ from healcore.runtime.run.rollback_rates import (
 )
 from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.store import (
+from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
+from healcore.runtime.store.saved import (
     CheckpointDamaged,
     CheckpointNotFound,
     NoGoodCheckpoint,
@@ -38,8 +40,6 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
 )
-from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
 from healcore.runtime.store.values import attribute
 
 T = TypeVar("T")

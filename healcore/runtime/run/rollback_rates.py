@@ -55,7 +55,8 @@ def limit_rates(
         multipliers.
     """
     states = {name: engine.from_dict(state) for name, state in engines.items()}
-    at = {name: _rate_at(engine, rates.get(name)) for name in states}
+    known = {name: np.float32(rate) for name, rate in rates.items() if rate is not None}
+    at = {name: known.get(name) if engine.limits_lr else None for name in states}
     if at_fault is not None:
         before = {
             name: rate * float(states[name].lr.scale)
@@ -90,11 +91,6 @@ def with_lr_states(
         name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}
         for name, each in engines.items()
     }
-
-
-def _rate_at(engine: Engine, rate: float | None) -> np.float32 | None:
-    """The schedule's rate if the policy's cuts depend on the rate, or None."""
-    return np.float32(rate) if engine.limits_lr and rate is not None else None
 
 
 def compatible_states(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:

@@ -14,7 +14,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.faults import Fault, classify
+from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.evidence import ObservedBatch
 from healcore.runtime.run.record import HostParts, HostState

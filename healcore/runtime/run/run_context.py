@@ -7,8 +7,8 @@ from typing import NamedTuple
 from healcore.runtime.driver import Driver
 from healcore.runtime.run.record import Ledger, RunRecord
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
 
 

@@ -21,7 +21,9 @@ from healcore.runtime.run.record import HOST_ITEM
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run_options import Checkpoints
-from healcore.runtime.store import (
+from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.ranks import on_first
+from healcore.runtime.store.saved import (
     CheckpointDamaged,
     CheckpointNotFound,
     Keep,
@@ -29,11 +31,9 @@ from healcore.runtime.store import (
     SaveFailed,
     StoreError,
     UnsavableState,
+    disallowed,
     superfluous,
 )
-from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import on_first
-from healcore.runtime.store.saved import disallowed
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""

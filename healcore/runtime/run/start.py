@@ -22,10 +22,11 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
-from healcore.runtime.store import CheckpointStore, NoGoodCheckpoint, Saved, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
+from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog
 from healcore.runtime.story.trackers import Selection, Trackers

@@ -31,6 +31,7 @@ from healcore import regular_file
 
 _WORTH_THREADS = 8 << 20
 """Least number of bytes that are worth several threads."""
+DIFFERS = "is not what was written: its digest differs"
 _MAX_SEALED = 1 << 26
 """Largest size of a sealed file: enough for a manifest of half a million files."""
 TEMPORARY = re.compile(r"\.tmp-healcore-[0-9a-f]{16}")
@@ -186,7 +187,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
-        raise ChecksumError("is not what was written: its digest differs")
+        raise ChecksumError(DIFFERS)
     return content
 
 

@@ -114,8 +114,7 @@ class HostCopy:
     def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
         """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
         if digest != leaf.digests[place]:
-            why = "is not what was saved: its digest differs"
-            raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", why)
+            raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", files.DIFFERS)
 
 
 class Target(NamedTuple):

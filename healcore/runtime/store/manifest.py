@@ -39,7 +39,6 @@ STATE = "state.json"
 RECORD = "healing.json"
 DATA = "data"
 """Directory of the files that the framework writes."""
-_DIFFERS = "is not what was written: its digest differs"
 _STEP = re.compile(r"step-(\d{10,})\.[0-9a-f]{1,18}")
 """Other versions of healcore had a random suffix."""
 _CRAFTED = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
@@ -237,7 +236,7 @@ def find_damage(
             same = files.digest_of(checkpoint.folder / name) == checkpoint.manifest.files[name]
         except OSError as error:
             return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
-        return None if same else checkpoint.damaged(name, _DIFFERS)
+        return None if same else checkpoint.damaged(name, files.DIFFERS)
 
     names = sorted(checkpoint.manifest.files)[rank::world]
     errors = files.map_in_threads(compare, names, checkpoint.manifest.nbytes)

@@ -5,7 +5,7 @@ After each exchange all processes continue or all processes raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
@@ -76,11 +76,6 @@ def _picklable(failure: Exception | None, rank: int) -> Exception | None:
     if failure is None or (isinstance(failure, StoreError) and not isinstance(failure, SaveFailed)):
         return failure
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
-
-
-def union_of_names(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """The union of the names of all ranks, sorted."""
-    return tuple(sorted(set().union(*names)))
 
 
 def on_each(ranks: Ranks, action: Callable[[], T]) -> T:

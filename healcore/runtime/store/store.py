@@ -154,7 +154,7 @@ class CheckpointStore(Writer):
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
         found = ranks.together(self.ranks, lambda: self.format.nonfinite_in(state))
-        return ranks.union_of_names(found)
+        return tuple(sorted(set().union(*found)))
 
     # -- the checkpoints ------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class CheckpointStore(Writer):
         try:
             found = ranks.together(self.ranks, lambda: self._inspect(copy))
             names, has_room = zip(*found, strict=True)
-            copy.nonfinite = ranks.union_of_names(names)
+            copy.nonfinite = tuple(sorted(set().union(*names)))
             if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
                 self._nonfinite.append((copy.step, nonfinite))
             if not all(has_room):

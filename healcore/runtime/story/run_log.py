@@ -13,7 +13,7 @@ from healcore.events import Log
 from healcore.events.log import Metrics
 from healcore.events.models import EventRecord
 from healcore.history import Run
-from healcore.runtime.faults import Fault
+from healcore.runtime.faults.failures import Fault
 from healcore.runtime.run_options import Hooks
 from healcore.runtime.story.trackers import Trackers
 

@@ -16,8 +16,9 @@ import typer
 from pydantic import BaseModel, ValidationError
 
 from healcore import regular_file
+from healcore.core.errors import clean, clean_json
 from healcore.tools.cli.options import ColumnOption, JoinOption
-from healcore.tools.output import clean, echo, echo_json, fail
+from healcore.tools.output import echo, fail
 from healcore.tools.probe.checks import (
     ERROR,
     Check,
@@ -84,7 +85,7 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
             inputs = _validate(model, values, arguments.pop("spec", None))
             results = command(inputs=inputs, **arguments)
             if json:
-                echo_json(dumps(results, inputs))
+                typer.echo(clean_json(dumps(results, inputs)))
             else:
                 for result in results:
                     _show(result)
@@ -119,7 +120,7 @@ def loss(
 @_add_command(OptimizerInputs)
 def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
     """Judge the state of Adam or a similar optimizer: are its second moments healthy?"""
-    from healcore.tools.probe.formats import probe_paths
+    from healcore.tools.probe.checkpoint_files import probe_paths
     from healcore.tools.probe.optimizer import probe_optimizer
 
     return probe_paths("optimizer", probe_optimizer, checkpoints, inputs)
@@ -129,7 +130,7 @@ def optimizer(checkpoints: _Checkpoints, inputs: OptimizerInputs) -> list[Any]:
 def checkpoint(checkpoints: _Checkpoints, inputs: CheckpointInputs) -> list[Any]:
     """Judge checkpoints: intact, finite, known-good? Changes no file, takes no lock."""
     from healcore.tools.probe.checkpoint import probe_checkpoint
-    from healcore.tools.probe.formats import probe_paths
+    from healcore.tools.probe.checkpoint_files import probe_paths
 
     return probe_paths("checkpoint", probe_checkpoint, checkpoints, inputs)
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from healcore.checkpoint_contents import Contents, ProbeError
 from healcore.console import counted
-from healcore.runtime.store import Saved, StoreError, manifest
-from healcore.runtime.store.saved import disallowed
+from healcore.runtime.store import manifest
+from healcore.runtime.store.saved import Saved, StoreError, disallowed
+from healcore.tools.probe.checkpoint_files import damaged_archives, open_contents
 from healcore.tools.probe.checks import (
     ERROR,
     FAIL,
@@ -29,7 +30,6 @@ from healcore.tools.probe.checks import (
     ProbeResult,
     first_three,
 )
-from healcore.tools.probe.formats import damaged_archives, open_contents
 
 
 def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:

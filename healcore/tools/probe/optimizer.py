@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.tools.probe.checkpoint_files import open_contents
 from healcore.tools.probe.checks import (
     FAIL,
     MAD_TO_SIGMA,
@@ -37,7 +38,6 @@ from healcore.tools.probe.checks import (
     first_three,
     score,
 )
-from healcore.tools.probe.formats import open_contents
 from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
 
 _TRAINING_FACTS = ("global_step", "epoch", "best_val_loss", "best_metric", "use_qlora")

@@ -6,6 +6,7 @@ A figure is a timeline of what happened, above the curves of the run.
 from __future__ import annotations
 
 import io
+import operator
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -18,7 +19,7 @@ from healcore.adapter_registry import require
 from healcore.console import counted
 from healcore.events.schema import flag_names, sentence
 from healcore.history import Curves, Incident, Mode
-from healcore.tools.report.run_report import RunReport, by_severity, short_names
+from healcore.tools.report.run_report import RunReport, short_names
 
 _MAX_DRAWN = 12
 """Limit of runs with a figure."""
@@ -42,7 +43,8 @@ def render(reports: Sequence[RunReport]) -> str:
     require("report", "jinja2", "matplotlib")
     from jinja2 import Environment, StrictUndefined
 
-    reports = by_severity(reports)
+    severity = operator.attrgetter("counts.rollbacks", "counts.incidents", "counts.skips")
+    reports = sorted(reports, key=severity, reverse=True)
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -95,11 +97,7 @@ def outcome(incident: Incident) -> str:
         return "; ".join(["only observed, nothing changed", _would_text(incident), *responses])
     if responses:
         return "; ".join(responses)
-    return (
-        f"skipped {_skipped(incident)}, then training continued"
-        if incident.skipped
-        else "training continued"
-    )
+    return f"{skipped}, then training continued" if skipped else "training continued"
 
 
 def _skipped(incident: Incident) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -75,12 +74,6 @@ class RunReport(NamedTuple):
         if self.state is not None:
             return STATES[self.state]
         return "" if self.stop is None else f"would stop at step {self.stop:.0f}"
-
-
-def by_severity(reports: Sequence[RunReport]) -> list[RunReport]:
-    """Sorts by rollbacks, incidents and skipped steps, in decreasing order."""
-    counts = operator.attrgetter("counts.rollbacks", "counts.incidents", "counts.skips")
-    return sorted(reports, key=counts, reverse=True)
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:

@@ -109,9 +109,8 @@ def named_numbers(line: str) -> Fields:
     record: Fields = {}
     for name, number in _NAMED_NUMBER.findall(_COLOR.sub("", line[:_MAX_PRINTED])):
         record.setdefault(STEP if is_step(name) else name, number.replace(",", ""))
-    return (
-        record if any("loss" in name or "norm" in name for name in map(normalize, record)) else {}
-    )
+    names = map(normalize, record)
+    return record if any("loss" in name or "norm" in name for name in names) else {}
 
 
 def _to_json(token: re.Match[str]) -> str:

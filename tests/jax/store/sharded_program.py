@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore
 from tests.runtime.store.store_cases import JAX_MEMORY, JAX_TIERS, ORBAX, PinningFormat, same
 
 root = Path(sys.argv[1])

@@ -8,7 +8,7 @@ import pytest
 from healcore.core.decision import NONFINITE, Cause
 from healcore.policy import dumps, load, loads
 from healcore.policy.document import FAULTS
-from healcore.runtime.faults import FAILURES
+from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events
 
 ROOT = Path(__file__).parents[3]

@@ -18,16 +18,16 @@ from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import Checkpoints, HostPolicy
-from healcore.runtime.store import (
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointNotFound,
-    CheckpointStore,
     Keep,
     Restored,
     Saved,
 )
-from healcore.runtime.store.ranks import Alone
+from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
@@ -138,8 +138,7 @@ class Process:
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
         self.saver.comparisons = no_comparisons
         self.restorer = Restorer(self.saver)
-        self.incident = 0
-        self._goes_on = False
+        self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.data.step)
     onset = property(lambda self: self.ledger.incidents[-1].onset)

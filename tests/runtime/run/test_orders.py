@@ -28,8 +28,8 @@ from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
-from healcore.runtime.store import NoGoodCheckpoint, Saved, Status
 from healcore.runtime.store.ranks import Alone
+from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record

@@ -49,8 +49,7 @@ class Run:
         self.assessments: list[str] = []
         log: Any = RunLog(Log(None), silent=True)
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
-        self.loss_fn = loss_fn
-        self.interval = interval
+        self.loss_fn, self.interval = loss_fn, interval
         driver: Any = self.driver
         run = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731

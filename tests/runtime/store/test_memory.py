@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from healcore.runtime.store import CheckpointDamaged, Keep, SaveFailed, host_memory
+from healcore.runtime.store import host_memory
 from healcore.runtime.store.host_memory import finite
+from healcore.runtime.store.saved import CheckpointDamaged, Keep, SaveFailed
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import (
     ALL,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from healcore.runtime.store import (
+from healcore.runtime.store import values
+from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointNotFound,
     Keep,
@@ -20,10 +21,9 @@ from healcore.runtime.store import (
     StateMismatch,
     StoreError,
     UnsavableState,
+    disallowed,
     superfluous,
-    values,
 )
-from healcore.runtime.store.saved import disallowed
 from tests.runtime.store.disk_faults import read_only
 from tests.runtime.store.store_cases import ALL, TIERS, Cursor, StoreCase, over, same, same_states
 

@@ -3,8 +3,8 @@
 import os
 import resource
 
+from healcore.tools.probe.checkpoint_files import probe_paths
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
-from healcore.tools.probe.formats import probe_paths
 
 
 def killed(path, inputs):

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from healcore.runtime.store import (
+from healcore.runtime.store import files
+from healcore.runtime.store.saved import (
     CheckpointDamaged,
     Keep,
     SaveFailed,
     StateMismatch,
-    files,
     superfluous,
 )
 from healcore.torch.store import DCPStore, MemoryStore, apply

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from healcore.core.errors import AttachError
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.termination import EndRequested
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.trainers import TrainerOptions, resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 

@@ -23,7 +23,7 @@ from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
-from healcore.runtime.store import CheckpointStore
+from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (

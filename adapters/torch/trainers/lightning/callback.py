@@ -22,8 +22,8 @@ from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.metrics import ChangedMetrics
-from healcore.runtime.store import CheckpointStore
 from healcore.runtime.store.manifest import scan
+from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,

@@ -265,7 +265,7 @@ _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
 _BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20
 """Limit of processor time, including the import of torch, plus time to read the stored bytes."""
-_START = "from healcore.tools.probe.formats import serve; serve()"
+_START = "from healcore.tools.probe.checkpoint_files import serve; serve()"
 
 
 def probe_paths(
