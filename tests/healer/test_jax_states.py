@@ -27,6 +27,7 @@ def healed(loop: Any, folder: Any, numbers: Any = range(40)) -> Any:
     return healer
 
 
+@jax.transfer_guard("allow")
 def step(run: Any, state: Any, number: int, bad: int = 23) -> Any:
     return run.step(state, batch(number, bad=number == bad))
 
@@ -39,6 +40,7 @@ def weights(healer: Any) -> list[Any]:
 def test_a_loop_continues_with_what_update_returns(bad, tmp_path):
     """Also if the last batch is the bad one: its rollback comes before the data end."""
 
+    @jax.transfer_guard("disallow")
     def loop(healer: Any, run: Any, numbers: Any) -> None:
         state = healer.state
         for number in healer.batches(numbers):
@@ -54,8 +56,7 @@ def test_a_stale_state_is_refused_in_the_next_update(tmp_path):
     def loop(healer: Any, run: Any, numbers: Any) -> None:
         state = healer.state
         for number in healer.batches(numbers):
-            state = step(run, state, number)
-            healer.update(state)
+            healer.update(state := step(run, state, number))
 
     with pytest.raises(HealStateError, match=r"state = healer\.update\(step\(healer\.state, batch"):
         healed(loop, tmp_path)
@@ -123,8 +124,7 @@ def test_generators_of_nnx_resume_exactly(make, tmp_path):
 
 def accumulated(inner: Any, policy: Any) -> Any:
     """`protect` inside: an update is judged, not each micro-batch."""
-    steps: Any = optax.MultiSteps(protect(inner, policy), every_k_schedule=4)
-    return optax.GradientTransformationExtraArgs(steps.init, steps.update)
+    return optax.MultiSteps(protect(inner, policy), every_k_schedule=4).gradient_transformation()
 
 
 def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):

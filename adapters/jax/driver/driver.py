@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as in_state
 from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
-from healcore.jax.driver.weights import JaxWeights
+from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import injected_hyperparameters, injected_rates, moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
@@ -44,6 +45,7 @@ class JaxDriver(Driver):
 
     framework = "jax"
 
+    @transferring
     def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
@@ -56,7 +58,8 @@ class JaxDriver(Driver):
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
-        accumulators = in_state.accumulators(tree)
+        steps = [state for _, state in heal_state.nodes(optax.MultiStepsState, tree)]
+        accumulators = [state for state in steps if heal_state.nodes(HealState, state)]
         self._reader = StepReader(self._engines, bool(accumulators), self.warnings.append)
         self._marks: VoteMarks | None = None
         """The votes of a program of several processes, created by `ranks`."""
@@ -128,16 +131,19 @@ class JaxDriver(Driver):
         assert self._marks is not None, "only called with several processes"
         self._marks.request()
 
+    @transferring
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
         self._edit_state(in_state.map_states(with_change_expected, self._live.read()))
 
     # -- the state --------------------------------------------------------------------------------
 
+    @transferring
     def state(self) -> dict[str, Any]:
         """The live state to save, without healing states. Copies nothing."""
         return self._live.items()
 
+    @transferring
     def engines(self) -> dict[str, dict[str, Any]]:
         """Engine name -> `Engine.to_dict`. One sync."""
         tree = self._live.read()
@@ -148,6 +154,7 @@ class JaxDriver(Driver):
         pairs = zip(self._engines, jax.device_get(states), strict=True)
         return {entry.name: self._engine.to_dict(state) for entry, state in pairs}
 
+    @transferring
     def load(
         self,
         state: Mapping[str, Any] | None,
@@ -183,12 +190,13 @@ class JaxDriver(Driver):
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`. The activations are of the peak, which a failed step may exceed."""
 
-        def size(leaves: list[Any]) -> int:  # on one device; of deleted arrays too
+        def size(leaves: Iterable[Any]) -> int:  # on one device; of deleted arrays too
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
             shapes = [array.sharding.shard_shape(array.shape) for array in arrays]
             return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
 
-        params, whole = size(self._weights.arrays()), size(jax.tree.leaves(self._live.read()))
+        params = size(self._weights.arrays().values())
+        whole = size(jax.tree.leaves(self._live.read()))
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         used = max(0, peak - whole)
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
@@ -200,7 +208,7 @@ class JaxDriver(Driver):
         names = short if len(set(short)) == len(short) else list(injected)
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(value))) for value in injected.values()]
-        dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays()})
+        dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays().values()})
         has_stepped = any(each["state"]["step"] for each in self.engines().values())
         digest = self._weights.digest() + STEPPED * has_stepped
         others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: digest}
@@ -208,7 +216,7 @@ class JaxDriver(Driver):
 
     def learning_rates(self) -> dict[str, float | None]:
         """The injected rate if there is one, or else what each last update received. One sync."""
-        injected = {float(rate) for rate in injected_rates(self._live.read())}
+        injected = {*map(float, jax.device_get(injected_rates(self._live.read())))}
         rates = {n: each["state"]["lr"]["rate"] for n, each in self.engines().items()}
         if injected:
             return dict.fromkeys(rates, injected.pop() if len(injected) == 1 else None)

@@ -6,9 +6,9 @@ begins right after the dispatch, because the next dispatch may donate the state.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -130,14 +130,6 @@ def with_engines(
     )
 
 
-def accumulators(tree: Any) -> list[optax.MultiStepsState]:
-    """The states of optax.MultiSteps around an engine, which hide micro-batches from the engine.
-
-    One NaN stays in such an accumulator, unless its `skip_state` is not empty.
-    """
-    return [each for _, each in nodes(optax.MultiStepsState, tree) if nodes(HealState, each)]
-
-
 def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
     """Applies a change of one array's values to every engine."""
     return map_nodes(HealState, lambda live: jax.tree.map(as_live, change(live), live), tree)
@@ -145,8 +137,8 @@ def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
 
 def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    numbers = [array_of(state.heal_engine)[heal_state.EDIT] for state in states]
-    return [int(number) for number in jax.device_get(numbers)]
+    vectors = jax.device_get([array_of(state.heal_engine) for state in states])
+    return [int(vector[heal_state.EDIT]) for vector in vectors]
 
 
 # -- tensors of an engine -----------------------------------------------------------------------
@@ -241,7 +233,7 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
     copied = _pack(arrays)
     copied.copy_to_host_async()
 
-    @functools.cache
+    @cache
     def read() -> list[Read]:
         packed, results = np.asarray(copied), []
         for shape, tensors in shapes:
@@ -264,18 +256,17 @@ def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-class Dispatch:
+class Dispatch(NamedTuple):
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
 
-    def __init__(
-        self, read: Callable[[], list[list[StepRecord]]], count: int, votes: Callable[[], bool]
-    ) -> None:
-        self.steps, self.count, self._votes = functools.cache(read), count, votes
+    steps: Callable[[], list[list[StepRecord]]]
+    count: int
+    votes: Callable[[], bool]
 
     @property
     def vote_requested(self) -> bool:
         """Whether the processes of the run vote after this dispatch."""
-        return self._votes()
+        return self.votes()
 
 
 class StepReader:
@@ -316,7 +307,7 @@ class StepReader:
         self._last = after
         if self._stride is None:
             self._stride = _count(before(), after())
-        return Dispatch(lambda: self._steps(before(), after()), self._stride, votes)
+        return Dispatch(cache(lambda: self._steps(before(), after())), self._stride, votes)
 
     def _steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
         """The records of each step between two reads, at least one step.

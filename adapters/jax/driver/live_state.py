@@ -170,7 +170,8 @@ class LiveState:
         """Whether nothing is accumulated. One sync if the optimizer accumulates."""
         if not self._accumulates:
             return True
-        return not any(int(each.mini_step) for _, each in nodes(optax.MultiStepsState, self.read()))
+        steps = nodes(optax.MultiStepsState, self.read())
+        return not any(jax.device_get(each.mini_step) for _, each in steps)
 
 
 class NnxLiveState(LiveState):

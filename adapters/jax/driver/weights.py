@@ -29,6 +29,10 @@ _CLEAR = 1e-3
 """Smallest difference of two shares by which an average differs from the parameters."""
 
 
+transferring = jax.transfer_guard("allow")
+"""Decorator of methods that transfer arrays also where the program's transfer guard forbids it."""
+
+
 class JaxWeights:
     """The parameters of a state by path.
 
@@ -44,31 +48,28 @@ class JaxWeights:
         self._paths = {path for parts in known for part in parts for path in part}
         self._averages = frozenset[str]()
         """Paths that are known not to be trained."""
-        self._mixed = mixed_groups(known, self._all())
+        self._mixed = mixed_groups(known, self.arrays())
         """Equal parts of which not all are trained, until their movement has shown which."""
 
     def copy(self) -> dict[str, Any]:
         """Path -> copy of each trained parameter, in host memory."""
         return {path: _copy(leaf) for path, leaf in self._trained().items()}
 
-    def arrays(self) -> list[Any]:
-        """The parameters, or all floating arrays of the state if the parameters are unknown."""
-        return list(self._all().values())
-
     def digest(self) -> str:
         """See `Driver.settings`. One sync per parameter."""
         found = hashlib.blake2b(digest_size=8)
-        for leaf in self._all().values():
+        for leaf in self.arrays().values():
             part = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
-            flat = np.asarray(part).reshape(-1)
+            flat = np.asarray(jax.device_get(part)).reshape(-1)
             found.update(flat[:: max(1, flat.size // DIGESTED)][:DIGESTED].tobytes())
         return found.hexdigest()
 
     def nonfinite(self) -> list[str]:
         """Paths of the parameters with a NaN or Inf, averages included."""
-        found = {path: jnp.isfinite(leaf).all() for path, leaf in self._all().items()}
+        found = {path: jnp.isfinite(leaf).all() for path, leaf in self.arrays().items()}
         return [path for path, finite in jax.device_get(found).items() if not finite]
 
+    @transferring
     def losses_of(
         self,
         loss_fn: Callable[..., Any],
@@ -103,7 +104,7 @@ class JaxWeights:
             if in_place:
                 self._live.write(live)
 
-    def _all(self, tree: Any = None) -> dict[str, Any]:
+    def arrays(self, tree: Any = None) -> dict[str, Any]:
         """Path -> parameter (or floating array, if unknown), in the same order in all processes.
 
         The healing states do not count: they contain norms of gradients that were not applied.
@@ -116,13 +117,13 @@ class JaxWeights:
         return {k: leaf for k, leaf in leaves.items() if jnp.issubdtype(kinds[k], jnp.floating)}
 
     def _trained(self) -> dict[str, Any]:
-        return {path: leaf for path, leaf in self._all().items() if path not in self._averages}
+        return {path: leaf for path, leaf in self.arrays().items() if path not in self._averages}
 
     def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The trained part of a copy. Empty while it is unknown: the current weights stay."""
         if weights and self._mixed:
-            before = self._all(_with(self._live.read(), weights))
-            found = untrained(self._mixed, before, self._all())
+            before = self.arrays(_with(self._live.read(), weights))
+            found = untrained(self._mixed, before, self.arrays())
             if found is None:
                 return {}
             self._averages, self._mixed = found, []
