@@ -9,8 +9,8 @@ import torch
 from safetensors.numpy import save_file
 
 from healcore.tools.probe.checkpoint import probe_checkpoint
+from healcore.tools.probe.checkpoint_files import probe_paths
 from healcore.tools.probe.checks import CheckpointInputs
-from healcore.tools.probe.formats import probe_paths
 from tests.hostile import reader
 from tests.hostile.pickles import BEGIN, END, called, dcp, named, text, torch_file
 

@@ -93,7 +93,7 @@ class IncidentMonitor:
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
-        incident = self.run.ledger.record(step.index, records, self._causes)
+        incident = self.run.record.ledger.record(step.index, records, self._causes)
         if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(record.judged for record in records)
@@ -116,7 +116,7 @@ class IncidentMonitor:
 
     def counts(self) -> Counts:
         """Counts of the whole run."""
-        ledger, total = self.run.ledger, self.metrics.total
+        ledger, total = self.run.record.ledger, self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
@@ -128,7 +128,7 @@ class IncidentMonitor:
     @property
     def is_unhealthy(self) -> bool:
         """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
-        ledger = self.run.ledger
+        ledger = self.run.record.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
 
@@ -202,7 +202,7 @@ class IncidentMonitor:
     def _count_nonfinite(self, step: StepResult) -> None:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
         if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
-            self.never_finite = self.run.ledger.untrained >= step.index
+            self.never_finite = self.run.record.ledger.untrained >= step.index
             self.nonfinite_row = step.index if self.never_finite else 0
         counted = [record for record in step.records if record.judged or not record.taken]
         if any(record.judged and not record.cause & NONFINITE for record in counted):
@@ -308,7 +308,7 @@ class IncidentMonitor:
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.run.ledger.first_consecutive(step.index)
+            onset = self.run.record.ledger.first_consecutive(step.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)

@@ -122,7 +122,7 @@ class Recovery:
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
         # refund it, and rollbacks by a hook do not use it.
         reach = max(self.run.policy.budget.refund_after, 1)
-        count = len(self.run.ledger.same_trouble(order.onset, reach))
+        count = len(self.run.record.ledger.same_trouble(order.onset, reach))
         if count < max(self.run.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
         if not needs_evidence or not self.is_finite():
@@ -169,7 +169,7 @@ class Recovery:
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        past = self.run.record.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if not order.forced:
             rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
@@ -193,7 +193,7 @@ class Recovery:
         the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
         are saved first for this check.
         """
-        policy, step, ledger = self.run.policy, self.data.step, self.run.ledger
+        policy, step, ledger = self.run.policy, self.data.step, self.run.record.ledger
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.read_nonfinite()
@@ -242,7 +242,7 @@ class Recovery:
         unread = list(self.reader.due(all=True))
         self.data.step += self.reader.count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
-        self.run.ledger.skips += skips
+        self.run.record.ledger.skips += skips
         if order.better is None:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
@@ -253,7 +253,7 @@ class Recovery:
                 self.stop(str(error))
             problem = f"the weights of step {order.better} are better, but {error}"
             self.run.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
-            self.run.ledger.skips -= skips
+            self.run.record.ledger.skips -= skips
             for late in unread:
                 self.process(late)
             return None
@@ -274,7 +274,7 @@ class Recovery:
             self.data.step += self.reader.count_correction()
             self.run.log.records(step.index, step.records)
             self.monitor.metrics.add(step.records)
-            self.run.ledger.skips += any(each.skip for each in step.records)
+            self.run.record.ledger.skips += any(each.skip for each in step.records)
 
     def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""

@@ -84,7 +84,7 @@ class Restorer:
         order = replace(order, lr_at_fault=self._rates_at_fault(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
-        self.run.ledger.on_rollback(done, saved.record and saved.record.ledger)
+        self.run.record.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.run.policy.rollback.skip_batches if order.batches else 0
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
@@ -98,7 +98,7 @@ class Restorer:
         """Steps of the checkpoints to try, the best first."""
         if order.better is not None:
             return choose_checkpoints(self.saves(), onset=order.better, exact=True)
-        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        past = self.run.record.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         return choose_checkpoints(
             self.saves(),
             onset=order.onset,
@@ -138,7 +138,7 @@ class Restorer:
         self.run.driver.load(None, engines)
         return RollbackRecord(
             **vars(order),
-            number=len(self.run.ledger.rollbacks) + 1,
+            number=len(self.run.record.ledger.rollbacks) + 1,
             step=self.data.step,
             target=saved.step,
             skipped=len(order.batches),
@@ -189,7 +189,7 @@ class Restorer:
             self._load_state(saved.state, saved.engines, reset=reset and repeats)
             if own.comparisons is not None:
                 self.saver.comparisons.continue_from(own.comparisons, weights)
-            self.run.ledger.continue_from(own.ledger, saved.step)
+            self.run.record.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}
             places = saved.position or {}
@@ -204,7 +204,9 @@ class Restorer:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
-        vars(self.run.record).update(vars(newest or own), completed=False, ledger=self.run.ledger)
+        vars(self.run.record).update(
+            vars(newest or own), completed=False, ledger=self.run.record.ledger
+        )
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 

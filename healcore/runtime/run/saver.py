@@ -207,7 +207,7 @@ class Saver:
     @property
     def _recent_alarm(self) -> bool:
         first = self.data.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self.run.ledger.unhealthy[-1:])
+        return any(step >= first for step in self.run.record.ledger.unhealthy[-1:])
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -266,7 +266,7 @@ class Saver:
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first: nothing is deleted for a damaged one.
         """
-        attempts, ledger = self.run.record.attempt_history, self.run.ledger
+        attempts, ledger = self.run.record.attempt_history, self.run.record.ledger
         last = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)[-1:]
         target = last[0].target if last else 0
         stays = self.store.ring.protected | self._never_deleted | {each.target for each in last}
@@ -305,10 +305,10 @@ class Saver:
         """
         self.report_failures()
         self._read_deletions()
-        if not self.run.ledger.open:
+        if not self.run.record.ledger.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            self.run.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+            self.run.record.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
@@ -317,9 +317,9 @@ class Saver:
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
-        now = int(min(before, self.run.ledger.next_step))
+        now = int(min(before, self.run.record.ledger.next_step))
         for step in self.on_probation:
-            if self.run.ledger.healthy_steps(step, now) < self.run.policy.rollback.probation:
+            if self.run.record.ledger.healthy_steps(step, now) < self.run.policy.rollback.probation:
                 break
             self.run.record.proven = step
             self.read_nonfinite()
@@ -335,7 +335,9 @@ class Saver:
                 lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
-                self.run.log.event("problem", step=self.run.ledger.next_step, problem=str(result))
+                self.run.log.event(
+                    "problem", step=self.run.record.ledger.next_step, problem=str(result)
+                )
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
     def report_failures(self) -> None:
@@ -425,7 +427,7 @@ class Saver:
 
         A restart resumes from this checkpoint, which has passed no probation.
         """
-        if self.run.ledger.open or self._recent_alarm:
+        if self.run.record.ledger.open or self._recent_alarm:
             return "the last steps had an alarm"
         if not self.run.driver.finite():
             return "the weights are not finite"

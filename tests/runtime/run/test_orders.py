@@ -134,7 +134,9 @@ def monitor() -> IncidentMonitor:
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    for index in range(monitor.run.ledger.next_step, monitor.run.ledger.next_step + number):
+    for index in range(
+        monitor.run.record.ledger.next_step, monitor.run.record.ledger.next_step + number
+    ):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
 
