@@ -38,9 +38,8 @@ gc.disable()
 sys.dont_write_bytecode = False
 
 # Temporary files in memory where it has room: the tests write 15,000 files and sync many of them.
-MEMORY = Path("/dev/shm")
-if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 # Clients of trackers read these when they are imported, which transformers and TRL may do for any
 # test: nothing goes to a network, and all that they store is in a directory of this session.
@@ -51,14 +50,6 @@ os.environ |= {
     "WANDB_DIR": _trackers.name,
     "TRACKIO_DIR": str(Path(_trackers.name) / "trackio"),
 }
-
-
-@pytest.fixture
-def in_memory() -> Iterator[Path]:
-    """A folder for tests that kill: the same effect on all file systems, and syncs are slow."""
-    at = MEMORY if os.access(MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="healcore-killed-", dir=at) as folder:
-        yield Path(folder)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,8 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- kinds: begin (written by python -m tests.events.page_tables) -->"
 END = "<!-- kinds: end -->"
 HEAD = "kind | when; what `step` is", "---|---"
-JUDGED = " `step` is the step that was judged."
-"""A star stands for this sentence."""
+JUDGED = " `step` is the step that was judged."  # a star stands for this sentence
 
 
 def written(page: str) -> str:
@@ -52,5 +51,4 @@ def json_schema() -> dict[str, Any]:
 
 if __name__ == "__main__":
     PAGE.write_text(written(PAGE.read_text()))
-    schema = json.dumps(json_schema(), indent=2)
-    PAGE.with_name("events.schema.json").write_text(f"{schema}\n")
+    PAGE.with_name("events.schema.json").write_text(json.dumps(json_schema(), indent=2) + "\n")

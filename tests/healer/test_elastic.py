@@ -175,8 +175,8 @@ PROGRAM = "-m", "tests.healer.test_elastic"
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.stress)])
-def test_a_rank_is_killed_again_and_again(kills, in_memory):
-    done = forked_programs.run(*PROGRAM, in_memory, kills, timeout=600 + 60 * kills)
+def test_a_rank_is_killed_again_and_again(kills, tmp_path):
+    done = forked_programs.run(*PROGRAM, tmp_path, kills, timeout=600 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
     *of_kinds, sharded, replicated = map(json.loads, done.stdout.splitlines())
     assert len(of_kinds) == 2
@@ -188,16 +188,16 @@ def test_a_rank_is_killed_again_and_again(kills, in_memory):
     assert (replicated["worlds"], replicated["rollbacks"]) == ([1, 2], 2)
 
 
-def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(in_memory, monkeypatch):
+def test_torchrun_restarts_a_killed_rank_and_ends_when_it_may_no_more(tmp_path, monkeypatch):
     # See https://github.com/pytorch/pytorch/issues/167288.
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", WORLD
-    rank = *PROGRAM, "DDP", in_memory, 2, 3
+    rank = *PROGRAM, "DDP", tmp_path, 2, 3
     done = forked_programs.run(*torchrun, "--max-restarts", 1, *rank, timeout=720)
     assert done.returncode == 1, done.stderr[-3000:]
     assert done.stderr.count("failed (exitcode: -9)") == 2
     assert "healcore: resumes from the checkpoint" in done.stderr
-    assert list((in_memory / "store").glob("step-*/manifest.json"))
+    assert list((tmp_path / "store").glob("step-*/manifest.json"))
 
 
 def under_torchrun(kind: str, root: str, kills: str, seed: str) -> None:

@@ -90,8 +90,8 @@ def main(framework: str, root: Path, kills: int) -> None:
 
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.stress)])
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_killed_again_and_again(framework, kills, in_memory):
-    program = "-m", "tests.healer.test_killed", framework, in_memory, kills
+def test_killed_again_and_again(framework, kills, tmp_path):
+    program = "-m", "tests.healer.test_killed", framework, tmp_path, kills
     done = forked_programs.run(*program, timeout=600 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
     counts = json.loads(done.stdout.splitlines()[-1])

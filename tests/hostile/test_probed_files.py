@@ -1,7 +1,9 @@
 """Checkpoints of every format that are crafted: a verdict for each path, and no code runs."""
 
 import json
+import os
 import pickle
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from safetensors.numpy import save_file
 
 from healcore.tools.probe.checkpoint import probe_checkpoint
 from healcore.tools.probe.checkpoint_files import probe_paths
-from healcore.tools.probe.checks import CheckpointInputs
+from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
 from tests.hostile import reader
 from tests.hostile.pickles import BEGIN, END, called, dcp, named, text, torch_file
 
@@ -110,3 +112,29 @@ def test_safetensors(tmp_path):
     save_file({"w": np.ones(4)}, tmp_path / "good")
     outcome = reader.probe("checkpoint", tmp_path / "a", tmp_path / "b", tmp_path / "good")
     assert outcome.verdicts() == ["FAIL", "FAIL", "PASS"]
+
+
+def killed(path, inputs):
+    """A probe that crashes or never ends for some paths, and reports its limits for others."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)]
+    if path.name == "crashes":
+        os.abort()
+    if path.name == "endless":
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+    while path.name == "endless":
+        pass
+    return ProbeResult(path.name, str(path), (), {"limits": limits})
+
+
+def test_a_process_that_ends_is_replaced(tmp_path):
+    paths = [tmp_path / name for name in ("small", "crashes", "endless", "large")]
+    for path in paths:
+        path.touch()
+    os.truncate(paths[3], 1 << 30)
+    results = probe_paths("x", killed, paths, CheckpointInputs())
+    assert [result.verdict.value for result in results] == ["SKIP", "ERROR", "ERROR", "SKIP"]
+    assert "Aborted" in results[1].checks[0].message
+    assert "ended" in results[2].checks[0].message
+    small, large = results[0].facts["limits"], results[3].facts["limits"]
+    assert large[0] - small[0] == 4 << 30
+    assert large[1] > small[1] + 200

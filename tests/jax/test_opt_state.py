@@ -140,18 +140,14 @@ def test_a_state_of_another_policy_is_refused(other):
         from_dict(tx.init(PARAMS), saved, other)
 
 
-def test_an_optimizer_without_injected_hyperparameters_continues_with_them():
-    """The line of docs/jax.md, for a schedule."""
+def test_an_optimizer_with_a_schedule_continues_with_injected_hyperparameters():
+    """The line of docs/jax.md."""
     rate = optax.linear_schedule(0.1, 0.01, 10)
-    bare, inner = optax.adamw(rate), optax.inject_hyperparams(optax.adamw)(learning_rate=rate)
-    tx, old = protect(inner, "default"), bare.init(PARAMS)
-    for _ in range(3):
-        _, old = bare.update(PARAMS, old, PARAMS)
-    new = inner.init(PARAMS)
-    given = new._replace(
-        inner_state=(*old[:-1], new.inner_state[-1]),
-        hyperparams_states=jax.tree.map(lambda _: old[-1].count, new.hyperparams_states),
-    )
+    bare, inner = optax.adamw(rate), optax.inject_hyperparams(optax.adamw)(rate)
+    tx, new = protect(inner, "default"), inner.init(PARAMS)
+    _, old = bare.update(PARAMS, bare.init(PARAMS), PARAMS)
+    counts = jax.tree.map(lambda _: old[-1].count, new.hyperparams_states)
+    given = new._replace(inner_state=(*old[:-1], new.inner_state[-1]), hyperparams_states=counts)
     state = with_heal_state(given, like=tx.init(PARAMS))
     for _ in range(3):
         wanted, old = bare.update(PARAMS, old, PARAMS)

@@ -99,12 +99,11 @@ def run(folder: Path, **options: Any) -> list[Any]:
     return loop.weights()
 
 
-CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {
+CANNOT_START: dict[str, tuple[str, dict[str, str]]] = {  # a place, and the environment
     "wandb": (f"wandb:{'x' * 200}", {}),
     "trackio": ("trackio", {"TRACKIO_SERVER_URL": "http://127.0.0.1:9"}),
     "tensorboard": ("tensorboard:file", {}),
 }
-"""Real client -> a place that it cannot use, and the environment."""
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -332,9 +332,9 @@ def killed_at(step: int, otherwise: Any = lambda healer: None) -> Any:
 
 
 @pytest.mark.parametrize(("killed", "every"), [(CHANGE + 12, 15), (CHANGE + 40, 40)])
-def test_a_suspicion_continues_after_a_kill(tmp_path, in_memory, killed, every, undisturbed):
+def test_a_suspicion_continues_after_a_kill(tmp_path, killed, every, undisturbed):
     """The newest checkpoint is of damaged weights; there is evidence, or a pending verdict."""
-    saves: Any = {"store": in_memory, "checkpoints": Checkpoints(every=every)}
+    saves: Any = {"store": tmp_path / "store", "checkpoints": Checkpoints(every=every)}
     first, run = Run(), Run()
     at = killed_at(killed, at_change(lambda: times(first, 50.0)))
     first.train(tmp_path / "a", at=at, **saves)
