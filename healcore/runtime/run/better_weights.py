@@ -79,7 +79,7 @@ class BetterWeights:
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
         self._run.log.assessment(*found, rise=rise, rise_remembered=remembered)
-        ledger = self._run.ledger
+        ledger = self._run.record.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
         last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
         if not past and last_trial > ledger.accepted_until:
@@ -104,7 +104,7 @@ class BetterWeights:
             trial=Trial.UNDO,
         )
         tried = [Trial(each.trial) for each in past]
-        if not tried and self._run.ledger.accepted >= MAX_ACCEPTED:
+        if not tried and self._run.record.ledger.accepted >= MAX_ACCEPTED:
             return order
         unusual = agreed(self._run.ranks, self.comparisons.unusual(verdict)) if tried else []
         cuts = self._run.policy.engine.config.budget.lr_cuts if self._run.policy.may_limit_lr else 0
@@ -131,7 +131,7 @@ class BetterWeights:
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
-        ledger, until = self._run.ledger, self._data.step + 1
+        ledger, until = self._run.record.ledger, self._data.step + 1
         ledger.accepted, ledger.accepted_until = ledger.accepted + 1, until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
