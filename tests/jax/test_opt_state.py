@@ -147,7 +147,7 @@ def test_an_optimizer_with_a_schedule_continues_with_injected_hyperparameters():
     tx, new = protect(inner, "default"), inner.init(PARAMS)
     _, old = bare.update(PARAMS, bare.init(PARAMS), PARAMS)
     counts = jax.tree.map(lambda _: old[-1].count, new.hyperparams_states)
-    given = new._replace(inner_state=(*old[:-1], new.inner_state[-1]), hyperparams_states=counts)
+    given = new._replace(inner_state=old[:-1] + new.inner_state[-1:], hyperparams_states=counts)
     state = with_heal_state(given, like=tx.init(PARAMS))
     for _ in range(3):
         wanted, old = bare.update(PARAMS, old, PARAMS)
