@@ -253,8 +253,8 @@ def protect(
 
         def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             if resets is not None:
-                # Before the step, XLA fuses the reset into the optimizer's kernel. A reset after
-                # the step that cuts the rate is a second pass over all moments, with a copy.
+                # At the start of the step after the cut, XLA fuses the reset into the optimizer's
+                # kernel. At the end of the cut's step it would be another pass over all moments.
                 inner_state = reset_moments(
                     inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
                 )

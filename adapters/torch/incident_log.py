@@ -12,7 +12,7 @@ from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, StepRecord, names
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
-from healcore.runtime.story.diagnosis import FROM_START, nonfinite_row_text
+from healcore.runtime.story.diagnosis import FROM_START, nonfinite_streak_text
 from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20
@@ -39,7 +39,7 @@ class IncidentLog:
         self._optimizer, self._engine, self._ranks = optimizer, engine, ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
-        self._nonfinite_row = self._incident = 0
+        self._nonfinite_streak = self._incident = 0
         self._logged: set[str] = set()
         self._missing_loss = MissingLoss(engine)
         self.restart()
@@ -69,9 +69,9 @@ class IncidentLog:
 
     def _log(self, record: StepRecord) -> None:
         # An error after 100, 1,000, 10,000 steps in a row that were not finite.
-        row = self._nonfinite_row = self._nonfinite_row + 1 if record.cause & NONFINITE else 0
+        row = self._nonfinite_streak = self._nonfinite_streak + 1 if record.cause & NONFINITE else 0
         if row >= FROM_START and passes_power_of_ten(row - 1, row):
-            text = nonfinite_row_text(record, row, (), from_start=row == record.step)
+            text = nonfinite_streak_text(record, row, (), from_start=row == record.step)
             self._write(text, console.error)
         new, self._incident = record.incident > self._incident, record.incident
         if new and record.cause and is_logged(record.incident):

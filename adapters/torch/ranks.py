@@ -294,7 +294,10 @@ class SignalAllReduce:
         return reduced, None if found_inf is None else overflows.to(torch.float32)
 
     def _mark(self, last: Decision | None) -> Tensor:
-        """(2,) float64: 16 bits of the last decision, or first of the parameters; their square."""
+        """(2,) float64: a 16-bit checksum of the last decision or of the shapes, and its square.
+
+        All ranks have one checksum exactly if world * sum(squares) == sum(checksums) ** 2.
+        """
         if last is None:
             bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
         else:

@@ -135,7 +135,7 @@ class Readings(NamedTuple):
     z_loss: float  # score of the loss-spike detector
 
 
-class Evidence(NamedTuple):
+class SuspectGradient(NamedTuple):
     """A tensor or layer whose gradient was non-finite or unusually large."""
 
     name: str
@@ -167,7 +167,7 @@ class StepRecord(NamedTuple):
     z_loss: Any
     lr: Any = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
     engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
-    evidence: tuple[Evidence, ...] = ()  # worst first, at most 10; only for steps with a cause
+    evidence: tuple[SuspectGradient, ...] = ()  # worst first, at most 10; if there is a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     rank_signals: tuple[float, float] | None = None
     judged: bool = True  # False: the step only accumulated gradients, or was not taken
@@ -255,9 +255,9 @@ def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
 
 
-def evidence(
+def suspects(
     norms: np.ndarray, usual: np.ndarray | None, names: Sequence[str]
-) -> tuple[Evidence, ...]:
+) -> tuple[SuspectGradient, ...]:
     """Selects the worst tensors: non-finite gradients first, then by the ratio to the usual norm.
 
     `usual` holds the L2 norms at the last step without an alarm, or 0 where a norm is unknown. It
@@ -269,5 +269,5 @@ def evidence(
     ratios[~(norms <= numerics.SIGNAL_LIMIT)] = np.inf  # NaN and overflow need no usual norm
     worst = np.argsort(-ratios, kind="stable")[:_MAX_EVIDENCE]
     return tuple(
-        Evidence(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO
+        SuspectGradient(str(names[i]), float(norms[i])) for i in worst if ratios[i] >= REPORT_RATIO
     )

@@ -90,7 +90,7 @@ class ReadingsRecord(_EventsModel):
 
 
 class EvidenceRecord(_EventsModel):
-    """JSON form of `healcore.core.decision.Evidence`."""
+    """JSON form of `healcore.core.decision.SuspectGradient`."""
 
     name: Text
     grad_norm: Number

@@ -224,7 +224,7 @@ class Driver(Protocol):
 WEIGHTS = "initial weights"
 """Name of the digest of the weights in `Driver.settings`."""
 STEPPED = ", stepped"
-"""End of the digest if the optimizers have stepped before, for example in a loaded snapshot."""
+"""End of the digest of a program that has loaded a snapshot: its optimizers have stepped before."""
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:

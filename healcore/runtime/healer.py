@@ -28,7 +28,7 @@ from healcore.runtime.run_options import (
     Hooks,
     HostPolicy,
     Logging,
-    checked_path,
+    check_path,
 )
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.trackers import select
@@ -156,8 +156,8 @@ class Healer(Generic[State]):
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
-        checked_path("store", None if isinstance(store, CheckpointStore) else store)
-        checked_path("stop_file", stop_file)
+        check_path("store", None if isinstance(store, CheckpointStore) else store)
+        check_path("stop_file", stop_file)
         for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
             if not isinstance(given, kind):
                 name = kind.__name__

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import Action, Cause, Decision, Evidence, Readings
+from healcore.core.decision import Action, Cause, Decision, Readings, SuspectGradient
 from healcore.core.engine import Engine, RuleConfig
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, Retry, Rollback, SkipBatch
@@ -113,7 +113,7 @@ class IncidentContext(NamedTuple):
     readings: Readings
     engine: str = ""
     """Name of the optimizer if the state has several, or an empty string."""
-    evidence: tuple[Evidence, ...] = ()
+    evidence: tuple[SuspectGradient, ...] = ()
     """Tensors whose gradients were not finite or stood out, the worst first."""
     batches: tuple[BatchKey, ...] = ()
     """Ids of the step's batches."""
@@ -226,7 +226,7 @@ def error_text(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def checked_path(option: str, given: Any) -> None:
+def check_path(option: str, given: Any) -> None:
     """Raises ValueError unless the value of an option is a path or None."""
     if given is not None and not (isinstance(given, str | os.PathLike) and os.fspath(given)):
         raise ValueError(f'{option} is a path, as in {option}="runs/1", or None, not {given!r}')
@@ -291,8 +291,8 @@ class Logging:
     console: Console = "auto"
 
     def __post_init__(self) -> None:
-        checked_path("events", self.events)
-        checked_path("metrics", self.metrics)
+        check_path("events", self.events)
+        check_path("metrics", self.metrics)
         console.checked_console(self.console)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jsonschema
 
-from healcore.core.decision import Action, Cause, Evidence, Readings
+from healcore.core.decision import Action, Cause, Readings, SuspectGradient
 from healcore.events import schema
 from tests.events.page_tables import json_schema
 
@@ -14,7 +14,7 @@ EXPORTED = json_schema()
 VALIDATOR = jsonschema.Draft202012Validator(EXPORTED)
 
 READINGS = Readings(2.31, 14.2, 1.27, 55.0, math.inf)
-EVIDENCE = (Evidence("layers.3.weight", math.nan), Evidence("layers.1.weight", 12.5))
+EVIDENCE = (SuspectGradient("layers.3.weight", math.nan), SuspectGradient("layers.1.weight", 12.5))
 
 SAMPLES: dict[str, dict[str, Any]] = {
     "start": {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from healcore.core.decision import Cause, Evidence
+from healcore.core.decision import Cause, SuspectGradient
 from healcore.events import Log, log, read
 from tests.forked_programs import ForkedProgram
 from tests.healer.run_directory import events_of
@@ -66,7 +66,7 @@ class Spiteful:
         ([math.nan, math.inf, np.float32(-math.inf)], ["nan", "inf", "-inf"]),
         (np.float32(0.5), 0.5),
         (Cause.LOSS_SPIKE | Cause.OOM, ["LOSS_SPIKE", "OOM"]),
-        ([Evidence("w", math.nan)], [{"name": "w", "grad_norm": "nan"}]),
+        ([SuspectGradient("w", math.nan)], [{"name": "w", "grad_norm": "nan"}]),
         ((1, {1: {2, 1}}), [1, {"1": [1, 2]}]),
         (Path("a/b"), "a/b"),
         (ValueError("why"), "ValueError: why"),

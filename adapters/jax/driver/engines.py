@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from healcore.core.decision import RECORD_FIELDS, StepRecord, evidence, unpack_record
+from healcore.core.decision import RECORD_FIELDS, StepRecord, suspects, unpack_record
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver.live_state import array_of, as_live
@@ -341,7 +341,7 @@ class StepReader:
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
-                    record = record._replace(evidence=evidence(new.norms, usual, engine.leaves))
+                    record = record._replace(evidence=suspects(new.norms, usual, engine.leaves))
                 else:
                     self._usual_norms[engine.name] = new.norms
             steps[(number - first) * len(steps) // (new.step - first)].append(record)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import Evidence, StepRecord, evidence
+from healcore.core.decision import StepRecord, SuspectGradient, suspects
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
@@ -84,7 +84,7 @@ class Recorder:
         self._baseline = entry.norms if entry.norms.params else self._baseline
         return record
 
-    def _evidence(self, norms: StepNorms) -> tuple[Evidence, ...]:
+    def _evidence(self, norms: StepNorms) -> tuple[SuspectGradient, ...]:
         """Compares the norms of an alarm's step with the last step that had no alarm.
 
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
@@ -95,7 +95,7 @@ class Recorder:
         if self._baseline is not None:
             known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        return evidence(found, usual, live_state.parameter_names(self._state, norms.params))
+        return suspects(found, usual, live_state.parameter_names(self._state, norms.params))
 
 
 class PendingStep:

@@ -155,7 +155,7 @@ class Cursor:
         return self._until is not None and self.next_id.epoch == self._until - 1 and self.is_last()
 
     @property
-    def before_end(self) -> bool:
+    def beyond_last_epoch(self) -> bool:
         """Whether the loader stands within an epoch that the loop does not reach."""
         epoch, index = self.next_id
         return self._until is not None and epoch >= self._until and index > 0

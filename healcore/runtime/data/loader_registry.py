@@ -144,7 +144,7 @@ class LoaderRegistry:
         if epoch is not None:
             begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
             self.next_epoch, self.names_epochs = epoch, True
-        elif saved is not None and begun.before_end:
+        elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
                 f"the restart resumes in epoch {saved['epoch']}, before which batches(loader) has "
                 "none: a loop of epochs writes batches(loader, epoch=epoch), see healer.epochs, a "
@@ -197,7 +197,7 @@ class LoaderRegistry:
     @property
     def at_epochs(self) -> bool:
         """Whether all saved positions are in use, and no loader stands within a later epoch."""
-        return not (self._saved or self._is_short or any(n.before_end for n in self._loaders))
+        return not (self._saved or self._is_short or any(n.beyond_last_epoch for n in self))
 
     # -- positions ------------------------------------------------------------------------------
 

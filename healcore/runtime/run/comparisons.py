@@ -37,7 +37,7 @@ MAX_ANCHORS = 3
 MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
-"""While a verdict is pending, the evidence restarts at this power of the threshold."""
+"""A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 UNUSUAL_NORM = 3.0
@@ -225,10 +225,10 @@ class Comparisons:
         self._history.forget()
 
     def unusual(self, verdict: Verdict) -> list[int]:
-        """Steps at the onset that are unusual: batches for the better weights, or gradient norms.
+        """Steps near the onset that may have caused the damage: by their batch or gradient norm.
 
-        A batch is unusual if its loss exceeds the largest loss of ordinary batches, a sample from
-        before the onset, by more than their range. Collective.
+        A batch is unusual if its loss under the better weights exceeds the largest loss of a sample
+        of batches from before the onset by more than the range of the sample. Collective.
         """
         window = self._history.window(verdict.onset, verdict.found)
         anchor = self._anchor_of(verdict.anchor)
@@ -366,7 +366,7 @@ class Comparisons:
         return None
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
-        """The newest anchor from before the trouble with half of a verdict's wins, or `anchor`.
+        """The newest anchor up to the onset with `RESTART_POWER` of the threshold, or `anchor`.
 
         A rollback to it repeats fewer steps.
         """

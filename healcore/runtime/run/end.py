@@ -299,8 +299,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
             )
     except RunStopped as stop:
         return stop
-    has_ended = data.had_completed or data.repeated or loop.reached_end or loop.break_place
-    if data.resumed_here and not (has_ended or loop.has_trainer):
+    has_ended = loop.reached_end or data.had_completed or data.repeated_all_passes
+    if data.resumed_here and not (has_ended or loop.break_place or loop.has_trainer):
         return IncompleteRun(
             f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
             "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "

@@ -1,9 +1,9 @@
 """What comparisons of weights remember: anchors and their evidence, the last steps, the credit.
 
 The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). Each comparison
-bets on the rise of the loss, in units of the rises before it and within [-1, 1]. While the model is
-healthy, the mean of this number is 0 at most, after any history. Then the mean number of
-comparisons until the evidence reaches a threshold c is at least c.
+multiplies it by 1 + STAKE * b, where b, within [-1, 1], is the rise of the loss divided by the
+usual rise. In a healthy run the expected b is at most 0, whatever happened before. Then a healthy
+run needs on average at least c comparisons to reach a threshold c.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pydantic import ConfigDict
 from healcore.runtime.store.ranks import Ranks
 
 STAKE = 0.6
-"""Share of the evidence that each comparison stakes (lambda), in (0, 1). With 0.6 the evidence is
-multiplied by 0.4 to 1.6, and 20 times 1.6 in a row exceeds 1e4. Any value is valid."""
+"""Lambda of the e-detector, in (0, 1), for any value of which the bound above holds. With 0.6 the
+evidence is multiplied by 0.4 to 1.6, and 20 times 1.6 in a row exceeds 1e4."""
 RECENT = 20
-"""Comparisons whose rises are the unit of a bet; losses in a mean."""
+"""Number of recent comparisons whose rises give the usual rise, and of losses in a mean loss."""
 SAMPLE = 8
 """Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
 

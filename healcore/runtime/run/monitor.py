@@ -52,8 +52,8 @@ class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
     Attributes:
-        nonfinite_row: number of consecutive steps up to the newest without a finite step, or -1 if
-            no step was read.
+        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or -1
+            if no step was read.
         nonfinite_record: newest record of a step that was not finite, or None.
         never_finite: whether no step of the run was finite.
         has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
@@ -68,7 +68,7 @@ class IncidentMonitor:
         self._quiet_steps = int(config.incident.quiet_steps)
         per_tensor, observes = self.run.policy.engine.per_tensor, self.run.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.nonfinite_row = self.last_trained = -1
+        self.nonfinite_streak = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
         several = _MIN_INTERVALS_REMEMBERED * saver.every
@@ -201,14 +201,14 @@ class IncidentMonitor:
 
     def _count_nonfinite(self, step: StepResult) -> None:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
-        if self.nonfinite_row < 0:  # a resumed run counts the steps of its checkpoint
+        if self.nonfinite_streak < 0:  # a resumed run counts the steps of its checkpoint
             self.never_finite = self.run.record.ledger.untrained >= step.index
-            self.nonfinite_row = step.index if self.never_finite else 0
+            self.nonfinite_streak = step.index if self.never_finite else 0
         counted = [record for record in step.records if record.judged or not record.taken]
         if any(record.judged and not record.cause & NONFINITE for record in counted):
-            self.nonfinite_row, self.never_finite = 0, False
+            self.nonfinite_streak, self.never_finite = 0, False
         elif counted:
-            self.nonfinite_row, self.nonfinite_record = self.nonfinite_row + 1, counted[-1]
+            self.nonfinite_streak, self.nonfinite_record = self.nonfinite_streak + 1, counted[-1]
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""

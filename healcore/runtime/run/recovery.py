@@ -24,7 +24,7 @@ from healcore.runtime.story.diagnosis import (
     IN_A_ROW,
     RunEnd,
     explain,
-    nonfinite_row_text,
+    nonfinite_streak_text,
 )
 
 _SERIOUS = Action.ROLLBACK | Action.STOP
@@ -75,14 +75,14 @@ class Recovery:
 
         With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
         """
-        row, from_start = self.monitor.nonfinite_row, self.monitor.never_finite
+        row, from_start = self.monitor.nonfinite_streak, self.monitor.never_finite
         due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
         ordered = order is not None and order.action & _SERIOUS
         if self.run.policy.observes or not (due or (from_start and ordered)):
             return
         weights, record = self.run.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
-            self.stop(nonfinite_row_text(record, row, weights, from_start))
+            self.stop(nonfinite_streak_text(record, row, weights, from_start))
 
     # -- orders ---------------------------------------------------------------------------------
 

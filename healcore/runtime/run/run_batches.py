@@ -70,7 +70,7 @@ class RunBatches:
         self._updates = self._usual_updates = 0
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
-        self._repeated: RunLoader | None = None  # an evaluation of before the checkpoint
+        self._resumed_evaluation: RunLoader | None = None  # an evaluation of before the checkpoint
         self._resumed = False
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
@@ -86,7 +86,7 @@ class RunBatches:
     # -- reading --------------------------------------------------------------------------------
 
     @property
-    def repeated(self) -> bool:
+    def repeated_all_passes(self) -> bool:
         """Whether the loop has repeated all passes of earlier processes.
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
@@ -103,7 +103,7 @@ class RunBatches:
         begun = self.loaders.begin(loader, *args)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
-            self._repeated = None if begun.trains else begun
+            self._resumed_evaluation = None if begun.trains else begun
         before = {*self._run.record.settings}
         change = change_of_batch_size(self._run.record.settings, begun.number, loader)
         if new := {n: v for n, v in self._run.record.settings.items() if n not in before}:
@@ -127,7 +127,7 @@ class RunBatches:
         with alone:
             batch, batch_id = self._read(loader)
         self.current = loader
-        self._generators = self._generators if loader is self._repeated else None
+        self._generators = self._generators if loader is self._resumed_evaluation else None
         loader.unused.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.unused) <= self._most:
@@ -246,7 +246,7 @@ class RunBatches:
         `ended` is whether the pass before has ended. The checkpoint may be from there.
         """
         if (saved := self._generators) is not None:
-            here = ended and (self.repeated or self.loaders.names_epochs)
+            here = ended and (self.repeated_all_passes or self.loaders.names_epochs)
             self.host.put_back(saved if here else saved._replace(**saved.at_pass))
             self._generators = None if here else saved
         self.host.begin_pass()

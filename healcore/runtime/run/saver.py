@@ -2,7 +2,7 @@
 
 A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
 steps. Deletions run in the queue of the saves. So the contents of a store depend on the steps, and
-on the speed of a disk only where saves would take too much time, see `Saver._is_affordable`.
+on the speed of a disk only where saves would take too much time, see `Saver._is_within_time`.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class Saver:
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
         self._never_deleted: set[int] = set()
-        """Steps of unusable checkpoints newer than the checkpoint of the start: never deleted."""
+        """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
         self._pruned = -1  # `RunRecord.proven` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1  # step of the last checkpoint or of the start
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
-        self._has_budget, self._saving_s = options.every is None, 0.0
-        self._interval, self._affords = -1, True  # of the last answer of `_is_affordable`
-        self._began, self._price_reported = time.monotonic(), False
+        self._limits_time, self._saving_s = options.every is None, 0.0
+        self._interval, self._within_time = -1, True  # of the last answer of `_is_within_time`
+        self._began, self._slow_saves_reported = time.monotonic(), False
 
     # -- what a checkpoint holds ----------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Saver:
 
     def listed(self) -> list[Saved]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self.run.record.attempt_history.judged(self.store.steps())
+        saves = self.run.record.attempt_history.with_status(self.store.steps())
         return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int) -> None:
@@ -168,27 +168,27 @@ class Saver:
             why = "alarms delay the save"
             if not may_save:
                 why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
-            elif not self._affords:
+            elif not self._within_time:
                 why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
                 why += "Checkpoints(every=N) saves every N steps"
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-            if self._affords or not self._price_reported:
+            if self._within_time or not self._slow_saves_reported:
                 self.run.log.problem(step, line)
-            self._price_reported |= not self._affords
-        return self._intervals > 0 and not self.delayed and may_save and self._is_affordable()
+            self._slow_saves_reported |= not self._within_time
+        return self._intervals > 0 and not self.delayed and may_save and self._is_within_time()
 
-    def _is_affordable(self) -> bool:
+    def _is_within_time(self) -> bool:
         """Whether the saves so far have taken little time. Collective once per interval.
 
         Without this bound a state that takes as long to write as 100 steps take makes a run twice
         as long (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
         """
         interval = self.data.step // self.every
-        if interval != self._interval and self._has_budget:
+        if interval != self._interval and self._limits_time:
             allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
-            self._affords = not any(self.run.ranks.gather(self._saving_s > allowed))
+            self._within_time = not any(self.run.ranks.gather(self._saving_s > allowed))
             self._interval = interval
-        return self._affords
+        return self._within_time
 
     @property
     def _intervals(self) -> int:
@@ -272,7 +272,7 @@ class Saver:
         stays = self.store.ring.protected | self._never_deleted | {each.target for each in last}
 
         def chosen() -> tuple[list[int], set[int], int | None]:
-            saves = attempts.judged(self.store.steps())
+            saves = attempts.with_status(self.store.steps())
             saves = [saved for saved in saves if saved.path or not self.store.durable]
             if (step, len(attempts.bases)) not in {(s.step, s.attempt) for s in saves}:
                 return [], set(), None

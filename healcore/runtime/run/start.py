@@ -118,7 +118,8 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
 
     warning = None
     try:
-        warning = None if folder is None else on_first(ranks, take)
+        if folder is not None:
+            warning = on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
@@ -321,7 +322,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
     restorer, saver = loop.recovery.restorer, loop.saver
     if newest is not None:
         saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
-    saves = (newest or RunRecord()).attempt_history.judged(restorer.saves())
+    saves = (newest or RunRecord()).attempt_history.with_status(restorer.saves())
     usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
     wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
     try:

@@ -350,7 +350,7 @@ class Ring:
 
     def prune(self, nonfinite_ok: Collection[str]) -> None:
         """Removes superfluous copies."""
-        saves = AttemptHistory.newest(self.records()).judged(self.listed(nonfinite_ok))
+        saves = AttemptHistory.newest(self.records()).with_status(self.listed(nonfinite_ok))
         surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
         for step in {*surplus} - self.protected:
             self.forget(step)

@@ -223,7 +223,7 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
     """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
     saves = found.complete.values()
     entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
-    return AttemptHistory.newest(found.records).judged(entries)
+    return AttemptHistory.newest(found.records).with_status(entries)
 
 
 def find_damage(

@@ -175,7 +175,7 @@ class AttemptHistory(NamedTuple):
         """Whether an attempt after `attempt` began below `step`."""
         return any(base < step for base in self.bases[attempt:])
 
-    def judged(self, saves: Iterable[Saved]) -> list[Saved]:
+    def with_status(self, saves: Iterable[Saved]) -> list[Saved]:
         """The checkpoints with their statuses."""
         return [saved._replace(status=self._status(saved)) for saved in saves]
 

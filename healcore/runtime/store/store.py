@@ -175,7 +175,7 @@ class CheckpointStore(Writer):
             if copy is None or copy.path == saved.path:
                 saves[saved.step] = saved
         attempts = AttemptHistory.newest(found.records | self.ring.records())
-        return attempts.judged(saves[step] for step in sorted(saves))
+        return attempts.with_status(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the checkpoints in the directory; StoreError if it cannot be read."""

@@ -234,7 +234,7 @@ IN_A_ROW = 1_000
 """Consecutive steps without a finite step after which any other run ends."""
 
 
-def nonfinite_row_text(
+def nonfinite_streak_text(
     record: StepRecord, row: int, weights: Sequence[str], from_start: bool
 ) -> str:
     """The sentence about a run of which `row` consecutive steps were not finite.

@@ -176,10 +176,6 @@ class _Delivery(threading.Thread):
             self.problems.append(why[:1000])
 
 
-_MAX_CHARACTERS = 1000
-"""Limit of the text of an event, which may quote a long error."""
-
-
 class TrackedRun(NamedTuple):
     """The identity and the configuration of a run, for its trackers."""
 
@@ -192,7 +188,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     step = event.get("step")
     head = event["kind"] if step is None else f"{event['kind']} at step {step}"
     text = sentence(validate(event)[0])
-    return f"{head}: {text}"[:_MAX_CHARACTERS] if text else head
+    return f"{head}: {text}"[:1000] if text else head  # may quote a long error
 
 
 class _Wandb:

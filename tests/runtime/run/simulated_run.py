@@ -77,7 +77,7 @@ class Listed(CheckpointStore):
 
     def steps(self) -> list[Saved]:
         history = AttemptHistory.newest(self.stored)
-        return history.judged(self.saves[step] for step in sorted(self.saves))
+        return history.with_status(self.saves[step] for step in sorted(self.saves))
 
     def steps_on_disk(self) -> list[int]:
         return sorted(self.saves)
