@@ -157,21 +157,21 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
 
 
 def _mismatches(name: str, live: Any, state: Any) -> list[str]:
-    wrong, pairs = [], [(name, live, state)]
+    wrong, pairs, buffers = [], [(name, live, state)], {}
     if isinstance(live, nn.Module):
+        buffers = dict(live.named_buffers(name))
         own = live.state_dict()
         wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
         pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity
-    elif not any(
-        isinstance(live, kind) and isinstance(state, kind) for kind in (Tensor, dict, list)
-    ):
+    elif not any(isinstance(live, k) and isinstance(state, k) for k in (Tensor, dict, list)):
         wrong = [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
     for place, old, new in pairs:
         # Layers fill empty buffers and numbers, and load them in any shape (observers of QAT).
-        both = isinstance(old, Tensor) and isinstance(new, Tensor)
-        if both and old.shape != new.shape and min(old.numel(), new.numel()) > 1:
+        fits = place in buffers and min(old.numel(), new.numel()) <= 1
+        both = isinstance(old, Tensor) and isinstance(new, Tensor) and not fits
+        if both and old.shape != new.shape:
             wrong.append(f"{place} has the shape {tuple(new.shape)}, not {tuple(old.shape)}")
     return sorted(wrong)
 

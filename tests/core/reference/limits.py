@@ -13,7 +13,7 @@ def flushed(square: float) -> float:
 
 
 class Limit(Detector):
-    """Begins anew at a restart. Rests where a value is not finite, and at a norm of 0."""
+    """Begins again at a restart. Rests where a value is not finite, and at a norm of 0."""
 
     signal = "loss"
     positive = False
