@@ -109,6 +109,12 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def first_of(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """Joins the first items, and adds the number of the others: "a, b, c and 2 more"."""
+    more = f"{separator.rstrip(', ')} and {len(items) - most} more" if len(items) > most else ""
+    return separator.join(items[:most]) + more
+
+
 def is_logged(number: int) -> bool:
     """Whether occurrence `number` has a line: the first ten, then each power of two."""
     return number <= 10 or number & (number - 1) == 0

@@ -39,7 +39,7 @@ PARTS = ("python", "numpy", "framework", "data")
 def loader(state: Any) -> dict[str, Any]:
     """A position whose loader has this state."""
     position = {"version": 2, "kind": "sequence", "epoch": 0, "index": 1, "told_epoch": None}
-    items = [*map(list, position.items()), ["state", state], ["left_out", {"list": []}]]
+    items = [*map(list, position.items()), ["state", state], ["skipped", {"list": []}]]
     return {"dict": [["0", {"dict": items}], ["count", 1]]}
 
 
@@ -202,7 +202,7 @@ NOT_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
         name: (RECORD, lambda old, name=name, value=value: old | {name: value})
         for name, value in {
             "engines": "nan", "ledger": {"a": 1}, "world": "x", "step": 1, "settings": [],
-            "part_limit": "", "forward": {"0": {"a": 1}}, "left_out": {"x": []}, "attempts": [""],
+            "part_limit": "", "forward": {"0": {"a": 1}}, "skipped": {"x": []}, "attempts": [""],
         }.items()
     },
 }  # fmt: skip

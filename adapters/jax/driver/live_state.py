@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from healcore.console import first_of
 from healcore.jax.heal_state import HealStateError, map_nodes, nodes
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 from healcore.runtime.store.saved import StateMismatch
@@ -25,8 +26,6 @@ STATE = "state"
 SIDE_STATE = "healcore.side_state"
 _RESETS = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
-_SHOWN = 3
-"""Largest number of differences in a message."""
 
 
 class LiveState:
@@ -96,16 +95,15 @@ class LiveState:
         forms, wanted = ({p: _form(e) for p, e in avals.items()} for avals in (new, known))
         wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
         if wrong:
-            lines = [
+            differences = [
                 f"state{path} is {forms.get(path, 'missing')}, and was "
                 f"{wanted.get(path, 'not present')}"
-                for path in wrong[:_SHOWN]
+                for path in wrong
             ]
-            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise HealStateError(
                 "update takes the state with the structure, shapes and dtypes of the first state: "
-                f"{'; '.join(lines)}{more}. Nothing was saved or replaced. Return the whole "
-                "state, and nothing else, from the step, and cast changed arrays, "
+                f"{first_of(differences, separator='; ')}. Nothing was saved or replaced. Return "
+                "the whole state, and nothing else, from the step, and cast changed arrays, "
                 "x.astype(old.dtype). For NumPy arrays write "
                 "`state = jax.tree.map(jnp.asarray, state)` before the Healer"
             )

@@ -40,13 +40,13 @@ class BetterWeights:
         roll_back: Callable[[Order], RollbackRecord | None],
         loss_fn: Callable[..., Any] | None,
     ) -> None:
-        self._run, self._data, self._monitor = restorer.run, restorer.data, monitor
+        self._context, self._data, self._monitor = restorer.context, restorer.data, monitor
         self._roll_back = roll_back
         self.comparisons = Comparisons(
-            self._run,
+            self._context,
             loss_fn,
             interval=restorer.saver.every,
-            warn=lambda problem: self._run.log.problem(self._data.step, problem),
+            warn=lambda problem: self._context.log.problem(self._data.step, problem),
             rates=self._rates_in_force,
         )
 
@@ -67,7 +67,7 @@ class BetterWeights:
         )
 
     def _rates_in_force(self) -> Rates:
-        scales, rates = self._monitor.lr_scales, self._run.driver.learning_rates().items()
+        scales, rates = self._monitor.lr_scales, self._context.driver.learning_rates().items()
         return {name: rate and rate * scales.get(name, 1.0) for name, rate in rates}
 
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
@@ -78,14 +78,14 @@ class BetterWeights:
         """
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
-        self._run.log.assessment(*found, rise=rise, rise_remembered=remembered)
-        ledger = self._run.record.ledger
+        self._context.log.assessment(*found, rise=rise, rise_remembered=remembered)
+        ledger = self._context.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
         last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
         if not past and last_trial > ledger.accepted_until:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
-        if order.trial == Trial.UNDO:
+        if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
         done = self._roll_back(order)
         if done is None and finite:
@@ -99,30 +99,33 @@ class BetterWeights:
             index=min(verdict.index, self._data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
-            forced=True,
-            better=verdict.anchor,
-            trial=Trial.UNDO,
+            by_host=True,
+            better_step=verdict.anchor,
+            trial=Trial.ACCEPT,
         )
         tried = [Trial(each.trial) for each in past]
-        if not tried and self._run.record.ledger.accepted >= MAX_ACCEPTED:
+        if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = agreed(self._run.ranks, self.comparisons.unusual(verdict)) if tried else []
-        cuts = self._run.policy.engine.config.budget.lr_cuts if self._run.policy.may_limit_lr else 0
+        unusual = agreed(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
+        policy = self._context.policy
+        cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
-            from_start=verdict.anchor <= self._run.record.first_step,
+            from_start=verdict.anchor <= self._context.record.first_step,
             unusual_steps=bool(unusual),
             may_limit=cuts,
             can_rewind=self._data.loaders.can_rewind,
         )
-        trial = agreed(self._run.ranks, next_trial(tried, facts))  # each reads its own optimizer
+        # Each rank reads its own optimizer.
+        trial = agreed(self._context.ranks, next_trial(tried, facts))
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            states = lr_states(self._run.driver.engines())
-            return replace(order, lr_at_fault=agreed(self._run.ranks, highest), lr_states=states)
+            highest = agreed(self._context.ranks, highest)
+            states = lr_states(self._context.driver.engines())
+            return replace(order, lr_at_fault=highest, lr_states=states)
         if trial == Trial.SKIP_BATCHES:
             return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
         return order
@@ -131,26 +134,27 @@ class BetterWeights:
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
         """Undoes what was tried, and never rolls back for this trouble again."""
-        ledger, until = self._run.record.ledger, self._data.step + 1
+        ledger, until = self._context.ledger, self._data.step + 1
         ledger.accepted, ledger.accepted_until = ledger.accepted + 1, until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
         order = replace(
             order,
-            better=min(verdict.anchor, oldest),
+            better_step=min(verdict.anchor, oldest),
             lr_states=next((each.lr_states for each in past if each.trial == Trial.LIMIT_RATE), {}),
             read_again=tuple(batch for each in past for batch in each.batches),
         )
         undone = bool(order.lr_states or order.read_again)
         done = self._roll_back(order) if undone or verdict.anchor < oldest else None
         if done is None:
-            self._run.driver.load(None, with_lr_states(self._run.driver.engines(), order.lr_states))
+            driver = self._context.driver
+            driver.load(None, with_lr_states(driver.engines(), order.lr_states))
         self.comparisons.accept(until)
         tries = f"after {counted(len(past), 'rollback')}, so the change is taken as intended"
         if not past:
             tries = f"and {MAX_ACCEPTED} places before it came back after all that was tried"
         changes = "what was tried is undone, and " if undone else ""
-        self._run.log.warning(
+        self._context.log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
             "another rollback for it"

@@ -61,7 +61,7 @@ class Comparisons:
     ranks: reduced losses, alarms and the price.
 
     Args:
-        run: what the parts of the run share.
+        context: what the parts of the run share.
         loss_fn: the user's function, or None to compare nothing.
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
@@ -70,7 +70,7 @@ class Comparisons:
 
     def __init__(
         self,
-        run: RunContext,
+        context: RunContext,
         loss_fn: Callable[..., Any] | None,
         *,
         interval: int,
@@ -83,11 +83,12 @@ class Comparisons:
         """Step before which weights are neither compared nor copied."""
         self.steps_are_windows = False
         """Whether each step ends an accumulation. The next one may have begun since."""
-        self.loss_function = LossFunction(loss_fn, run.driver, run.ranks, warn)
-        self._run, self._interval, self._threshold = run, interval, run.policy.rollback.evidence
+        self.loss_function = LossFunction(loss_fn, context.driver, context.ranks, warn)
+        self._context, self._interval = context, interval
+        self._threshold = context.policy.rollback.evidence
         self._rates_in_force = rates
         self._history = StepHistory()
-        self._credit = Credit(run.ranks)
+        self._credit = Credit(context.ranks)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
@@ -121,7 +122,7 @@ class Comparisons:
             self.loss_function.function = None
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-            self._run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
+            self._context.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
         known = self.state.healthy_rates
@@ -131,7 +132,7 @@ class Comparisons:
             return
         level, spread = self._history.level() or (None, 0.0)
         new = Anchor(step, level=level, spread=spread)
-        new.weights = self._run.driver.copy_weights()
+        new.weights = self._context.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
             older = [min(older, key=lambda anchor: (anchor.level_or_inf, -anchor.step))]
@@ -306,7 +307,7 @@ class Comparisons:
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not (self.steps_are_windows or self._run.driver.may_save(self._interval)):
+        if not (self.steps_are_windows or self._context.driver.may_save(self._interval)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations, verdict, loss_fn = 0, None, self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
@@ -358,8 +359,8 @@ class Comparisons:
             return self._verdict(index, self._newest_better(anchor), compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
-            self._run.log.assessment(index, onset, "recovered")
-            self._run.log.info(
+            self._context.log.assessment(index, onset, "recovered")
+            self._context.log.info(
                 f"step {index}: the run has recovered from the damage of step {onset}"
             )
             self._forget_trouble()
@@ -385,8 +386,8 @@ class Comparisons:
             other.evidence, other.onset = 1.0, None
             if other.step == verdict.anchor:
                 other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
-        self._run.log.assessment(verdict.index, verdict.onset, "worse")
-        self._run.log.warning(
+        self._context.log.assessment(verdict.index, verdict.onset, "worse")
+        self._context.log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
             f"at step {verdict.due}, or at the end of the data"

@@ -42,12 +42,12 @@ class Loop:
         has_trainer: bool,
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
-        run = recovery.run
+        context = recovery.context
         self.policy, self.driver, self.log, self.record = (
-            run.policy,
-            run.driver,
-            run.log,
-            run.record,
+            context.policy,
+            context.driver,
+            context.log,
+            context.record,
         )
         self.group, self.claim = group, claim
         self.guard = HangGuard(self.policy, group.ranks, self.log)

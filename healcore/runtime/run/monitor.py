@@ -62,17 +62,17 @@ class IncidentMonitor:
     """
 
     def __init__(self, saver: Saver, hooks: Hooks) -> None:
-        self.run, self.hooks = saver.run, hooks
-        config = self.run.policy.engine.config
+        self.context, self.hooks = saver.context, hooks
+        config = self.context.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
-        per_tensor, observes = self.run.policy.engine.per_tensor, self.run.policy.observes
+        per_tensor, observes = self.context.policy.engine.per_tensor, self.context.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
         self.nonfinite_streak = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
         several = _MIN_INTERVALS_REMEMBERED * saver.every
-        self._kept = max(self.run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self.loader_start = 0
         """First step of the current loader: ids of earlier loaders have no meaning in it."""
@@ -93,7 +93,7 @@ class IncidentMonitor:
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
-        incident = self.run.record.ledger.record(step.index, records, self._causes)
+        incident = self.context.ledger.record(step.index, records, self._causes)
         if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(record.judged for record in records)
@@ -116,7 +116,7 @@ class IncidentMonitor:
 
     def counts(self) -> Counts:
         """Counts of the whole run."""
-        ledger, total = self.run.record.ledger, self.metrics.total
+        ledger, total = self.context.ledger, self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
@@ -128,7 +128,7 @@ class IncidentMonitor:
     @property
     def is_unhealthy(self) -> bool:
         """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
-        ledger = self.run.record.ledger
+        ledger = self.context.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
 
@@ -160,7 +160,7 @@ class IncidentMonitor:
 
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
-        engines = self.run.driver.engines()
+        engines = self.context.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self.metrics.set(engines)
 
@@ -186,7 +186,7 @@ class IncidentMonitor:
             why = "the last cut has no effect any more"
         else:
             return
-        self.run.log.event(
+        self.context.log.event(
             "lr",
             step=index,
             engine=record.engine,
@@ -194,7 +194,7 @@ class IncidentMonitor:
             lr_scale_before=before,
             lr_scale=now,
             why=why,
-            observed=self.run.policy.observes,
+            observed=self.context.policy.observes,
         )
 
     # -- incidents and alarms -------------------------------------------------------------------
@@ -202,7 +202,7 @@ class IncidentMonitor:
     def _count_nonfinite(self, step: StepResult) -> None:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
         if self.nonfinite_streak < 0:  # a resumed run counts the steps of its checkpoint
-            self.never_finite = self.run.record.ledger.untrained >= step.index
+            self.never_finite = self.context.ledger.untrained >= step.index
             self.nonfinite_streak = step.index if self.never_finite else 0
         counted = [record for record in step.records if record.judged or not record.taken]
         if any(record.judged and not record.cause & NONFINITE for record in counted):
@@ -215,10 +215,10 @@ class IncidentMonitor:
         self._last_incident = incident.number
         self._begun.append(incident)
         first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
-        if first.rank_signals is not None and self.run.ranks.world > 1:
-            values = enumerate(self.run.ranks.gather(first.rank_signals))
+        if first.rank_signals is not None and self.context.ranks.world > 1:
+            values = enumerate(self.context.ranks.gather(first.rank_signals))
             of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
-        self.run.log.event(
+        self.context.log.event(
             "incident",
             step=step.index,
             incident=incident.number,
@@ -235,7 +235,7 @@ class IncidentMonitor:
             return
         begun, self._begun = self._begun, []
         for incident in begun:
-            event = self.run.log.event(
+            event = self.context.log.event(
                 "over",
                 step=step.index,
                 incident=incident.number,
@@ -245,7 +245,7 @@ class IncidentMonitor:
                 readings=step.records[0].readings,
             )
             if is_logged(incident.number):
-                self.run.log.info(f"step {step.index}: {sentence(event)}")
+                self.context.log.info(f"step {step.index}: {sentence(event)}")
 
     def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
         """Whether the step has a console line, which is about one of its records.
@@ -258,14 +258,14 @@ class IncidentMonitor:
         incident, records = lead.incident, lead.step.records
         skips, outside = self.metrics.total("skips"), self._alarms_outside
         return (
-            (bool(lead.record.action & Action.CUT_LR) and not self.run.policy.observes)
+            (bool(lead.record.action & Action.CUT_LR) and not self.context.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
             or passes_power_of_ten(skips - sum(bool(record.skip) for record in records), skips)
             or passes_power_of_ten(outside, outside + (incident is None))
         )
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
-        (step, record, incident), policy = judged, self.run.policy
+        (step, record, incident), policy = judged, self.context.policy
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:
@@ -273,8 +273,8 @@ class IncidentMonitor:
         rate = None
         if has_line:
             with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-                rate = self.run.driver.learning_rates().get(record.engine)
-        event = self.run.log.event(
+                rate = self.context.driver.learning_rates().get(record.engine)
+        event = self.context.log.event(
             "alarm",
             step=step.index,
             engine=record.engine,
@@ -299,7 +299,7 @@ class IncidentMonitor:
             if is_error and failure.diagnosis not in self._explained:
                 self._explained.add(failure.diagnosis)
                 line += f". {failure.diagnosis}"
-            (self.run.log.error if is_error else self.run.log.warning)(line)
+            (self.context.log.error if is_error else self.context.log.warning)(line)
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -308,27 +308,27 @@ class IncidentMonitor:
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.run.record.ledger.first_consecutive(step.index)
+            onset = self.context.ledger.first_consecutive(step.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
+        of_ranks = self.context.ranks.gather((int(action), record.rollback_depth))
         action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
         depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
             self._alert(judged, action)
-        if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self.run.log.event(
+        if self.context.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
+            self.context.log.event(
                 "order",
                 step=step.index,
                 incident=judged.number,
                 cause=record.cause,
                 action=action,
                 depth=depth,
-                observed=self.run.policy.observes,
+                observed=self.context.policy.observes,
             )
-        if self.run.policy.observes or not action & _ORDERS:
+        if self.context.policy.observes or not action & _ORDERS:
             return None
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
         since = max(since, onset)
@@ -340,7 +340,7 @@ class IncidentMonitor:
             cause=int(record.cause),
             depth=max(depth, 1),
             batches=tuple(self.batches_between(since, step.index)),
-            forced=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
+            by_host=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
         )
 
     def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
@@ -352,11 +352,11 @@ class IncidentMonitor:
             IncidentContext(judged.number, step.index, onset, *about, batches)
         )
         for problem in problems:
-            self.run.log.event("hook", step=step.index, hook="", problem=problem)
-        if action is None or self.run.policy.observes:
+            self.context.log.event("hook", step=step.index, hook="", problem=problem)
+        if action is None or self.context.policy.observes:
             return record.action
         ordered = record.action
-        self.run.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
+        self.context.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
         return action
 
     def _alert(self, judged: _Judged, action: Action) -> None:
@@ -367,7 +367,7 @@ class IncidentMonitor:
         if before if judged.number else not passes_power_of_ten(before, before + 1):
             return
         rows = failures_of(judged.record.cause)
-        self.run.log.event(
+        self.context.log.event(
             "alert",
             step=judged.step.index,
             incident=judged.number,
@@ -377,7 +377,7 @@ class IncidentMonitor:
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
-            observed=self.run.policy.observes,
+            observed=self.context.policy.observes,
         )
 
 
@@ -403,5 +403,5 @@ def _merge(one: Order | None, other: Order | None) -> Order | None:
         since=min(one.since, other.since),
         batches=max(one.batches, other.batches, key=len),
         cause=one.cause | other.cause,
-        forced=one.forced or other.forced,
+        by_host=one.by_host or other.by_host,
     )

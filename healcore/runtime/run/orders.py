@@ -39,17 +39,17 @@ class Order:
     cause: int = 0  # `Cause` flags
     depth: int = 1  # known-good checkpoint to restore: 1 is the newest before the onset
     batches: tuple[BatchId, ...] = ()  # to skip when the run repeats the steps
-    exact: bool = False  # whether the state is known to be sound up to `onset`
-    forced: bool = False  # given by a hook, the state check or better weights, not by the engine
+    sound_until_onset: bool = False  # whether the state is known to be sound up to `onset`
+    by_host: bool = False  # given by a hook, the state check or better weights, not by the engine
     arrays: tuple[str, ...] = ()  # names of arrays with NaN or Inf, if a save led to the order
-    better: int | None = None  # step of the better earlier weights to restore, or None
+    better_step: int | None = None  # step of the better earlier weights to restore, or None
     lr_at_fault: Mapping[str, float] | None = None
     """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
     limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
     trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
     read_again: tuple[BatchId, ...] = ()  # skipped by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Engine name -> its learning-rate state before a trial; restored by `Trial.UNDO`."""
+    """Engine name -> its learning-rate state before a trial; restored by `Trial.ACCEPT`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class Trial(StrEnum):
 
     LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
     REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
-    SKIP_BATCHES = "leave_out"  # the batches of the unusual steps at the onset are skipped
-    UNDO = "accept"  # what was tried is undone, and the run never rolls back for this trouble again
+    SKIP_BATCHES = "skip_batches"  # the batches of the unusual steps at the onset are skipped
+    ACCEPT = "accept"  # what was tried is undone; no later rollback is for this trouble
 
 
 class TroubleFacts(NamedTuple):
@@ -110,4 +110,4 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         return Trial.REPEAT
     if facts.unusual_steps and facts.can_rewind and tried.count(Trial.SKIP_BATCHES) < MAX_SKIPS:
         return Trial.SKIP_BATCHES
-    return Trial.UNDO
+    return Trial.ACCEPT

@@ -49,10 +49,10 @@ class OutOfMemory:
     """
 
     def __init__(self, recovery: Recovery) -> None:
-        self._recovery, self._run, self._data = recovery, recovery.run, recovery.data
-        self._answers = self._run.policy.answers(Cause.OOM)
+        self._recovery, self._context, self._data = recovery, recovery.context, recovery.data
+        self._answers = self._context.policy.answers(Cause.OOM)
         self._retries = self._data.retries("a part of healer.microbatches")
-        self._gradients = self._run.driver.window
+        self._gradients = self._context.driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
@@ -113,7 +113,7 @@ class OutOfMemory:
     def largest_owner(self) -> str:
         """A sentence about what holds most of the memory."""
         try:
-            sizes = self._run.driver.memory()
+            sizes = self._context.driver.memory()
         except Exception as error:  # the device may fail again
             return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
@@ -133,15 +133,15 @@ class OutOfMemory:
 
     def _obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
-        if self._run.policy.observes:
+        if self._context.policy.observes:
             return "the policy only observes"
         if "shrink_microbatch" not in self._answers:
             return (
-                f'policy {self._run.policy.name} has no rule for out of memory: add to = ["oom"], '
-                'do = ["shrink_microbatch", "clear_cache"]'
+                f"policy {self._context.policy.name} has no rule for out of memory: add "
+                'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self._run.ranks.world > 1 and self._joint is None and not self._no_joint:
-            joint = self._gradients.between_ranks(self._run.ranks)
+        if self._context.ranks.world > 1 and self._joint is None and not self._no_joint:
+            joint = self._gradients.between_ranks(self._context.ranks)
             if isinstance(joint, str):
                 advice = "use smaller batches, and accumulate the gradients of more batches"
                 self._no_joint = f"{joint}; {advice}"
@@ -172,7 +172,7 @@ class OutOfMemory:
                 first = False
 
     def _number_of_parts(self, batch: Any) -> int:
-        limit = self._run.record.part_limit
+        limit = self._context.record.part_limit
         if limit is None or self._whole:
             return 1
         try:
@@ -196,7 +196,7 @@ class OutOfMemory:
         overrun = None if error is None else self._overrun(batch, parts, error)
         if error is not None and overrun is None:
             # With several ranks, the other ranks would wait.
-            alone = self._run.ranks.world == 1 and self._redoable
+            alone = self._context.ranks.world == 1 and self._redoable
             again = alone and self._retries.wait_after(error)
             self._held = clear_frames(error) if again else []
             return again
@@ -208,7 +208,7 @@ class OutOfMemory:
                 clear_frames(error)  # the exchange needs a little memory
             if not joint.end_batch(overrun is not None):
                 return False
-            overruns = self._run.ranks.gather(overrun)
+            overruns = self._context.ranks.gather(overrun)
         if overrun is not None and error is not None and overrun.why_not:
             error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
             return False  # the exception propagates
@@ -242,8 +242,8 @@ class OutOfMemory:
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
-        step, samples, record = self._data.step, overrun.samples, self._run.record
-        before, limit, why = -(-samples // overrun.parts), self._run.policy.budget.shrinks, ""
+        step, samples, record = self._data.step, overrun.samples, self._context.record
+        before, limit, why = -(-samples // overrun.parts), self._context.policy.budget.shrinks, ""
         if before == 1:
             why = "a single sample does not fit into memory"
         elif record.shrinks >= limit:
@@ -255,13 +255,13 @@ class OutOfMemory:
             changed = self._last_resort()
             if not changed:
                 self._recovery.stop(rank + why, error, Cause.OOM)
-            self._run.log.fault(
+            self._context.log.fault(
                 step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache"
             )
             return
         record.shrinks += 1
         record.part_limit = -(-samples // min(2 * overrun.parts, samples))
-        self._run.log.fault(
+        self._context.log.fault(
             step,
             overrun.fault,
             f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "

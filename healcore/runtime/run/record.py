@@ -335,7 +335,7 @@ def isolated() -> Iterator[None]:
 
 # -- the record of the run -------------------------------------------------------------------------
 
-SCHEMA = 3
+SCHEMA = 4
 _Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
@@ -350,7 +350,7 @@ class RunRecord:
     run: str = ""  # id of the run's first process
     first_step: _Step = 0  # step of the run's first snapshot
     attempts: list[_Step] = field(default_factory=list)  # see `AttemptHistory`
-    proven: int = -1  # see `AttemptHistory`
+    known_good_up_to: int = -1  # see `AttemptHistory`
     completed: bool = False  # whether the program had reached its end
     settings: dict[str, Any] = field(default_factory=dict)
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
@@ -366,7 +366,7 @@ class RunRecord:
     world: Annotated[int, Field(ge=1)] = 1  # number of ranks
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `Engine.to_dict`
     ledger: Ledger = field(default_factory=Ledger)
-    left_out: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
+    skipped: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
@@ -375,7 +375,7 @@ class RunRecord:
     @property
     def attempt_history(self) -> AttemptHistory:
         """The attempts of the run, and the step up to which checkpoints are known-good."""
-        return AttemptHistory(tuple(self.attempts), self.proven)
+        return AttemptHistory(tuple(self.attempts), self.known_good_up_to)
 
     def repeats(self, step: int) -> bool:
         """Whether the last rollback undid the steps from `step` on."""

@@ -38,9 +38,9 @@ class Recovery:
         self, restorer: Restorer, hooks: Hooks, loss_fn: Callable[..., Any] | None
     ) -> None:
         self.restorer, self.saver = restorer, restorer.saver
-        self.run, self.data = restorer.run, restorer.data
+        self.context, self.data = restorer.context, restorer.data
         self.reader, self.monitor = DelayedReader(), IncidentMonitor(self.saver, hooks)
-        self._host_rules = HostRules(self.run.policy.rules, self.run.policy.engine.config)
+        self._host_rules = HostRules(self.context.policy.rules, self.context.policy.engine.config)
         self.better_weights = BetterWeights(restorer, self.monitor, self.roll_back, loss_fn)
         self.comparisons = self.saver.comparisons = self.better_weights.comparisons
         self._checked = 0
@@ -56,7 +56,7 @@ class Recovery:
         self.data.step += self.reader.count_correction()
         records = [self._host_rules.ordered(each) for each in step.records]
         step = step._replace(records=self.monitor.metrics.compared(records))
-        self.run.log.records(step.index, step.records)
+        self.context.log.records(step.index, step.records)
         return self.monitor.process(step)
 
     def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
@@ -78,9 +78,9 @@ class Recovery:
         row, from_start = self.monitor.nonfinite_streak, self.monitor.never_finite
         due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
         ordered = order is not None and order.action & _SERIOUS
-        if self.run.policy.observes or not (due or (from_start and ordered)):
+        if self.context.policy.observes or not (due or (from_start and ordered)):
             return
-        weights, record = self.run.driver.nonfinite_weights(), self.monitor.nonfinite_record
+        weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
             self.stop(nonfinite_streak_text(record, row, weights, from_start))
 
@@ -100,10 +100,11 @@ class Recovery:
         if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
             batches = tuple(self.monitor.batches_between(first, order.index))
-            order = replace(order, onset=min(order.onset, first), exact=True, batches=batches)
+            onset = min(order.onset, first)
+            order = replace(order, onset=onset, sound_until_onset=True, batches=batches)
         if needs_evidence and damaged:
             by, cause = "state" if self.is_finite() else "weights", Cause(order.cause)
-            self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
+            self.context.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
             if self.comparisons.is_enabled:
@@ -121,9 +122,9 @@ class Recovery:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
         # refund it, and rollbacks by a hook do not use it.
-        reach = max(self.run.policy.budget.refund_after, 1)
-        count = len(self.run.record.ledger.same_trouble(order.onset, reach))
-        if count < max(self.run.policy.budget.recoveries, 1):
+        reach = max(self.context.policy.budget.refund_after, 1)
+        count = len(self.context.ledger.same_trouble(order.onset, reach))
+        if count < max(self.context.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
         if not needs_evidence or not self.is_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
@@ -131,14 +132,14 @@ class Recovery:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
-        if not self.run.policy.rollback.confirm or order.forced or not order.action & _SERIOUS:
+        if not self.context.policy.rollback.confirm or order.by_host or not order.action & _SERIOUS:
             return False
-        rules = self.run.policy.engine.config.rules
+        rules = self.context.policy.engine.config.rules
         return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
     def is_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
-        return all(self.run.ranks.gather(self.run.driver.finite()))
+        return all(self.context.ranks.gather(self.context.driver.finite()))
 
     def _is_damaged(self, order: Order) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
@@ -146,7 +147,7 @@ class Recovery:
             return False
         if not self.is_finite():
             return True
-        judges_state = self.run.policy.rollback.nonfinite_state == "rollback"
+        judges_state = self.context.policy.rollback.nonfinite_state == "rollback"
         return (
             judges_state
             and not self.monitor.has_micro_steps
@@ -156,31 +157,32 @@ class Recovery:
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
         cause = Cause(order.cause)
-        self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
+        self.context.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
         self._declined[why] += 1
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
             line = f"{flag_names(names(cause))}: {why}, therefore no rollback{again}"
-            self.run.log.info(f"step {order.index}: {line}")
+            self.context.log.info(f"step {order.index}: {line}")
 
     def _with_measures(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.run.record.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
-        if not order.forced:
-            rollback = self.run.policy.engine.config.rollback
+        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        if not order.by_host:
+            rollback = self.context.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        return replace(order, lr_at_fault={}) if self.run.policy.may_limit_lr and past else order
+        limits = self.context.policy.may_limit_lr and past
+        return replace(order, lr_at_fault={}) if limits else order
 
     def _stop_reason(self, order: Order) -> str:
         if order.arrays:
             return nonfinite_save(order)
-        if order.forced:
+        if order.by_host:
             return "an on_incident hook stopped it"
-        engines = self.run.driver.engines().values()
+        engines = self.context.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
@@ -193,7 +195,7 @@ class Recovery:
         the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
         are saved first for this check.
         """
-        policy, step, ledger = self.run.policy, self.data.step, self.run.record.ledger
+        policy, step, ledger = self.context.policy, self.data.step, self.context.ledger
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.read_nonfinite()
@@ -211,15 +213,15 @@ class Recovery:
             since=since,
             action=int(action),
             batches=tuple(self.monitor.batches_of(bad)),
-            forced=True,
-            exact=True,  # an earlier save has found no NaN or Inf
+            by_host=True,
+            sound_until_onset=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(nonfinite[first]),
         )
         past = ledger.same_trouble(order.onset, policy.rollback.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
         if harmless and self.is_finite():
-            self.run.log.problem(
+            self.context.log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
@@ -228,7 +230,7 @@ class Recovery:
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
         observed = policy.observes
-        self.run.log.event(
+        self.context.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=observed
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
@@ -242,18 +244,18 @@ class Recovery:
         unread = list(self.reader.due(all=True))
         self.data.step += self.reader.count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
-        self.run.record.ledger.skips += skips
-        if order.better is None:
+        self.context.ledger.skips += skips
+        if order.better_step is None:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
             done, why_not = self.restorer.restore(order)
         except StoreError as error:
-            if order.better is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
+            if order.better_step is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))
-            problem = f"the weights of step {order.better} are better, but {error}"
-            self.run.log.problem(self.data.step, f"{problem}; the run continues without a rollback")
-            self.run.record.ledger.skips -= skips
+            problem = f"the weights of step {order.better_step} are better, but {error}; the run "
+            self.context.log.problem(self.data.step, problem + "continues without a rollback")
+            self.context.ledger.skips -= skips
             for late in unread:
                 self.process(late)
             return None
@@ -272,20 +274,20 @@ class Recovery:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
         for step in self.reader.due(all=True):
             self.data.step += self.reader.count_correction()
-            self.run.log.records(step.index, step.records)
+            self.context.log.records(step.index, step.records)
             self.monitor.metrics.add(step.records)
-            self.run.record.ledger.skips += any(each.skip for each in step.records)
+            self.context.ledger.skips += any(each.skip for each in step.records)
 
     def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""
-        rollback = self.run.log.event(
+        rollback = self.context.log.event(
             "rollback",
             step=done.step,
             number=done.number,
             onset=done.onset,
             cause=Cause(done.cause),
             checkpoint=done.target,
-            by=None if done.better is None else "earlier_weights",
+            by=None if done.better_step is None else "earlier_weights",
             outcome="done",
             lr=done.lr,
             lr_limit=done.lr_limit,
@@ -293,16 +295,16 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
-            moments_reset=self.run.policy.rollback.reset_moments or None,
+            moments_reset=self.context.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
-        self.run.log.event("data", step=done.target, outcome=data, rewound=not why_not)
+        self.context.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
-        if done.better is not None:
-            cause = f"the weights of step {done.better} are better on the same batches"
-        self.run.log.warning(
+        if done.better_step is not None:
+            cause = f"the weights of step {done.better_step} are better on the same batches"
+        self.context.log.warning(
             f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
             f"data {data}"
         )
@@ -317,7 +319,7 @@ class Recovery:
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
         text, good, cause = explain(end), end.last_good, fault or None
-        self.run.log.event(
+        self.context.log.event(
             "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
         )
         raise RunStopped(text, why, good) from error
@@ -328,7 +330,7 @@ class Recovery:
         path = next((each.path for each in self.listed() if each.step == good), None)
         saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
-            self.run.log.run,
+            self.context.log.run,
             ending,
             self.data.step,
             self.monitor.counts(),
@@ -337,7 +339,7 @@ class Recovery:
             lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
-            probation=self.run.policy.rollback.probation if saves else None,
+            probation=self.context.policy.rollback.probation if saves else None,
             not_finite=tuple(self.saver.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,

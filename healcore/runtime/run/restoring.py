@@ -65,7 +65,7 @@ class Restorer:
     """Restores checkpoints, for rollbacks and after a start."""
 
     def __init__(self, saver: Saver) -> None:
-        self.saver, self.run, self.data = saver, saver.run, saver.data
+        self.saver, self.context, self.data = saver, saver.context, saver.data
 
     # -- rollback -------------------------------------------------------------------------------
 
@@ -80,12 +80,12 @@ class Restorer:
         saver.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
-        live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
+        live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
         order = replace(order, lr_at_fault=self._rates_at_fault(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
-        self.run.record.ledger.on_rollback(done, saved.record and saved.record.ledger)
-        extra = self.run.policy.rollback.skip_batches if order.batches else 0
+        self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
+        extra = self.context.policy.rollback.skip_batches if order.batches else 0
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.data.host.put_back(saved.host)
@@ -96,16 +96,16 @@ class Restorer:
 
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
-        if order.better is not None:
-            return choose_checkpoints(self.saves(), onset=order.better, exact=True)
-        past = self.run.record.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        if order.better_step is not None:
+            return choose_checkpoints(self.saves(), onset=order.better_step, sound_until_onset=True)
+        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
         return choose_checkpoints(
             self.saves(),
             onset=order.onset,
             depth=order.depth,
             tried=[each.target for each in past],
-            initial=(self.run.record.first_step, self.saver.started_from),
-            exact=order.exact,
+            initial=(self.context.record.first_step, self.saver.started_from),
+            sound_until_onset=order.sound_until_onset,
         )
 
     def _rates_at_fault(
@@ -114,7 +114,7 @@ class Restorer:
         """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
         if order.lr_at_fault is None:
             return None
-        engine = self.run.policy.engine
+        engine = self.context.policy.engine
         scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
         given = {name: rate for name, rate in rates.items() if rate is not None}
         return {n: given.get(n, 1.0) * scale for n, scale in scales.items()} | {**order.lr_at_fault}
@@ -123,22 +123,22 @@ class Restorer:
         self, order: Order, live: Engines, rates: Rates, saved: _Checkpoint
     ) -> RollbackRecord:
         """Loads the target of a rollback, with the engine states and rates of after it."""
-        engine = self.run.policy.engine
+        engine = self.context.policy.engine
         engines = engines_after_rollback(engine, live, saved.engines)
-        if order.trial == Trial.UNDO:
+        if order.trial == Trial.ACCEPT:
             engines = with_lr_states(engines, order.lr_states)
-        self._load_state(saved.state, engines, reset=self.run.policy.rollback.reset_moments)
-        now = self.run.driver.learning_rates()  # the schedules are at the restored step
+        self._load_state(saved.state, engines, reset=self.context.policy.rollback.reset_moments)
+        now = self.context.driver.learning_rates()  # the schedules are at the restored step
         # No step has been trained at the rate of the very first state.
-        trained = saved.step > self.run.record.first_step
+        trained = saved.step > self.context.record.first_step
         engines, limits, scales = limit_rates(
             engine, engines, order.lr_at_fault, now, healthy=trained
         )
         lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
-        self.run.driver.load(None, engines)
+        self.context.driver.load(None, engines)
         return RollbackRecord(
             **vars(order),
-            number=len(self.run.record.ledger.rollbacks) + 1,
+            number=len(self.context.ledger.rollbacks) + 1,
             step=self.data.step,
             target=saved.step,
             skipped=len(order.batches),
@@ -154,11 +154,11 @@ class Restorer:
         try:
             saver.commit(step)
             on_disk = saver.store.steps_on_disk
-            if saver.store.durable and step not in on_first(self.run.ranks, on_disk):
+            if saver.store.durable and step not in on_first(self.context.ranks, on_disk):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
             problem = f"the rollback is not on disk: {error}; a restart before the next save"
-            self.run.log.problem(done.step, f"{problem} repeats it")
+            self.context.log.problem(done.step, f"{problem} repeats it")
         saver.report_failures()
 
     # -- after a start --------------------------------------------------------------------------
@@ -166,8 +166,8 @@ class Restorer:
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays."""
         found: list[RunRecord] = []
-        stored = self.saver.store.records() if self.run.ranks.rank == 0 else {}
-        for each in agreed(self.run.ranks, stored).values():
+        stored = self.saver.store.records() if self.context.ranks.rank == 0 else {}
+        for each in agreed(self.context.ranks, stored).values():
             with suppress(Exception):  # the resume reports a malformed record
                 found.append(RunRecord.of(each))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
@@ -185,11 +185,11 @@ class Restorer:
         def load(saved: _Checkpoint) -> RunRecord:
             own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
             weights = self._copies(own.comparisons, saved.step)
-            repeats, reset = own.repeats(saved.step), self.run.policy.rollback.reset_moments
+            repeats, reset = own.repeats(saved.step), self.context.policy.rollback.reset_moments
             self._load_state(saved.state, saved.engines, reset=reset and repeats)
             if own.comparisons is not None:
                 self.saver.comparisons.continue_from(own.comparisons, weights)
-            self.run.record.ledger.continue_from(own.ledger, saved.step)
+            self.context.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}
             places = saved.position or {}
@@ -197,22 +197,22 @@ class Restorer:
             if worlds:
                 moved = position_of_other_ranks
                 forward = {name: moved(each, worlds[0]) for name, each in forward.items()}
-            self.data.loaders.resume({**places, **forward}, own.left_out)
+            self.data.loaders.resume({**places, **forward}, own.skipped)
             return own
 
         try:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
-        vars(self.run.record).update(
-            vars(newest or own), completed=False, ledger=self.run.record.ledger
+        vars(self.context.record).update(
+            vars(newest or own), completed=False, ledger=self.context.ledger
         )
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
     def load_state_of(self, step: int) -> None:
         """Loads the user's state of a checkpoint, without healcore's record."""
-        reset = self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
+        reset = self.context.policy.rollback.reset_moments and self.context.record.repeats(step)
         self._load_state(self.saver.store.restore(step, self.saver.items()).state, {}, reset=reset)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
@@ -227,11 +227,11 @@ class Restorer:
             weights = None
             try:
                 self.load_state_of(step)
-                weights = self.run.driver.copy_weights()
+                weights = self.context.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
-                self.run.log.event("problem", step=resumed, problem=problem)
-            if all(self.run.ranks.gather(weights is not None)):
+                self.context.log.event("problem", step=resumed, problem=problem)
+            if all(self.context.ranks.gather(weights is not None)):
                 copies[step] = weights
         return copies
 
@@ -239,7 +239,7 @@ class Restorer:
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank lists, as rank 0 sees them."""
-        listed: list[list[Saved]] = self.run.ranks.gather(self.saver.listed())
+        listed: list[list[Saved]] = self.context.ranks.gather(self.saver.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in listed))
         return [saved for saved in listed[0] if saved.step in common]
 
@@ -248,7 +248,7 @@ class Restorer:
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.saver.store.damaged()
-        for error in agreed(self.run.ranks, damaged):
+        for error in agreed(self.context.ranks, damaged):
             self.saver.report_damage(error)
 
     def _load_first_intact(
@@ -274,11 +274,12 @@ class Restorer:
                 pass
             except CheckpointDamaged as error:
                 damaged(error)
-            if not all(self.run.ranks.gather(restored is not None)):  # copies in memory may differ
+            # The ranks' copies in memory may differ.
+            if not all(self.context.ranks.gather(restored is not None)):
                 continue
             assert restored is not None
             try:
-                saved = on_each(self.run.ranks, partial(self._checked, step, restored))
+                saved = on_each(self.context.ranks, partial(self._checked, step, restored))
                 saved = self._adapt_to_world(saved)
                 loaded = load(saved)
             except Exception as error:
@@ -287,11 +288,11 @@ class Restorer:
                 failure = StateMismatch(step, failure.differences)
             cause = failure and classify(failure).cause
             ends = isinstance(failure, StateMismatch) or cause is Cause.OOM
-            outcomes = self.run.ranks.gather(None if failure is None else ends)
+            outcomes = self.context.ranks.gather(None if failure is None else ends)
             if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
                 if saved.problem:
                     at = step if now is None else now
-                    self.run.log.event("problem", step=at, problem=saved.problem)
+                    self.context.log.event("problem", step=at, problem=saved.problem)
                 return loaded, saved
             failure = failure or RankFailed("another rank cannot load it")
             if any(outcomes):
@@ -310,11 +311,11 @@ class Restorer:
         if record is not None:
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
-            if host is None and record.world == self.run.ranks.world:
+            if host is None and record.world == self.context.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
             self.data.loaders.check(record.forward)
         engines, problem = compatible_states(
-            self.run.policy.engine, record.engines if record else {}
+            self.context.policy.engine, record.engines if record else {}
         )
         saved = _Checkpoint(step, restored.state, record, engines, problem, host)
         self.data.loaders.check(saved.position or {})
@@ -322,22 +323,22 @@ class Restorer:
 
     def _load_state(self, saved: Mapping[str, Any], engines: Any, *, reset: bool) -> None:
         state = {name: each for name, each in saved.items() if name != HOST_ITEM}
-        self.run.driver.load(state, engines, reset_moments=reset)
+        self.context.driver.load(state, engines, reset_moments=reset)
 
     def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        world = self.run.ranks.world
+        world = self.context.ranks.world
         saved_by = world if saved.record is None else saved.record.world
         if saved_by == world:
             return saved
-        parts = self.run.ranks.gather(saved.position)
+        parts = self.context.ranks.gather(saved.position)
         wrong = [
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {world} now"
-            for name, item in self.run.driver.state().items()
+            for name, item in self.context.driver.state().items()
             if attribute(item, "per_rank")
         ]
         first, *others = [
@@ -348,7 +349,7 @@ class Restorer:
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
-        self.run.log.problem(
+        self.context.log.problem(
             saved.step,
             f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
             "saved random generators are not used; the loaders begin the epoch again and discard "

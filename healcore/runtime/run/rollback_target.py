@@ -18,7 +18,7 @@ def choose_checkpoints(
     depth: int = 1,
     tried: Sequence[int] = (),
     initial: Sequence[int] = (),
-    exact: bool = False,
+    sound_until_onset: bool = False,
 ) -> tuple[int, ...]:
     """Chooses a known-good checkpoint, or as a last resort an initial one.
 
@@ -32,8 +32,8 @@ def choose_checkpoints(
             older, because newer known-good checkpoints lead into the same trouble.
         initial: steps of the snapshot that the run began with, and of the checkpoint that this
             process resumed from, which need not be known-good.
-        exact: whether the state is known to be sound up to the onset, or its weights have been
-            compared. Then each finite checkpoint up to the onset can be restored.
+        sound_until_onset: whether the state is known to be sound up to the onset, or its weights
+            have been compared. Then each finite checkpoint up to the onset can be restored.
 
     Raises:
         NoGoodCheckpoint: there is no such checkpoint.
@@ -41,7 +41,7 @@ def choose_checkpoints(
     usable = [save for save in saves if save.finite and save.step <= onset]
     known_good = {save.step for save in usable if save.status == "good"}
     candidates = {save.step for save in usable if save.status == "candidate"}
-    good = sorted(known_good | candidates if exact else known_good, reverse=True)
+    good = sorted(known_good | candidates if sound_until_onset else known_good, reverse=True)
     choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
     if not choices:
         listed = [f"{s.step} ({s.status if s.finite else 'not finite'})" for s in saves[-5:]]

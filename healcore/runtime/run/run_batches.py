@@ -48,7 +48,7 @@ class RunBatches:
     """
 
     def __init__(
-        self, run: RunContext, termination: TerminationWatch, *, keeps_batches: bool
+        self, context: RunContext, termination: TerminationWatch, *, keeps_batches: bool
     ) -> None:
         self.loaders = LoaderRegistry()
         self.host = HostState(self.loaders.position)
@@ -56,8 +56,8 @@ class RunBatches:
         self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.current: RunLoader | None = None
-        self._run, self._termination = run, termination
-        self._single_rank = run.ranks.world == 1
+        self._context, self._termination = context, termination
+        self._single_rank = context.ranks.world == 1
         self._reads = self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
         self._keeps_batches = keeps_batches
@@ -91,12 +91,12 @@ class RunBatches:
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
         """
-        return 0 < self.passes >= self._run.record.passes and self.loaders.at_epochs
+        return 0 < self.passes >= self._context.record.passes and self.loaders.at_epochs
 
     def begin(self, loader: Any, *args: Any) -> RunLoader:
         """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
         self.passes += 1
-        self._run.record.passes = max(self._run.record.passes, self.passes)
+        self._context.record.passes = max(self._context.record.passes, self.passes)
         epoch = args[1] if len(args) > 1 else None
         saved = self.loaders.saved(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
@@ -104,20 +104,21 @@ class RunBatches:
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
             self._resumed_evaluation = None if begun.trains else begun
-        before = {*self._run.record.settings}
-        change = change_of_batch_size(self._run.record.settings, begun.number, loader)
-        if new := {n: v for n, v in self._run.record.settings.items() if n not in before}:
-            self._run.log.event("data", step=self.step, outcome="a loader is read", settings=new)
+        settings, log = self._context.record.settings, self._context.log
+        before = {*settings}
+        change = change_of_batch_size(settings, begun.number, loader)
+        if new := {n: v for n, v in settings.items() if n not in before}:
+            log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
-            self._run.log.problem(
+            self._context.log.problem(
                 self.step,
                 f"{change} (saved -> given): the loader continues at the same number of batches, "
                 "which is another position in the data; to start from the first batch, pass an "
                 "empty directory",
             )
         for line in self.loaders.notices:
-            self._run.log.event("data", step=self.step, outcome=line)
-            self._run.log.info(f"data: {line}")
+            self._context.log.event("data", step=self.step, outcome=line)
+            self._context.log.info(f"data: {line}")
         self.loaders.notices.clear()
         return begun
 
@@ -170,10 +171,10 @@ class RunBatches:
         if batch is None or self._termination.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
-        skips = "skip_batch" in self._run.policy.answers(Cause.DATA)
+        skips = "skip_batch" in self._context.policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        limits, failed = self._run.policy.skip_batch, self._failed_reads
+        limits, failed = self._context.policy.skip_batch, self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
@@ -202,10 +203,10 @@ class RunBatches:
             loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the batch before comes again in its place"
-        if self._run.ranks.rank:  # only rank 0 has a log
-            console.warning(f"rank {self._run.ranks.rank}: step {self.step}: {problem}")
+        if self._context.ranks.rank:  # only rank 0 has a log
+            console.warning(f"rank {self._context.ranks.rank}: step {self.step}: {problem}")
         rows = batch.rows and [batch.rows]
-        self._run.log.fault(
+        self._context.log.fault(
             self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
         )
 
@@ -223,22 +224,22 @@ class RunBatches:
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
         if batches := [list(each) for each in loader.skipped()]:
-            self._run.log.event("skipped_batches", step=self.step, batches=batches)
+            self._context.log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
-            self._run.log.info(f"step {self.step}: {text} skipped")
+            self._context.log.info(f"step {self.step}: {text} skipped")
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""
-        return Retries(name, self._run.policy, self._report_attempt, self._termination.sleep)
+        return Retries(name, self._context.policy, self._report_attempt, self._termination.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         line, number, fault, wait = attempt
         if fault is None:
-            self._run.log.event("retried", step=self.step, attempt=number, why=line)
-            self._run.log.info(line)
+            self._context.log.event("retried", step=self.step, attempt=number, why=line)
+            self._context.log.info(line)
             return
         answer = None if wait is None else "retry"
-        self._run.log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
+        self._context.log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.runtime.driver import Driver
-from healcore.runtime.run.record import RunRecord
+from healcore.runtime.run.record import Ledger, RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
@@ -22,3 +22,8 @@ class RunContext(NamedTuple):
     log: RunLog
     record: RunRecord
     """The facts of the run, without the facts at a step."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The steps, incidents and rollbacks of the run."""
+        return self.record.ledger

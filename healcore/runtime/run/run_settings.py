@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from healcore.console import first_of
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.values import attribute
 
-_SHOWN = 6
-"""Max differences in one line."""
 _LOADERS = 8
 """Max loaders with a recorded batch size: a loop may create a new loader for every epoch."""
 _POLICY, _WORLD = "policy", "number of ranks"
@@ -42,8 +41,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 def changes_text(changes: Mapping[str, str]) -> str:
     """The changes of `changes_since` in one line, or an empty string; without the weights."""
     shown = [f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return f"{', '.join(shown[:_SHOWN])}{more}"
+    return first_of(shown, 6)
 
 
 def other_run(changes: Mapping[str, str]) -> str:

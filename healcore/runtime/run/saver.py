@@ -49,7 +49,7 @@ class Saver:
     """Saves and deletes the checkpoints of one run.
 
     Args:
-        run: what the parts of the run share.
+        context: what the parts of the run share.
         data: has the step and the loaders of the run.
         options: steps between two saves, and the numbers of checkpoints to keep.
 
@@ -63,9 +63,9 @@ class Saver:
 
     comparisons: Comparisons
 
-    def __init__(self, run: RunContext, data: RunBatches, options: Checkpoints) -> None:
-        self.run, self.data, self.store = run, data, run.store
-        probation = run.policy.rollback.probation
+    def __init__(self, context: RunContext, data: RunBatches, options: Checkpoints) -> None:
+        self.context, self.data, self.store = context, data, context.store
+        probation = context.policy.rollback.probation
         self.every = options.every or probation
         candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
         self._keep = options.keep or Keep(candidates=candidates, older=True)
@@ -73,7 +73,7 @@ class Saver:
         self.damage: list[CheckpointDamaged] = []
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         self.unsaved: dict[int, str] = {}
-        self._resumes_exactly = run.store.durable and run.ranks.world == 1
+        self._resumes_exactly = context.store.durable and context.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self._failures, self._saved_once = 0, False
         self._finite: dict[int, bool] = {}
@@ -83,7 +83,7 @@ class Saver:
         self._never_deleted: set[int] = set()
         """Steps of checkpoints newer than the resumed one: this process could not use them."""
         self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
-        self._pruned = -1  # `RunRecord.proven` at the last deletion
+        self._pruned = -1  # `RunRecord.known_good_up_to` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
         self._saved = -1  # step of the last checkpoint or of the start
@@ -96,16 +96,16 @@ class Saver:
 
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
-        return {**self.run.driver.state(), HOST_ITEM: self.data.host}
+        return {**self.context.driver.state(), HOST_ITEM: self.data.host}
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
-            self.run.record,
+            self.context.record,
             step=step,
-            world=self.run.ranks.world,
-            engines=self.run.driver.engines(),
-            left_out=self.data.loaders.skipped_by_loader(),
+            world=self.context.ranks.world,
+            engines=self.context.driver.engines(),
+            skipped=self.data.loaders.skipped_by_loader(),
             forward=self.data.loaders.forward_positions(),
             comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
         ).to_dict()
@@ -118,7 +118,7 @@ class Saver:
 
     def listed(self) -> list[Saved]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self.run.record.attempt_history.with_status(self.store.steps())
+        saves = self.context.record.attempt_history.with_status(self.store.steps())
         return [saved for saved in saves if saved.step not in self._lost]
 
     def begin_attempt(self, step: int) -> None:
@@ -134,9 +134,9 @@ class Saver:
             saves = [each for each in self.listed() if each.status != "abandoned"]
             self._finite = {each.step: each.finite for each in saves}
             self._never_deleted = {at for at in self._finite if at > step}
-        self._pruned = min(self._pruned, step, self.run.record.proven)
-        self.run.record.attempts.append(step)
-        self.run.record.proven = min(self.run.record.proven, step)
+        self._pruned = min(self._pruned, step, self.context.record.known_good_up_to)
+        self.context.record.attempts.append(step)
+        self.context.record.known_good_up_to = min(self.context.record.known_good_up_to, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
         self._saved = step
 
@@ -148,12 +148,13 @@ class Saver:
     @property
     def last_good_step(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        return max((at for at in self.restorable if at <= self.run.record.proven), default=None)
+        last = self.context.record.known_good_up_to
+        return max((at for at in self.restorable if at <= last), default=None)
 
     @property
     def on_probation(self) -> list[int]:
         """Steps of the checkpoints whose probation is not over, ascending."""
-        return sorted(at for at in self._finite if at > self.run.record.proven)
+        return sorted(at for at in self._finite if at > self.context.record.known_good_up_to)
 
     # -- when to save ---------------------------------------------------------------------------
 
@@ -162,7 +163,8 @@ class Saver:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        step, saved, may_save = self.data.step, self._saved, self.run.driver.may_save(self.every)
+        step, saved = self.data.step, self._saved
+        may_save = self.context.driver.may_save(self.every)
         if step - saved >= self._next_warning:
             self._next_warning *= 2
             why = "alarms delay the save"
@@ -173,7 +175,7 @@ class Saver:
                 why += "Checkpoints(every=N) saves every N steps"
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
             if self._within_time or not self._slow_saves_reported:
-                self.run.log.problem(step, line)
+                self.context.log.problem(step, line)
             self._slow_saves_reported |= not self._within_time
         return self._intervals > 0 and not self.delayed and may_save and self._is_within_time()
 
@@ -186,7 +188,7 @@ class Saver:
         interval = self.data.step // self.every
         if interval != self._interval and self._limits_time:
             allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
-            self._within_time = not any(self.run.ranks.gather(self._saving_s > allowed))
+            self._within_time = not any(self.context.ranks.gather(self._saving_s > allowed))
             self._interval = interval
         return self._within_time
 
@@ -202,12 +204,12 @@ class Saver:
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        return self._recent_alarm and self._intervals <= 1 and not self.run.policy.observes
+        return self._recent_alarm and self._intervals <= 1 and not self.context.policy.observes
 
     @property
     def _recent_alarm(self) -> bool:
         first = self.data.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self.run.record.ledger.unhealthy[-1:])
+        return any(step >= first for step in self.context.ledger.unhealthy[-1:])
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -251,11 +253,11 @@ class Saver:
             self._saved_once = self._finite[step] = True
             self._lost.discard(step)
             self.unsaved.pop(step, None)
-            self.run.log.event(
+            self.context.log.event(
                 "save", step=step, why=why, seconds=round(time.monotonic() - began, 6)
             )
-        if self.run.record.proven > self._pruned:
-            self._pruned = self.run.record.proven
+        if self.context.record.known_good_up_to > self._pruned:
+            self._pruned = self.context.record.known_good_up_to
             self._prune(step)
 
     def _prune(self, step: int) -> None:
@@ -266,15 +268,15 @@ class Saver:
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first: nothing is deleted for a damaged one.
         """
-        attempts, ledger = self.run.record.attempt_history, self.run.record.ledger
-        last = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)[-1:]
+        attempts, ledger = self.context.record.attempt_history, self.context.ledger
+        last = ledger.same_trouble(ledger.next_step, self.context.policy.rollback.region)[-1:]
         target = last[0].target if last else 0
         stays = self.store.ring.protected | self._never_deleted | {each.target for each in last}
 
         def chosen() -> tuple[list[int], set[int], int | None]:
             saves = attempts.with_status(self.store.steps())
             saves = [saved for saved in saves if saved.path or not self.store.durable]
-            if (step, len(attempts.bases)) not in {(s.step, s.attempt) for s in saves}:
+            if (step, len(attempts.starts)) not in {(s.step, s.attempt) for s in saves}:
                 return [], set(), None
             good = [saved.step for saved in saves if saved.status == "good"]
             stay = {*stays, *[at for at in good if at < target][-1:]}
@@ -305,10 +307,10 @@ class Saver:
         """
         self.report_failures()
         self._read_deletions()
-        if not self.run.record.ledger.open:
+        if not self.context.ledger.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            self.run.record.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+            self.context.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
@@ -317,14 +319,15 @@ class Saver:
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
-        now = int(min(before, self.run.record.ledger.next_step))
+        probation = self.context.policy.rollback.probation
+        now = int(min(before, self.context.ledger.next_step))
         for step in self.on_probation:
-            if self.run.record.ledger.healthy_steps(step, now) < self.run.policy.rollback.probation:
+            if self.context.ledger.healthy_steps(step, now) < probation:
                 break
-            self.run.record.proven = step
+            self.context.record.known_good_up_to = step
             self.read_nonfinite()
             if self._finite[step]:
-                self.run.log.event("good", step=step)
+                self.context.log.event("good", step=step)
 
     def _read_deletions(self) -> None:
         while self._deletions:
@@ -335,8 +338,8 @@ class Saver:
                 lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
-                self.run.log.event(
-                    "problem", step=self.run.record.ledger.next_step, problem=str(result)
+                self.context.log.event(
+                    "problem", step=self.context.ledger.next_step, problem=str(result)
                 )
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
@@ -347,24 +350,24 @@ class Saver:
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
                 self.report_damage(error)
-                self.run.log.warning(f"{error}; another copy was used")
+                self.context.log.warning(f"{error}; another copy was used")
             else:
-                self.run.log.problem(self.data.step, f"{error}; the copies in memory are used")
+                self.context.log.problem(self.data.step, f"{error}; the copies in memory are used")
 
     def _save_failed(self, step: int, error: Exception) -> None:
         if step not in self.store.ring.copies:
             self._finite.pop(step, None)
         self.unsaved[step] = str(error)
         self._failures += 1
-        self.run.log.event("save_failed", step=step, problem=str(error))
+        self.context.log.event("save_failed", step=step, problem=str(error))
         if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
-            self.run.log.warning(f"checkpoint {step} was not saved: {error}")
+            self.context.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
         if error.path == MEMORY or all(each.path != error.path for each in self.damage):
             self.damage.append(error)
-            self.run.log.event("damaged", step=error.step, problem=str(error))
+            self.context.log.event("damaged", step=error.step, problem=str(error))
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
@@ -379,9 +382,9 @@ class Saver:
             if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-            self.run.log.event("problem", step=step, problem=problem)
+            self.context.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
-                self.run.log.warning(
+                self.context.log.warning(
                     f"{problem}: it can never be known-good. A skipped step does not undo changes "
                     "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
                     "nonfinite_ok"
@@ -399,7 +402,7 @@ class Saver:
     def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
         due = self.data.step != self._saved and self._recent_alarm
-        if due and self.run.driver.may_save(self.every) and not self.run.driver.finite():
+        if due and self.context.driver.may_save(self.every) and not self.context.driver.finite():
             self.save("last")
 
     def save_last(self, *, completed: bool) -> None:
@@ -413,10 +416,10 @@ class Saver:
             self.wait()
             if step not in self.unsaved:
                 return
-        if not self.run.driver.may_save(self.every):
+        if not self.context.driver.may_save(self.every):
             lost = "the gradients since the last optimizer step are not saved"
             lost = lost if completed else f"a restart resumes from step {self._saved}"
-            self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            self.context.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
         with nullcontext() if completed else self._before_batches():
@@ -427,9 +430,9 @@ class Saver:
 
         A restart resumes from this checkpoint, which has passed no probation.
         """
-        if self.run.record.ledger.open or self._recent_alarm:
+        if self.context.ledger.open or self._recent_alarm:
             return "the last steps had an alarm"
-        if not self.run.driver.finite():
+        if not self.context.driver.finite():
             return "the weights are not finite"
         if self.data.within_batch:
             return "the updates on this batch have not ended"
@@ -450,7 +453,7 @@ class Saver:
         if not self._resumes_exactly or not (unused or loaders.current is None):
             yield
             return
-        if why_not := self.run.driver.undo_window():
+        if why_not := self.context.driver.undo_window():
             raise StoreError(why_not)
         position = loaders.position_after_step()
         if position is None:
@@ -459,5 +462,5 @@ class Saver:
             yield
         if unused:
             line = "batches that were read for the next step come again after a restart"
-            self.run.log.event("data", step=self.data.step, outcome=line)
-            self.run.log.info(f"step {self.data.step}: {line}")
+            self.context.log.event("data", step=self.data.step, outcome=line)
+            self.context.log.info(f"step {self.data.step}: {line}")

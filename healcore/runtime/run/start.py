@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from healcore.console import first_of
 from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
@@ -31,8 +32,6 @@ from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog
 from healcore.runtime.story.trackers import Selection, Trackers
 
-_SHOWN = 3
-"""Max checkpoints that an error names."""
 _records: dict[Path, RunRecord] = {}
 """The record of the last run of this process in each directory."""
 
@@ -145,10 +144,11 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         hooks=options.hooks,
     )
     loss_fn = options.loss_fn if policy.rolls_back else None
-    run = RunContext(policy, driver, store, ranks, log, RunRecord())
-    data = RunBatches(run, group.termination, keeps_batches=loss_fn is not None)
+    context = RunContext(policy, driver, store, ranks, log, RunRecord())
+    data = RunBatches(context, group.termination, keeps_batches=loss_fn is not None)
+    restorer = Restorer(Saver(context, data, options.checkpoints))
     return Loop(
-        recovery=Recovery(Restorer(Saver(run, data, options.checkpoints)), options.hooks, loss_fn),
+        recovery=Recovery(restorer, options.hooks, loss_fn),
         group=group,
         claim=own_claim,
         has_trainer=bool(run_settings.trainer_settings(options.state)),
@@ -353,10 +353,9 @@ def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpo
     """The error that names the problem of each checkpoint, newest first, and what to do."""
     where, wrong = loop.saver.store.root or "the store", {**wrong, **_damage(loop)}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
-    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "
-        f"{', '.join(lines[:_SHOWN])}{more}. Restore an intact copy, or pass an empty directory to "
+        f"{first_of(lines)}. Restore an intact copy, or pass an empty directory to "
         "begin a new run"
     )
 

@@ -213,7 +213,7 @@ class ArrayFormat(ABC):
         following = iter(copies)
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
-        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).bases)))
+        return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
+from healcore.console import first_of
 from healcore.core.errors import HealcoreError
 
 
@@ -87,13 +88,12 @@ class StateMismatch(StoreError):
     where: str = ""
 
     def _message(self) -> str:
-        shown = "; ".join(self.differences[:3])
-        more = f"; and {len(self.differences) - 3} more" if len(self.differences) > 3 else ""
+        shown = first_of(self.differences, separator="; ")
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
         place = f" in {self.where}" if self.where else ""
         otherwise = ", or an empty directory to begin a new run" if self.where else ""
         return (
-            f"{which}{place} does not fit: {shown}{more}. Pass the state as it was saved, with all "
+            f"{which}{place} does not fit: {shown}. Pass the state as it was saved, with all "
             f"parameters that the run had added by then{otherwise}"
         )
 
@@ -152,28 +152,28 @@ class Restored(NamedTuple):
 class AttemptHistory(NamedTuple):
     """The attempts of a run, and the step up to which its checkpoints are known-good."""
 
-    bases: tuple[int, ...] = ()
-    """Base step of each attempt, oldest first. Attempts are numbered from 1."""
-    proven: int = -1
+    starts: tuple[int, ...] = ()
+    """First step of each attempt, oldest first. Attempts are numbered from 1."""
+    known_good_up_to: int = -1
     """Finite checkpoints up to this step are known-good."""
 
     @classmethod
     def of(cls, record: Mapping[str, Any] | None) -> AttemptHistory:
         """The attempts in a record. Empty if the record has none."""
-        bases, proven = (record or {}).get("attempts"), (record or {}).get("proven")
-        if not isinstance(bases, list | tuple) or type(proven) is not int:
+        starts, known_good = (record or {}).get("attempts"), (record or {}).get("known_good_up_to")
+        if not isinstance(starts, list | tuple) or type(known_good) is not int:
             return cls()
-        return cls(tuple(each for each in bases if type(each) is int), proven)
+        return cls(tuple(each for each in starts if type(each) is int), known_good)
 
     @classmethod
     def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
         """The attempts in the newest of some records of the run, by step."""
         found = [(cls.of(record), step) for step, record in records.items()]
-        return max(found, key=lambda each: (len(each[0].bases), each[1]), default=(cls(),))[0]
+        return max(found, key=lambda each: (len(each[0].starts), each[1]), default=(cls(),))[0]
 
     def abandons(self, step: int, attempt: int) -> bool:
         """Whether an attempt after `attempt` began below `step`."""
-        return any(base < step for base in self.bases[attempt:])
+        return any(start < step for start in self.starts[attempt:])
 
     def with_status(self, saves: Iterable[Saved]) -> list[Saved]:
         """The checkpoints with their statuses."""
@@ -182,7 +182,7 @@ class AttemptHistory(NamedTuple):
     def _status(self, saved: Saved) -> Status:
         if self.abandons(saved.step, saved.attempt):
             return "abandoned"
-        return "good" if saved.finite and saved.step <= self.proven else "candidate"
+        return "good" if saved.finite and saved.step <= self.known_good_up_to else "candidate"
 
 
 class Keep(NamedTuple):

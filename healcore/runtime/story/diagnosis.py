@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.core.decision import Cause, StepRecord
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names, readings_text, sentence
@@ -126,9 +126,9 @@ def _seen(end: RunEnd) -> Iterator[str]:
         yield f"At the first alarm: {text}{limit}."
     if last.evidence:
         norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
-        yield f"Gradients that stood out: {_first(norms)}."
+        yield f"Gradients that stood out: {first_of(norms, _SHOWN)}."
     if last.batches:
-        yield f"Its data: {_first(batch_names(last.batches, last.rows))}."
+        yield f"Its data: {first_of(batch_names(last.batches, last.rows), _SHOWN)}."
     if counts.incidents > 1:
         yield f"The run had {total}."
 
@@ -139,7 +139,7 @@ def _state(end: RunEnd) -> Iterator[str]:
     step, arrays = end.not_finite[0]
     many = len(end.not_finite)
     saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
-    yield f"NaN or Inf in {_first(arrays)}, in {saves}."
+    yield f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves}."
     if end.not_finite[-1][0] == end.step:
         yield "The run ends in that state."
 
@@ -255,15 +255,6 @@ def nonfinite_streak_text(
     first = f"; the first tensor is the gradient of {named[0]}" if named else ""
     what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
     return f"{text}: the {what} is NaN or Inf{since}{first}"
-
-
-# -- pieces of sentences --------------------------------------------------------------------------
-
-
-def _first(items: Sequence[str]) -> str:
-    """The first few items, and the number of further items."""
-    shown, more = ", ".join(items[:_SHOWN]), len(items) - _SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:

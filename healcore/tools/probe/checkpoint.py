@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from healcore.checkpoint_contents import Contents, ProbeError
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.runtime.store import manifest
 from healcore.runtime.store.saved import Saved, StoreError, disallowed
 from healcore.tools.probe.checkpoint_files import damaged_archives, open_contents
@@ -28,7 +28,6 @@ from healcore.tools.probe.checks import (
     CheckpointInputs,
     NothingToProbe,
     ProbeResult,
-    first_three,
 )
 
 
@@ -62,7 +61,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         bad = disallowed(found, inputs.nonfinite_ok)
         message = f"no NaN and no Inf in {number} arrays"
         if bad:
-            message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_three(bad)}; if they "
+            message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_of(bad)}; if they "
             message += "are meant, as in a mask: --nonfinite-ok NAME"
         checks.append(Check("finite", FAIL if bad else PASS, message, len(bad), 0))
         facts |= {"format": contents.format, "arrays": number, "nonfinite": found}
@@ -70,7 +69,7 @@ def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         message = "not known: only archives of torch and healcore stores have digests"
         checks.append(Check("digests", SKIP, message, decides=False))
     else:
-        message = first_three(damage, "; ") or "the CRC-32 of all records match"
+        message = first_of(damage, separator="; ") or "the CRC-32 of all records match"
         checks.append(Check("digests", FAIL if damage else PASS, message, len(damage), 0))
     message = "not known: only a healcore store records the health of later steps"
     checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
@@ -127,7 +126,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
     damaged = len(broken) + sum(not row["intact"] for row in rows)
     whole = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
-    message = first_three(damage, "; ") or whole
+    message = first_of(damage, separator="; ") or whole
     digests = Check("digests", FAIL if damage else PASS, message, damaged, 0)
     checks = digests, _finite(bad, good), _known_good(rows, good, inputs)
     facts = {"format": "store of healcore", "checkpoints": rows, "known_good": bool(good)}

@@ -205,12 +205,6 @@ def score(
     return sum(_CLOSENESS[each.verdict] * weights.get(each.name, 1.0) for each in counted) / total
 
 
-def first_three(items: Sequence[str], separator: str = ", ") -> str:
-    """Joins the first three items, and adds the number of the others."""
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return separator.join(items[:3]) + more
-
-
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
     """The document that `--json` prints: strict JSON, without NaN and Infinity."""
     verdict = worst(result.verdict for result in results)

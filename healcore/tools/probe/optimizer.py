@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.console import first_of
 from healcore.tools.probe.checkpoint_files import open_contents
 from healcore.tools.probe.checks import (
     FAIL,
@@ -35,7 +36,6 @@ from healcore.tools.probe.checks import (
     NothingToProbe,
     OptimizerInputs,
     ProbeResult,
-    first_three,
     score,
 )
 from healcore.tools.probe.moments import Moments, Shape, Tree, find_moments, name_parameters
@@ -118,7 +118,7 @@ def _training(tree: Tree) -> dict[str, Any]:
 def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
     """Reason why no state can be judged."""
     if found:
-        kinds = first_three(sorted({state.second.dtype for state in found}))
+        kinds = first_of(sorted({state.second.dtype for state in found}))
         return f"they have no elements, or are integers ({kinds}): quantized moments"
     names = sorted({path[-1] for path in tree.arrays if "state" in path[:-1]})
     saved = f", only {', '.join(names[:8])}" if names else ""
@@ -244,7 +244,7 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     what = "NaN or Inf" if any(moment.nonfinite for moment in bad) else "below 0"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({what} in {first_three([moment.name for moment in bad])})"
+        f"({what} in {first_of([moment.name for moment in bad])})"
     )
     return Check("finite", FAIL if len(bad) >= bound else WARN, message, len(bad), bound)
 
@@ -279,7 +279,7 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     message = (
         f"the second moments of {len(dead)} of {len(moments)} parameters are all 0, in "
         f"{len(dead_layers)} of {len(layers)} layers: they never had a gradient "
-        f"({first_three(dead)})"
+        f"({first_of(dead)})"
     )
     failed = fraction > bound or len(dead) == len(moments)
     return Check("dead", FAIL if failed else WARN, message, fraction, bound)

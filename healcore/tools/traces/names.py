@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
+from healcore.console import first_of
 from healcore.tools.traces.columns import EPOCH, JUDGED, SIGNALS, STEP, TraceError
 
 KNOWN_COLUMNS = (STEP, EPOCH, *SIGNALS)
@@ -143,7 +144,4 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
 
 def quote_names(names: Sequence[str]) -> str:
     """Quotes the first dozen names for a message."""
-    if not names:
-        return "nothing"
-    listed = ", ".join(f"'{name}'" for name in names[:12])
-    return listed if len(names) <= 12 else f"{listed} and {len(names) - 12} more"
+    return first_of([f"'{name}'" for name in names], 12) or "nothing"

@@ -69,7 +69,7 @@ class Listed(CheckpointStore):
 
     def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
-        attempt = max(1, len(AttemptHistory.of(record).bases))
+        attempt = max(1, len(AttemptHistory.of(record).starts))
         self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
         self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
@@ -133,8 +133,8 @@ class Process:
         host = HostState(self.loaders.position)
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         driver: Any = Nothing()
-        run = RunContext(POLICY, driver, store, Alone(), log, facts)
-        self.saver = Saver(run, self.data, Checkpoints(every=EVERY, keep=KEEP))
+        context = RunContext(POLICY, driver, store, Alone(), log, facts)
+        self.saver = Saver(context, self.data, Checkpoints(every=EVERY, keep=KEEP))
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
         self.saver.comparisons = no_comparisons
         self.restorer = Restorer(self.saver)

@@ -109,10 +109,10 @@ def allowed(trial: Trial, tried: list[Trial], facts: TroubleFacts) -> bool:
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
     if trial is Trial.SKIP_BATCHES:
         return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_SKIPS
-    return {Trial.REPEAT: not tried, Trial.UNDO: True}[trial]
+    return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
 
-ORDER = (Trial.LIMIT_RATE, Trial.REPEAT, Trial.SKIP_BATCHES, Trial.UNDO)
+ORDER = (Trial.LIMIT_RATE, Trial.REPEAT, Trial.SKIP_BATCHES, Trial.ACCEPT)
 
 
 @given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)
@@ -128,15 +128,13 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(learning_rates=dict)
-    run = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
-    saver: Any = SimpleNamespace(run=run, every=0)
+    context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+    saver: Any = SimpleNamespace(context=context, every=0)
     return IncidentMonitor(saver, Hooks())
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    for index in range(
-        monitor.run.record.ledger.next_step, monitor.run.record.ledger.next_step + number
-    ):
+    for index in range(monitor.context.ledger.next_step, monitor.context.ledger.next_step + number):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
 
@@ -179,7 +177,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
     steps(monitor, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor.run.log.run.incidents
+    (incident,) = monitor.context.log.run.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 

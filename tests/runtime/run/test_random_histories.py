@@ -120,7 +120,7 @@ class History(RuleBasedStateMachine):
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.restorer.run.record.first_step, self.process.saver.started_from
+        begun = self.process.restorer.context.record.first_step, self.process.saver.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]

@@ -51,10 +51,10 @@ class Run:
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn, self.interval = loss_fn, interval
         driver: Any = self.driver
-        run = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+        context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         warn = self.warnings.append
-        self.comparisons = Comparisons(run, loss_fn, interval=interval, warn=warn, rates=rates)
+        self.comparisons = Comparisons(context, loss_fn, interval=interval, warn=warn, rates=rates)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.keep(0, self.restorable)

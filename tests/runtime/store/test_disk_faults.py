@@ -180,7 +180,7 @@ def test_a_program_that_ends_finishes_its_save(case, tmp_path):
 
 # -- flipped bits and missing files are noticed, and an older checkpoint is used ------------------
 
-HEALING = {"attempts": [0], "proven": 2}
+HEALING = {"attempts": [0], "known_good_up_to": 2}
 
 
 def two_saves(case: StoreCase, root: Path) -> Path:
@@ -370,7 +370,7 @@ def test_a_kill_anywhere_in_a_save_leaves_whole_checkpoints(case, tmp_path):
 
 
 def test_killed_while_deleting(tmp_path, monkeypatch):
-    store = DCP.filled(tmp_path, 1, 2, record={"attempts": [0], "proven": 2})
+    store = DCP.filled(tmp_path, 1, 2, record={"attempts": [0], "known_good_up_to": 2})
 
     def some(folder: Path) -> None:
         next(folder.rglob("*.distcp")).unlink()

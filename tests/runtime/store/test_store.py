@@ -112,7 +112,7 @@ def test_arrays_that_may_hold_nan_are_named_by_patterns():
 
 
 def save(case: StoreCase, store, step: int, seed: int, *attempts: int) -> None:
-    record = {"seed": seed, "attempts": [0, *attempts], "proven": 1}
+    record = {"seed": seed, "attempts": [0, *attempts], "known_good_up_to": 1}
     store.save(step, case.state(seed), record=record)
     store.wait()
 
@@ -171,7 +171,9 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
     save(case, store, 3, 3)
     roll_back(store, 1, 1)
     with read_only(store.root):
-        store.save(3, case.state(13), record={"seed": 13, "attempts": [0, 1], "proven": 1})
+        store.save(
+            3, case.state(13), record={"seed": 13, "attempts": [0, 1], "known_good_up_to": 1}
+        )
         store.join()
     assert [failure.step for failure in store.failures()] == [3]
     assert statuses(store) == [(1, "good"), (3, "candidate")]

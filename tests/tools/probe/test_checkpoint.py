@@ -29,7 +29,7 @@ def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:
     """The checkpoints of a store whose first ones are known good."""
     store = case.make(root)
     for step in range(1, len(statuses) + 1):
-        record = {"attempts": [0], "proven": statuses.count("good")}
+        record = {"attempts": [0], "known_good_up_to": statuses.count("good")}
         store.save(step, case.state(step), record=record)
         store.wait()
     return sorted(root.glob("step-*"))
