@@ -130,8 +130,8 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
-        level, spread = self._history.level() or (None, 0.0)
-        new = Anchor(step, level=level, spread=spread)
+        level = self._history.mean()
+        new = Anchor(step, level=level, spread=0.0 if level is None else self._history.spread())
         new.weights = self._context.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
@@ -281,13 +281,12 @@ class Comparisons:
 
         None within `HEARTBEAT` steps after such a comparison without evidence.
         """
-        level = self._history.level()
-        if level is None or index < self._mean_quiet_until:
+        if index < self._mean_quiet_until or (mean := self._history.mean()) is None:
             return None
         best = min(self.anchors, key=lambda anchor: anchor.level_or_inf, default=None)
         if best is None or index - best.step < SAMPLE:
             return None
-        return best if level[0] > best.level_or_inf + best.spread else None
+        return best if mean > best.level_or_inf + best.spread else None
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
         """The anchors to compare with: the newest that is old enough, `best`, and with evidence.

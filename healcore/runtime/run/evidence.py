@@ -255,11 +255,13 @@ class StepHistory:
         self._last.append(step)
         return is_first
 
-    def level(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of the last `RECENT` finite losses, or None before."""
-        if len(self._recent) < RECENT:
-            return None
-        return statistics.fmean(self._recent), statistics.stdev(self._recent)
+    def mean(self) -> float | None:
+        """Mean of the last `RECENT` finite losses, or None before."""
+        return statistics.fmean(self._recent) if len(self._recent) == RECENT else None
+
+    def spread(self) -> float:
+        """Standard deviation of the losses of `mean`. Slow: not for every step."""
+        return statistics.stdev(self._recent)
 
     def window(self, onset: int, found: int) -> TroubleWindow | None:
         """The window whose sign is nearest to `onset`, of the signs up to step `found`."""

@@ -40,8 +40,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str
 
 def changes_text(changes: Mapping[str, str]) -> str:
     """The changes of `changes_since` in one line, or an empty string; without the weights."""
-    shown = [f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS]
-    return first_of(shown, 6)
+    return first_of([f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS], 6)
 
 
 def other_run(changes: Mapping[str, str]) -> str:

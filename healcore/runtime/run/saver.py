@@ -163,12 +163,11 @@ class Saver:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        step, saved = self.data.step, self._saved
-        may_save = self.context.driver.may_save(self.every)
+        step, saved, driver = self.data.step, self._saved, self.context.driver
         if step - saved >= self._next_warning:
             self._next_warning *= 2
             why = "alarms delay the save"
-            if not may_save:
+            if not driver.may_save(self.every):
                 why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
             elif not self._within_time:
                 why = f"saves have taken {self._saving_s:.0f} s, more than 1 % of the time; "
@@ -177,7 +176,8 @@ class Saver:
             if self._within_time or not self._slow_saves_reported:
                 self.context.log.problem(step, line)
             self._slow_saves_reported |= not self._within_time
-        return self._intervals > 0 and not self.delayed and may_save and self._is_within_time()
+        is_due = self._intervals > 0 and not self.delayed
+        return is_due and driver.may_save(self.every) and self._is_within_time()
 
     def _is_within_time(self) -> bool:
         """Whether the saves so far have taken little time. Collective once per interval.
@@ -307,10 +307,12 @@ class Saver:
         """
         self.report_failures()
         self._read_deletions()
-        if not self.context.ledger.open:
+        ledger, on_probation = self.context.ledger, self.on_probation
+        probation = self.context.policy.rollback.probation
+        if on_probation and ledger.next_step - on_probation[0] >= probation and not ledger.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
-            self.context.ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+            ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""

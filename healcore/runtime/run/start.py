@@ -115,14 +115,12 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         sweep(folder)
         return own_claim.warning
 
-    warning = None
     try:
-        if folder is not None:
-            warning = on_first(ranks, take)
+        warning = None if folder is None else on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
-        pass  # the store raises a better message
+        warning = None  # the store raises a better message
     return own_claim, warning
 
 

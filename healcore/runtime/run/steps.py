@@ -113,12 +113,12 @@ class HostRules:
 
     def ordered(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
-        fired = False
-        for number, config in enumerate(self._configs if record.judged else ()):
+        fired, counts = False, record.judged and (record.cause or self._states)
+        for number, config in enumerate(self._configs if counts else ()):
             key = record.engine, number
             state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
             if state is None and not hit:
-                continue  # most steps of most runs
+                continue
             state, step = state or init_rule(config), np.int32(record.step)
             self._states[key], firing = update_rule(config, state, hit, step, 0, xp=np)
             fired |= bool(firing.fired)
