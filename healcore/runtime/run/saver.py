@@ -327,7 +327,7 @@ class Saver:
             if self.context.ledger.healthy_steps(step, now) < probation:
                 break
             self.context.record.known_good_up_to = step
-            self.read_nonfinite()
+            self.read_nonfinite(step)
             if self._finite[step]:
                 self.context.log.event("good", step=step)
 
@@ -373,12 +373,12 @@ class Saver:
 
     # -- NaN and Inf ----------------------------------------------------------------------------
 
-    def read_nonfinite(self) -> dict[int, tuple[str, ...]]:
+    def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
 
-        Waits until the last save is inspected, and not for the disk. Reports each save once.
+        Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
         """
-        for step, names in self.store.nonfinite_found():
+        for step, names in self.store.nonfinite_found(up_to):
             if step in self._finite:
                 self._finite[step] = False
             if step in self._nonfinite_now:

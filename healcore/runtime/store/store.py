@@ -6,7 +6,9 @@ it to the directory, whose files `manifest` describes.
 
 from __future__ import annotations
 
+import math
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -87,7 +89,8 @@ class CheckpointStore(Writer):
         """Set when the last copy is inspected and in the ring, or written, or has failed."""
         self._inspected.set()
         self._written.set()
-        self._nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
+        self._last_step = -1  # of the last copy
         self._unreadable = ""
         self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
         if root is None:
@@ -137,13 +140,20 @@ class CheckpointStore(Writer):
                 self.submit(step, partial(self._fail_on_others, error))
             raise
         self._inspected, self._written = inspected, written = Event(), Event()
+        self._last_step = step
         self.submit(copy.step, partial(self._complete, copy, inspected, written))
 
-    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        """Step and array names of each save since the last call with disallowed NaN or Inf."""
-        self._wait_for_inspection()
-        saves, self._nonfinite = self._nonfinite, []
-        return saves
+    def nonfinite_found(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
+        """Step and array names of each save up to a step with disallowed NaN or Inf, once each.
+
+        Waits until these saves are inspected. Earlier saves than the last one are.
+        """
+        if up_to >= self._last_step:
+            self._wait_for_inspection()
+        found = []
+        while self._nonfinite and self._nonfinite[0][0] <= up_to:
+            found.append(self._nonfinite.popleft())
+        return found
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.

@@ -5,6 +5,7 @@ histories. Killing it means: the list stays, all the rest is gone.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -108,8 +109,9 @@ class Listed(CheckpointStore):
         self.passes()
         del self.saves[step], self.stored[step]
 
-    def nonfinite_found(self) -> list[tuple[int, tuple[str, ...]]]:
-        found, self.bad = self.bad, []
+    def nonfinite_found(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
+        found = [each for each in self.bad if each[0] <= up_to]
+        self.bad = self.bad[len(found) :]
         return found
 
 

@@ -1,6 +1,7 @@
 """Models, optimizers, schedulers, random generators: saved and restored, without aliasing."""
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -151,7 +152,12 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store.save(2, {"x": torch.tensor([1, float("inf")])})
     store.wait()
     assert [saved.step for saved in store.steps()] == [1]
-    assert store.nonfinite_found() == [(2, ("x",))]
+    gate, waited = threading.Event(), []
+    store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
+    store.save(3, {"x": torch.tensor([1, float("nan")])})
+    assert (store.nonfinite_found(2), waited) == ([(2, ("x",))], [])
+    gate.set()
+    assert store.nonfinite_found() == [(3, ("x",))]
 
 
 @pytest.mark.parametrize("what", store_ranks.CASES)
