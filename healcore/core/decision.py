@@ -52,7 +52,8 @@ class Action(enum.IntFlag):
 
 def names(flags: enum.IntFlag) -> list[str]:
     """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
-    return [member.name for member in type(flags) if member.name and member & flags]
+    members = type(flags) if flags else ()  # most steps have none
+    return [member.name for member in members if member.name and member & flags]
 
 
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:

@@ -30,10 +30,6 @@ from healcore.runtime.store.saved import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line
 
-_LENGTH_ADVICE = (
-    "give every rank as many batches (torch's DistributedSampler does, or itertools.islice), and "
-    "leave the loop at the same step on all ranks"
-)
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
     "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
@@ -133,7 +129,10 @@ class Shutdown:
         if not self.completed:
             return self.group.ends_together or self.group.world == 1
         if self.group.world > 1:
-            what = f"another rank has not ended its loop ({_LENGTH_ADVICE})"
+            what = (
+                "another rank has not ended its loop (give every rank as many batches, as torch's "
+                "DistributedSampler does, and leave the loop at the same step on all ranks)"
+            )
             self.raised = self.collect(what, partial(self.group.gather, None))
         return self.raised is None
 
@@ -201,11 +200,9 @@ class Shutdown:
         A store in memory ends with the process in any case.
         """
         lost = self.saver.store.durable and (self.data.step in self.saver.unsaved or not saved)
-        try:
-            return any(self.group.gather(lost))
-        except Exception as problem:
-            self.problems.append(f"another rank has left: {type(problem).__name__}: {problem}")
-            return True
+        answers: list[bool] = []
+        ask = lambda: answers.extend(self.group.gather(lost))  # noqa: E731
+        return self.collect("another rank has left", ask) is not None or any(answers)
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
