@@ -254,7 +254,7 @@ class HealedStep:
         if not self.measurer.dropped.found():
             return
         with torch.no_grad():
-            groups, alone = self.live_engine.groups, self.all_reduce.world == 1
+            groups, alone = self.live_engine.groups, self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             self._read_records()
@@ -272,7 +272,7 @@ class HealedStep:
         engine, policy = self.live_engine, self.live_engine.engine
         parameters = gradients.parameters(self.optimizer)
         params = [p for p in parameters if p.grad is not None]
-        has_ranks = self.all_reduce.world > 1
+        has_ranks = self.all_reduce.ranks.world > 1
         if not params and not has_ranks:
             return
         if len(parameters) > engine.groups:

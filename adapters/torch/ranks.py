@@ -242,11 +242,6 @@ class SignalAllReduce:
         self.last_marks: AsyncCopy | None = None
         """`_Sums.marks` of the last step."""
 
-    @property
-    def world(self) -> int:
-        """Number of ranks that decide together."""
-        return self.ranks.world
-
     def reduce(
         self,
         signals: Signals,
@@ -304,16 +299,9 @@ class SignalAllReduce:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
         evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
-        return _Sums(
-            loss=loss,
-            eval_loss=torch.where(evaluated, eval_loss, zero),
-            evaluations=evaluated,
-            overflows=overflow > 0,
-            losses=torch.full_like(zero, signals.loss is not None),
-            gradients=torch.full_like(zero, signals.grad_norm is not None),
-            marks=marks,
-            squares=squares,
-        )
+        eval_loss = torch.where(evaluated, eval_loss, zero)
+        losses, gradients = (torch.full_like(zero, v is not None) for v in given[:2])
+        return _Sums(loss, eval_loss, evaluated, overflow > 0, losses, gradients, marks, squares)
 
     def _marks(self, last: Decision | None) -> Tensor:
         """(3,) float64: vote, 16-bit checksum of the last decision or of the shapes, its square.
@@ -332,7 +320,7 @@ class SignalAllReduce:
 
     def _raise_if_different(self, marks: AsyncCopy) -> None:
         _, bits, squares = marks.read()
-        if self.world * squares != bits * bits:
+        if self.ranks.world * squares != bits * bits:
             raise RanksDisagreeError(
                 "the ranks decided differently at the previous step, so their parameters differ, "
                 "or at the first step their parameters have different shapes: roll back to a "

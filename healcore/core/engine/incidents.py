@@ -88,17 +88,9 @@ def update_incidents(
     config: EngineConfig, before: EngineState, cause: Any, skip: Any, wants: RuleOrders, *, xp: Any
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
     """Updates incidents and budget by one step, and grants the orders that the rules want."""
-    state, budget = before.incident, before.budget
     if _only_skips(config):
-        opened = numerics.and_not(skip, state.skipped)
-        quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
-        new = state._replace(
-            skipped=quiet < 0,
-            number=state.number + opened,
-            onset=xp.where(opened, before.step, state.onset),
-            quiet=quiet,
-        )
-        return (new, *_refund_limits(config, budget, skip, None, xp=xp))
+        return _update_skips(config, before, skip, xp=xp)
+    state, budget = before.incident, before.budget
     incident_cause = cause & incident_causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
@@ -136,6 +128,22 @@ def update_incidents(
     healthy = numerics.shared(~(is_open | alarm), xp=xp)
     new, due = _due_orders(config, new, wants, opened, alarm, xp=xp)
     return (new, *_grant(config, budget, due, cause, is_open, healthy, xp=xp))
+
+
+def _update_skips(
+    config: EngineConfig, before: EngineState, skip: Any, *, xp: Any
+) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
+    """`update_incidents` for a policy of `_only_skips`: every skip belongs to an incident."""
+    state = before.incident
+    opened = numerics.and_not(skip, state.skipped)
+    quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
+    new = state._replace(
+        skipped=quiet < 0,
+        number=state.number + opened,
+        onset=xp.where(opened, before.step, state.onset),
+        quiet=quiet,
+    )
+    return (new, *_refund_limits(config, before.budget, skip, None, xp=xp))
 
 
 def _due_orders(
@@ -250,25 +258,38 @@ def update_rate(
     refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
     step, or None for a constant rate of 1.
     """
-    cut, refund = orders.cut, orders.refund
-    if cut is None and not may_limit_rate(config):
+    if orders.cut is None and not may_limit_rate(config):
         return state
     rate = _known_rate(rate, state, xp=xp)
-    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
-    broken = xp.minimum(broken, _MAX_RATE)
+    raised = numerics.quotient(state.broken, config.factor, xp=xp)
+    broken = xp.minimum(xp.where(orders.refund, raised, state.broken), _MAX_RATE)
     # A sudden fall of the rate begins another schedule, without the limit for a wrong, high rate.
     keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
-    if cut is None:
-        peak = xp.where(keeps_peak, state.peak, rate)
-        scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
-        return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+    state = state._replace(broken=broken, rate=rate)
+    if orders.cut is not None:
+        return _cut_hold_ramp(config, state, orders, in_incident, keeps_peak, xp=xp)
+    peak = xp.where(keeps_peak, state.peak, rate)
+    scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
+    return state._replace(scale=scale, peak=peak)
 
+
+def _cut_hold_ramp(
+    config: LrConfig,
+    state: LrState,
+    orders: RecoveryOrders,
+    in_incident: Any,
+    keeps_peak: Any,
+    *,
+    xp: Any,
+) -> LrState:
+    """`update_rate` for a policy that cuts; `state` has this step's rate and limit."""
+    cut, rate = orders.cut, state.rate
     advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)
     low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
-    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), state.broken)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
     peak = xp.where(keeps_peak & ~cut, state.peak, rate)
@@ -285,8 +306,8 @@ def update_rate(
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
-    scale = xp.where(cut, cut_scale, scale)
-    return LrState(numerics.flush(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+    scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
+    return LrState(scale, low, broken, peak, rate, hold, ramp)
 
 
 def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
