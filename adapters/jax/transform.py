@@ -118,12 +118,8 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    numbers: dict[str, Any] = {
-        "z_threshold": z_threshold,
-        "ema_decay": ema_decay,
-        "warmup_steps": warmup_steps,
-        "max_norm": max_norm,
-    }
+    numbers: dict[str, Any] = {"z_threshold": z_threshold, "ema_decay": ema_decay}
+    numbers |= {"warmup_steps": warmup_steps, "max_norm": max_norm}
     arrays = {
         name: jnp.asarray(each).astype(jnp.int32 if name == "warmup_steps" else jnp.float32)
         for name, each in numbers.items()
@@ -245,14 +241,12 @@ def protect(
         if engine.limits_lr and "learning_rate" not in given:
             given |= _injected_rate(optimizer_step, *inputs)
         read = gradients.without_unread(updates, unread)
-        healed, decision = heal_state.step(
-            engine, state.heal, *make_signals(engine, read, given, axes)
-        )
+        signals = make_signals(engine, read, given, axes)
+        healed, decision = heal_state.step(engine, state.heal, *signals)
+        resets = state.heal_reset_moments
         scales_lr = engine.scales_lr and engine.mode != "observe"
         scales_inside = scales_lr and has_lr_scale(inner_state)
-        step = _changed_step(
-            optimizer_step, state.heal_reset_moments, decision.lr_scale if scales_inside else None
-        )
+        step = _changed_step(optimizer_step, resets, decision.lr_scale if scales_inside else None)
         may_skip = engine.mode != "observe" or "externally_skipped" in given
         if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
@@ -266,7 +260,6 @@ def protect(
             updates = gradients.scale(updates, decision.lr_scale)
         if may_skip:
             updates = gradients.fill_where(updates, decision.skip, -0.0)
-        resets = state.heal_reset_moments
         if resets is not None:
             resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
         return updates, ProtectState(healed, resets, inner_state)
@@ -275,10 +268,7 @@ def protect(
 
 
 def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
-    """The optimizer's step, after a reset of its moments and a scaling of the rate in its state.
-
-    `resets` and `lr_scale` are None if the policy or the optimizer does not need it.
-    """
+    """The optimizer's step after a reset of its moments, with another multiplier in its state."""
 
     def step(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if resets is not None:

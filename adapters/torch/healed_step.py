@@ -31,12 +31,9 @@ depends only on the number of steps, because every rank has to act on a record a
 class _CurrentStep:
     """The step that runs, or else the last step."""
 
-    order: StepOrder | None = None
-    """Its order, if the numbers of the order are on the host."""
-    skipped: bool | Tensor | None = None
-    """Whether the policy skips it, see `HealedStep.on_ended`, or None if it is not judged."""
-    in_original: bool = False
-    """Whether it is judged and enforced, so that the original `step` may run."""
+    order: StepOrder | None = None  # its order, if the numbers are on the host
+    skipped: bool | Tensor | None = None  # see `HealedStep.on_ended`; None if it was not judged
+    in_original: bool = False  # whether the order is enforced, and the original `step` may run
 
 
 class HealedStep:
@@ -58,8 +55,7 @@ class HealedStep:
         on_step: called after every step.
     """
 
-    may_reset_moments = True
-    """Whether the tensors of the moments may be replaced."""
+    may_reset_moments = True  # whether the tensors of the moments may be replaced
 
     def __init__(
         self,
@@ -79,15 +75,14 @@ class HealedStep:
         self._clears = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
-        resets = live_engine.engine.resets_moments and self.may_reset_moments
+        engine = live_engine.engine
+        resets = engine.resets_moments and self.may_reset_moments
         self._resets_moments = resets and not moments_obstacle(optimizer)
         """Whether a cut of the learning rate resets the moments."""
         self._resets_next = False
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
-        self.incident_log = IncidentLog(
-            optimizer, live_engine.engine, all_reduce.ranks, self._resets_moments
-        )
+        self.incident_log = IncidentLog(optimizer, engine, all_reduce.ranks, self._resets_moments)
         self._records: deque[PendingRecord] = deque()
         """Records that neither the log nor `_resets_next` has read."""
         self.on_judged: Callable[[StepNorms], None] | None = None

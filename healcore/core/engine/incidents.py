@@ -243,18 +243,12 @@ RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins an
 
 
 def update_rate(
-    config: LrConfig,
-    state: LrState,
-    orders: RecoveryOrders,
-    in_incident: Any,
-    rate: Any,
-    *,
-    xp: Any,
+    config: LrConfig, state: LrState, orders: RecoveryOrders, is_open: Any, rate: Any, *, xp: Any
 ) -> LrState:
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
-    A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
-    ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
+    A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
+    the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
     refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
     step, or None for a constant rate of 1.
     """
@@ -263,27 +257,24 @@ def update_rate(
     rate = _known_rate(rate, state, xp=xp)
     raised = numerics.quotient(state.broken, config.factor, xp=xp)
     broken = xp.minimum(xp.where(orders.refund, raised, state.broken), _MAX_RATE)
-    # A sudden fall of the rate begins another schedule, without the limit for a wrong, high rate.
-    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
-    state = state._replace(broken=broken, rate=rate)
+    state = state._replace(broken=broken)
     if orders.cut is not None:
-        return _cut_hold_ramp(config, state, orders, in_incident, keeps_peak, xp=xp)
-    peak = xp.where(keeps_peak, state.peak, rate)
+        return _cut_hold_ramp(config, state, orders, is_open, rate, xp=xp)
+    peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
     scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
-    return state._replace(scale=scale, peak=peak)
+    return state._replace(scale=scale, peak=peak, rate=rate)
+
+
+def _keeps_peak(state: LrState, rate: Any) -> Any:
+    """False at a new highest rate, and after a sudden fall, which begins another schedule."""
+    return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
 
 
 def _cut_hold_ramp(
-    config: LrConfig,
-    state: LrState,
-    orders: RecoveryOrders,
-    in_incident: Any,
-    keeps_peak: Any,
-    *,
-    xp: Any,
+    config: LrConfig, state: LrState, orders: RecoveryOrders, is_open: Any, rate: Any, *, xp: Any
 ) -> LrState:
-    """`update_rate` for a policy that cuts; `state` has this step's rate and limit."""
-    cut, rate = orders.cut, state.rate
+    """`update_rate` for a policy that cuts the rate."""
+    cut, keeps_peak = orders.cut, _keeps_peak(state, rate)
     advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
@@ -305,7 +296,7 @@ def _cut_hold_ramp(
     ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
+    scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
     return LrState(scale, low, broken, peak, rate, hold, ramp)
 

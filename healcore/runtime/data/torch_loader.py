@@ -85,7 +85,7 @@ def _with(loader: Any, **attributes: Any) -> Any:
     return copied
 
 
-class TorchLoader(LoaderAdapter):
+class TorchLoader(LoaderAdapter, Iterator[Any]):
     """Reads a copy of a replayable loader, whose sampler records the order."""
 
     kind = "dataloader"
@@ -168,9 +168,6 @@ class TorchLoader(LoaderAdapter):
             order.set_states(current)
         self._index, self._draws_first = index + skip, False
         return self, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._reading is None and self._draws_first:
