@@ -167,7 +167,7 @@ class Engine:
             xp: the array namespace.
         """
         incident, budget, then = live.incident, live.budget, restored.lr
-        raised = (then.broken > 0) & (then.broken < live.lr.broken)
+        raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
                 open=incident.open & False,
@@ -179,8 +179,8 @@ class Engine:
                 healthy=budget.healthy * 0,
             ),
             lr=live.lr._replace(
-                broken=xp.where(raised, then.broken, live.lr.broken),
-                low=xp.where(raised, then.low, live.lr.low),
+                rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
+                rate_after_cut=xp.where(raised, then.rate_after_cut, live.lr.rate_after_cut),
             ),
             tally=live.tally._replace(rollbacks=live.tally.rollbacks + 1),
             last=live.last,
@@ -202,7 +202,7 @@ class Engine:
         cuts depends on the schedule's rate, and the returned engine does not read the rate.
         """
         refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
-        has_limit = self.cuts_lr or refunds or np.any(state.lr.broken > 0)
+        has_limit = self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0)
         return self if has_limit else self._without_limit
 
     @cached_property
@@ -254,7 +254,7 @@ class Engine:
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names],
+        Returns `{"schema": 8, "policy": fingerprint, "clip": name, "detectors": [names],
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale

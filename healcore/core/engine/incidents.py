@@ -238,7 +238,7 @@ def _count_alarm(since: Any, alarm: Any) -> Any:
 
 # -- the learning-rate multiplier ------------------------------------------------------------------
 
-_MAX_RATE = 1e12  # limit of `LrState.broken`, above the rate of any schedule
+_MAX_RATE = 1e12  # limit of `LrState.rate_at_cut`, above the rate of any schedule
 RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
 
 
@@ -255,13 +255,13 @@ def update_rate(
     if orders.cut is None and not may_limit_rate(config):
         return state
     rate = _known_rate(rate, state, xp=xp)
-    raised = numerics.quotient(state.broken, config.factor, xp=xp)
-    broken = xp.minimum(xp.where(orders.refund, raised, state.broken), _MAX_RATE)
-    state = state._replace(broken=broken)
+    raised = numerics.quotient(state.rate_at_cut, config.factor, xp=xp)
+    rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
+    state = state._replace(rate_at_cut=rate_at_cut)
     if orders.cut is not None:
         return _cut_hold_ramp(config, state, orders, is_open, rate, xp=xp)
     peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
-    scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
+    scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
     return state._replace(scale=scale, peak=peak, rate=rate)
 
 
@@ -279,8 +279,8 @@ def _cut_hold_ramp(
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)
-    low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
-    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), state.broken)
+    rate_after_cut = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.rate_after_cut)
+    rate_at_cut = xp.where(cut, numerics.product(state.scale, rate, xp=xp), state.rate_at_cut)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
     peak = xp.where(keeps_peak & ~cut, state.peak, rate)
@@ -288,8 +288,8 @@ def _cut_hold_ramp(
     holding = hold > 0
     ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
-    top = _top_multiplier(config, broken, peak, xp=xp) if may_limit_rate(config) else 1.0
-    bottom = xp.minimum(numerics.quotient(low, rate, xp=xp), top)
+    top = _top_multiplier(config, rate_at_cut, peak, xp=xp) if may_limit_rate(config) else 1.0
+    bottom = xp.minimum(numerics.quotient(rate_after_cut, rate, xp=xp), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
@@ -298,7 +298,7 @@ def _cut_hold_ramp(
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
     scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
-    return LrState(scale, low, broken, peak, rate, hold, ramp)
+    return LrState(scale, rate_after_cut, rate_at_cut, peak, rate, hold, ramp)
 
 
 def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
@@ -307,10 +307,10 @@ def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp:
     limit = xp.where(limit > 0, limit, rate)
     scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    broken = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
+    rate_at_cut = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
     zero = state.hold - state.hold
     hold, ramp = zero + config.hold_steps, zero + config.ramp_steps
-    return LrState(numerics.flush(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
+    return LrState(numerics.flush(scale, xp=xp), limit, rate_at_cut, rate, rate, hold, ramp)
 
 
 def may_limit_rate(config: LrConfig) -> bool:
@@ -325,9 +325,9 @@ def _known_rate(rate: Any, state: LrState, *, xp: Any) -> Any:
     return xp.where((rate > numerics.TINY) & (rate < _MAX_RATE), rate, 1.0)
 
 
-def _top_multiplier(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
-    """The multiplier at which the schedule's highest rate is the ceiling's share of `broken`."""
-    share = numerics.product(config.ceiling, broken, xp=xp)
+def _top_multiplier(config: LrConfig, rate_at_cut: Any, peak: Any, *, xp: Any) -> Any:
+    """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
+    share = numerics.product(config.ceiling, rate_at_cut, xp=xp)
     top = numerics.quotient(share, peak, xp=xp)
     # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
     return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)
