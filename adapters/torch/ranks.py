@@ -103,8 +103,8 @@ class StepRanks:
         """
         ids = [*map(id, params)]
         if ids != self._shares[0]:
-            each = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
-            self._shares = ids, each.to(norms.device)
+            shares = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
+            self._shares = ids, shares.to(norms.device)
         return norms.to(torch.float64).square() * self._shares[1]
 
     def fingerprint(self) -> int:
@@ -293,14 +293,15 @@ class SignalAllReduce:
         self, signals: Signals, squares: Tensor | None, found_inf: Tensor | None, marks: Tensor
     ) -> _Sums:
         """The terms of this rank; see `reduce`."""
-        zero, given = self._zero, (signals.loss, signals.grad_norm, signals.eval_loss, found_inf)
-        loss, norm, eval_loss, overflow = (zero if v is None else v for v in given)
+        zero = self._zero
+        own = signals.loss, signals.grad_norm, signals.eval_loss, found_inf
+        loss, norm, eval_loss, overflow = (zero if v is None else v for v in own)
         if squares is None:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
         evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
         eval_loss = torch.where(evaluated, eval_loss, zero)
-        losses, gradients = (torch.full_like(zero, v is not None) for v in given[:2])
+        losses, gradients = (torch.full_like(zero, v is not None) for v in own[:2])
         return _Sums(loss, eval_loss, evaluated, overflow > 0, losses, gradients, marks, squares)
 
     def _marks(self, last: Decision | None) -> Tensor:

@@ -59,6 +59,11 @@ class Engine:
         """Whether a rule can cut the learning rate."""
         self.limits_lr = incidents.may_limit_rate(config.lr)
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
+        self.scales_lr = self.cuts_lr or self.limits_lr
+        """Whether `Decision.lr_scale` can differ from 1."""
+        self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
+        """Whether a cut of the learning rate resets the optimizer's moments."""
+        self._clip_name = config.clip[0] if config.clip else None
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
 
@@ -85,16 +90,6 @@ class Engine:
             if name == "nonfinite":
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
-
-    @property
-    def resets_moments(self) -> bool:
-        """Whether a cut of the learning rate resets the optimizer's moments."""
-        return self.config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
-
-    @property
-    def scales_lr(self) -> bool:
-        """Whether `Decision.lr_scale` can differ from 1."""
-        return self.cuts_lr or self.limits_lr
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
         """The state before the first step, as NumPy arrays.
@@ -294,10 +289,6 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
         return from_plain(self.init(groups=count), data.get("state"), "state")
-
-    @property
-    def _clip_name(self) -> str | None:
-        return self.config.clip[0] if self.config.clip else None
 
 
 def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
