@@ -170,10 +170,9 @@ class HealedStep:
         It calls `step(closure=None)` at a learning rate of 0 with gradients of 0. No rank judges
         such a step, because other ranks may not take it. A sync in these cases only.
         """
-        groups = self.optimizer.param_groups
         if kwargs.get("closure", 0) is not None or self.optimizer.state:
             return False
-        if any(float(group.get("lr", 1.0)) for group in groups):
+        if any(float(group.get("lr", 1.0)) for group in self.optimizer.param_groups):
             return False
         grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
         return not any(bool(gradients.local_part(grad).any()) for grad in grads)

@@ -293,15 +293,14 @@ class SignalAllReduce:
         self, signals: Signals, squares: Tensor | None, found_inf: Tensor | None, marks: Tensor
     ) -> _Sums:
         """The terms of this rank; see `reduce`."""
-        zero = self._zero
         own = signals.loss, signals.grad_norm, signals.eval_loss, found_inf
-        loss, norm, eval_loss, overflow = (zero if v is None else v for v in own)
+        loss, norm, eval_loss, overflow = (self._zero if v is None else v for v in own)
         if squares is None:
             groups = () if signals.group_norms is None else (signals.group_norms,)
             squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
         evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
-        eval_loss = torch.where(evaluated, eval_loss, zero)
-        losses, gradients = (torch.full_like(zero, v is not None) for v in own[:2])
+        eval_loss = torch.where(evaluated, eval_loss, self._zero)
+        losses, gradients = (torch.full_like(self._zero, v is not None) for v in own[:2])
         return _Sums(loss, eval_loss, evaluated, overflow > 0, losses, gradients, marks, squares)
 
     def _marks(self, last: Decision | None) -> Tensor:
@@ -339,8 +338,3 @@ class SignalAllReduce:
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
         return moved(packed, self._home)
-
-
-def requests_vote(marks: AsyncCopy | None) -> bool:
-    """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
-    return marks is not None and bool(marks.read()[0])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -202,7 +201,7 @@ class StepRecord(NamedTuple):
 
 RECORD_FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
-_RECORD_KINDS: tuple[Any, ...] = (int, int, int, bool, Action, Cause, int, bool)
+_RECORD_KINDS = (int, int, int, bool, Action, Cause, int, bool)
 """Types of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine."""
 RECORD_INTS = len(_RECORD_KINDS)
 """Number of these; the rest are float32."""
@@ -220,7 +219,7 @@ def record_numbers(state: Any) -> tuple[Any, ...]:
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
-    ints = map(operator.call, _RECORD_KINDS, map(int, values))
+    ints = [kind(int(value)) for kind, value in zip(_RECORD_KINDS, values, strict=False)]
     return StepRecord(*ints, *map(float, values[RECORD_INTS:]), engine=engine)
 
 
