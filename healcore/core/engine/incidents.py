@@ -266,7 +266,7 @@ def update_rate(
 
 
 def _keeps_peak(state: LrState, rate: Any) -> Any:
-    """False at a new highest rate, and after a sudden fall, which begins another schedule."""
+    """Whether the peak stays. A sudden fall of the rate begins another schedule with a new peak."""
     return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
 
 
