@@ -14,7 +14,7 @@ import optax
 
 import healcore.jax  # <- healcore
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
-from healcore.demo import FIXED_CLIP, SAVE_EVERY, Scenario, Step
+from healcore.demo_runs import FIXED_CLIP, SAVE_EVERY, Scenario, Step
 
 Params = dict[str, jax.Array]
 

@@ -99,12 +99,13 @@ def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step. `policy` is the hashable part of the policy, and `arrays` the others."""
-    (structure, rest), given = policy, iter(arrays)
-    engine = Engine(structure.unflatten(next(given) if each is None else each for each in rest))
+    (structure, rest), left = policy, iter(arrays)
+    engine = Engine(structure.unflatten(next(left) if part is None else part for part in rest))
     old = _unpack(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
     before = _flat_decision(old.last.decision)
-    kept = {name for name, leaf in _flat_decision(decision).items() if leaf is before.get(name)}
+    # Leaves that every step returns unchanged, because the policy never gives this order.
+    unchanged = {n for n, leaf in _flat_decision(decision).items() if leaf is before.get(n)}
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -125,7 +126,7 @@ def _step(
     return HealState(
         vector,
         lax.dynamic_update_index_in_dim(state.heal_records, row, place, 0),
-        _flat_decision(decision) | {name: state.heal_decision[name] for name in kept},
+        _flat_decision(decision) | {name: state.heal_decision[name] for name in unchanged},
         norms,
     ), decision
 
@@ -155,10 +156,10 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
             f"the saved state has {vector.size} numbers, and this optimizer's state has "
             f"{live.size}: it belongs to a model with other tensors; start from a fresh state"
         )
-    kept = np.arange(vector.size) < _STEP
+    is_head = np.arange(vector.size) < _STEP  # not of the EngineState
     here = np.arange(len(records)) == (new.step - 1) % len(records)
     return state._replace(
-        heal_engine=jnp.where(kept, live | vector, vector),
+        heal_engine=jnp.where(is_head, live | vector, vector),
         heal_records=jnp.where(here[:, None], vector[_row_places(new)], records),
         heal_decision=_flat_decision(neutral(groups=_groups(state))),
     )

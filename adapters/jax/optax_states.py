@@ -6,6 +6,7 @@ A state is recognized by its type, because it does not name its optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -204,8 +205,7 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     return map_nodes(_has_moments, reset, tree)
 
 
-def _has_moments(node: Any) -> bool:
-    return _is_listed(_MOMENTS, node)
+_has_moments = partial(_is_listed, _MOMENTS)
 
 
 def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:

@@ -14,7 +14,7 @@ import optax
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state
-from healcore.jax.commit import step_or_keep
+from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.heal_state import RECORDS, HealState
 from healcore.jax.optax_states import (
@@ -118,12 +118,8 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    numbers: dict[str, Any] = {
-        "z_threshold": z_threshold,
-        "ema_decay": ema_decay,
-        "warmup_steps": warmup_steps,
-        "max_norm": max_norm,
-    }
+    numbers: dict[str, Any] = {"z_threshold": z_threshold, "ema_decay": ema_decay}
+    numbers |= {"warmup_steps": warmup_steps, "max_norm": max_norm}
     arrays = {
         name: jnp.asarray(each).astype(jnp.int32 if name == "warmup_steps" else jnp.float32)
         for name, each in numbers.items()
@@ -239,47 +235,51 @@ def protect(
         keywords = given | others
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
-        inner_update = partial(inner.update, **keywords)
-        inner_state = state.inner_state
-        unread = gradients.find_unread(unread_if_eager, inner_update, updates, inner_state, params)
+        optimizer_step, inner_state = partial(inner.update, **keywords), state.inner_state
+        inputs = updates, inner_state, params
+        unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
         if engine.limits_lr and "learning_rate" not in given:
-            given |= _injected_rate(inner_update, updates, inner_state, params)
+            given |= _injected_rate(optimizer_step, *inputs)
         read = gradients.without_unread(updates, unread)
-        signals, norms = make_signals(engine, read, given, axes)
-        healed, decision = heal_state.step(engine, state.heal, signals, norms)
-        skip, resets = decision.skip, state.heal_reset_moments
-        observes = engine.mode == "observe"
-        scales_inside = not observes and engine.scales_lr and has_lr_scale(inner_state)
-
-        def inner_step(updates: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            if resets is not None:
-                # At the start of the step after the cut, XLA fuses the reset into the optimizer's
-                # kernel. At the end of the cut's step it would be another pass over all moments.
-                inner_state = reset_moments(
-                    inner_state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf)
-                )
-            if scales_inside:
-                inner_state = with_lr_scale(inner_state, decision.lr_scale)
-            return inner_update(updates, inner_state, params)
-
-        may_skip = not observes or "externally_skipped" in given
+        signals = make_signals(engine, read, given, axes)
+        healed, decision = heal_state.step(engine, state.heal, *signals)
+        resets = state.heal_reset_moments
+        scales_lr = engine.scales_lr and engine.mode != "observe"
+        scales_inside = scales_lr and has_lr_scale(inner_state)
+        step = _changed_step(optimizer_step, resets, decision.lr_scale if scales_inside else None)
+        may_skip = engine.mode != "observe" or "externally_skipped" in given
         if may_skip:
             # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
             # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
             updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
-            updates = gradients.fill_where(updates, skip, 0.0)
-            updates, inner_state = step_or_keep(inner_step, skip, updates, inner_state, params)
+            updates = gradients.fill_where(updates, decision.skip, 0.0)
+            updates, inner_state = step_or_keep(step, decision.skip, updates, inner_state, params)
         else:
-            updates, inner_state = inner_step(updates, inner_state, params)
-        if engine.scales_lr and not observes and not scales_inside:
+            updates, inner_state = step(*inputs)
+        if scales_lr and not scales_inside:
             updates = gradients.scale(updates, decision.lr_scale)
         if may_skip:
-            updates = gradients.fill_where(updates, skip, -0.0)
+            updates = gradients.fill_where(updates, decision.skip, -0.0)
         if resets is not None:
-            resets = jnp.where(skip, resets, (decision.action & Action.CUT_LR) != 0)
+            resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
         return updates, ProtectState(healed, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
+    """The optimizer's step after a reset of its moments, with another multiplier in its state."""
+
+    def step(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        if resets is not None:
+            # At the start of the step after the cut, XLA fuses the reset into the optimizer's
+            # kernel. At the end of the step that cuts, it would be a second pass over all moments.
+            state = reset_moments(state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf))
+        if lr_scale is not None:
+            state = with_lr_scale(state, lr_scale)
+        return update(updates, state, params)
+
+    return step
 
 
 def _injected_rate(update: Any, updates: Any, inner_state: Any, params: Any) -> dict[str, Any]:

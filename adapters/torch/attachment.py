@@ -272,7 +272,7 @@ class Healing:
     @property
     def ranks(self) -> int:
         """Number of ranks that decide together."""
-        return self.healed_step.all_reduce.world
+        return self.healed_step.all_reduce.ranks.world
 
     def last_decision(self) -> Decision | None:
         """The last step's decision in Python values (`Cause`, `Action`, bool, float).

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from healcore import Checkpoints, Healer, Logging, RunStopped  # <- healcore
-from healcore.demo import FIXED_CLIP, SAVE_EVERY, Scenario, Step
+from healcore.demo_runs import FIXED_CLIP, SAVE_EVERY, Scenario, Step
 
 
 def train(

@@ -1,7 +1,7 @@
 """The policy's engine with the state of one run: in NumPy on the host, or in torch on a device.
 
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
-an accelerator). Its step is recorded once (`healcore.core.recorded`) and takes 0.1 ms.
+an accelerator). Its step is recorded once (`healcore.core.tape`) and takes 0.1 ms.
 
 `DeviceEngine` needs no sync. An eager step of the preset `default` makes about 130 launches of a
 few microseconds each. On an accelerator the step is therefore compiled into a few kernels.
@@ -34,8 +34,8 @@ from healcore.core.decision import (
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.errors import AttachError
 from healcore.core.numerics import PRODUCT_LIMIT, leaves, map_leaves
-from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
+from healcore.core.tape import to_program
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.

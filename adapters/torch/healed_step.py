@@ -7,6 +7,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ RECORD_LAG = 10
 depends only on the number of steps, because every rank has to act on a record at the same step."""
 
 
+@dataclass
+class _CurrentStep:
+    """The step that runs, or else the last step."""
+
+    order: StepOrder | None = None  # its order, if the numbers are on the host
+    skipped: bool | Tensor | None = None  # see `HealedStep.on_ended`; None if it was not judged
+    in_original: bool = False  # whether the order is enforced, and the original `step` may run
+
+
 class HealedStep:
     """The healed `step` of one optimizer.
 
@@ -33,8 +43,10 @@ class HealedStep:
     A closure is evaluated before the original `step`, which receives the result.
 
     Attributes:
+        incident_log: logs incidents while no Healer sets `on_judged`.
         attached: whether the replacement is active.
         changes: undoes at `detach` what a trainer or wrapper has changed besides `step`.
+        check: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
         on_judged: called at every judged step, before the optimizer's update.
@@ -42,6 +54,8 @@ class HealedStep:
             float32 of exactly 0 or 1. In observe mode always False.
         on_step: called after every step.
     """
+
+    may_reset_moments = True  # whether the tensors of the moments may be replaced
 
     def __init__(
         self,
@@ -56,18 +70,19 @@ class HealedStep:
         self.measurer = measurer
         self.enforcer = enforcer
         self.all_reduce = all_reduce
-        self._engine = live_engine.engine
-        self.in_update = self._running = self._clears = False
-        self._order: StepOrder | None = None
-        """The order of this step, if its numbers are on the host."""
-        self._skipped: bool | Tensor | None = None
-        self._resets_moments = self._engine.resets_moments and not moments_obstacle(optimizer)
+        self.in_update = False
+        self._current = _CurrentStep()
+        self._clears = False
+        """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
+        sets them to None too: the next backward pass would add to NaN."""
+        engine = live_engine.engine
+        resets = engine.resets_moments and self.may_reset_moments
+        self._resets_moments = resets and not moments_obstacle(optimizer)
+        """Whether a cut of the learning rate resets the moments."""
         self._resets_next = False
         """Whether the next step that is not skipped resets the moments. The step that cuts the
         learning rate does not reset them, because its gradient is damaged."""
-        self.incident_log = IncidentLog(
-            optimizer, self._engine, all_reduce.ranks, self._resets_moments
-        )
+        self.incident_log = IncidentLog(optimizer, engine, all_reduce.ranks, self._resets_moments)
         self._records: deque[PendingRecord] = deque()
         """Records that neither the log nor `_resets_next` has read."""
         self.on_judged: Callable[[StepNorms], None] | None = None
@@ -75,15 +90,28 @@ class HealedStep:
         self.on_step: Callable[[], None] | None = None
 
         self.attached, self.changes = True, ExitStack()
-        self._own_step = vars(optimizer).get("step")
-        """The `step` of the optimizer object before `attach`, or None if the class has it."""
-        self._replacement = types.MethodType(self._replaced(optimizer.step), optimizer)
-        optimizer.step = self._replacement  # type: ignore[method-assign]
         # Dynamo must not trace what reads values, or writes to the optimizer.
         self.check: Any = torch.compiler.disable(self._check_running)
-        self._handle = optimizer.register_step_pre_hook(self.check)
+        self._restore_step = self._replace_step()
 
     # -- the replacement ------------------------------------------------------------------------
+
+    def _replace_step(self) -> Callable[[], None]:
+        """Replaces `step` of the optimizer object. Returns a function that restores `step`."""
+        optimizer: Any = self.optimizer
+        own_step = vars(optimizer).get("step")  # None if the class has it
+        replacement = types.MethodType(self._replaced(optimizer.step), optimizer)
+        optimizer.step = replacement
+        handle = optimizer.register_step_pre_hook(self.check)
+
+        def restore() -> None:
+            handle.remove()
+            if vars(optimizer).get("step") is replacement:
+                del optimizer.step
+                if own_step is not None:
+                    optimizer.step = own_step
+
+        return restore
 
     def _replaced(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The function that replaces `original`, the `step` before `attach`.
@@ -119,7 +147,7 @@ class HealedStep:
         Returns whether the host skips the step, the closure's loss, and the arguments for the
         original `step`.
         """
-        self.in_update, self._order, self._skipped = False, None, None
+        self.in_update, self._current = False, _CurrentStep()
         loss = None
         if not self._creates_state(kwargs):
             closure = args[0] if args else kwargs.get("closure")
@@ -132,8 +160,9 @@ class HealedStep:
             if closure is not None:
                 args = torch.compiler.disable(self._reused(closure, loss)), *args[1:]
                 kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
-        self._running = True
-        return self._order is not None and self._order.skip, loss, args, kwargs
+        self._current.in_original = True
+        order = self._current.order
+        return order is not None and order.skip, loss, args, kwargs
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -141,10 +170,9 @@ class HealedStep:
         It calls `step(closure=None)` at a learning rate of 0 with gradients of 0. No rank judges
         such a step, because other ranks may not take it. A sync in these cases only.
         """
-        groups = self.optimizer.param_groups
         if kwargs.get("closure", 0) is not None or self.optimizer.state:
             return False
-        if any(float(group.get("lr", 1.0)) for group in groups):
+        if any(float(group.get("lr", 1.0)) for group in self.optimizer.param_groups):
             return False
         grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
         return not any(bool(gradients.local_part(grad).any()) for grad in grads)
@@ -164,16 +192,16 @@ class HealedStep:
             if is_same:
                 return loss
             found = closure()
-            if self._order is not None:
+            if self._current.order is not None:
                 with torch.no_grad():
-                    self.enforcer.clip(params, self._order)
+                    self.enforcer.clip(params, self._current.order)
             return found
 
         return evaluate
 
     def _end(self, finished: bool, skipped: bool) -> None:
         """Restores what was changed for the step. Reports the step, unless it raised."""
-        self._running = False
+        self._current.in_original = False
         self.enforcer.restore()
         if not finished:
             return
@@ -181,20 +209,20 @@ class HealedStep:
         if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
         self.measurer.clear()  # losses of a closure's later evaluations
-        if self._skipped is not None:
+        if self._current.skipped is not None:
             params = gradients.parameters(self.optimizer)
             for p in params if skipped and self._clears else ():
-                p.grad = None  # as the last step did; the next backward pass would add to NaN
+                p.grad = None
             self._clears = self._clears if skipped else all(p.grad is None for p in params)
             self._read_records()
             if self.on_ended is not None:
-                self.on_ended(self._skipped)
+                self.on_ended(self._current.skipped)
         if self.on_step is not None:
             self.on_step()
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
-        if self._running:
+        if self._current.in_original:
             return
         self.measurer.clear()
         self.measurer.dropped.stepped = True
@@ -208,11 +236,7 @@ class HealedStep:
         if not self.attached:
             return
         self.attached = False
-        self._handle.remove()
-        if vars(self.optimizer).get("step") is self._replacement:
-            del self.optimizer.step
-            if self._own_step is not None:
-                self.optimizer.step = self._own_step  # type: ignore[method-assign]
+        self._restore_step()
         self.changes.close()
         self.on_judged = self.on_ended = self.on_step = None
         self.measurer.clear()
@@ -224,7 +248,7 @@ class HealedStep:
         if not self.measurer.dropped.found():
             return
         with torch.no_grad():
-            groups, alone = self.live_engine.groups, self.all_reduce.world == 1
+            groups, alone = self.live_engine.groups, self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             self._read_records()
@@ -239,14 +263,15 @@ class HealedStep:
     @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
-        engine, parameters = self.live_engine, gradients.parameters(self.optimizer)
+        engine, policy = self.live_engine, self.live_engine.engine
+        parameters = gradients.parameters(self.optimizer)
         params = [p for p in parameters if p.grad is not None]
-        has_ranks = self.all_reduce.world > 1
+        has_ranks = self.all_reduce.ranks.world > 1
         if not params and not has_ranks:
             return
         if len(parameters) > engine.groups:
             engine.grow(len(parameters))
-        if self._engine.per_tensor and len(parameters) != engine.groups:
+        if policy.per_tensor and len(parameters) != engine.groups:
             raise ParametersChangedError(
                 f"the optimizer had {engine.groups} parameters, now {len(parameters)}, and this "
                 "policy has a clipping history for each: detach() and attach again"
@@ -263,17 +288,17 @@ class HealedStep:
         signals = self.measurer.overflows.mark(signals, found_inf)
         self.in_update = True  # a collective that raised before this line changed nothing
         order = engine.step(signals, found_inf, divisor)
-        self._skipped = False
+        self._current.skipped = False
         if self._resets_next and order.skip is not True:
             reset_moments(self.optimizer)
             self._resets_next = False
-        if self._engine.mode != "observe":
+        if policy.mode != "observe":
             if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
                 order = order.to_host()
             self.enforcer.enforce(parameters, order, divisor)
-            self._skipped = order.skip
+            self._current.skipped = order.skip
             if not isinstance(order.skip, Tensor):
-                self._order = order
+                self._current.order = order
                 self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
         self._report(StepNorms(params, self.measurer.norms, divisor, own_loss))
 
@@ -293,7 +318,7 @@ class HealedStep:
         records = [read() for read in due]
         if self.on_judged is None:
             self.incident_log.add(records, has_seen_loss=self.measurer.has_seen_loss)
-        if self._resets_moments and self._order is None and self._engine.mode != "observe":
+        if self._resets_moments and self._current.order is None:
             self._resets_next |= any(is_cut(each.action, each.skip) for each in records)
 
 

@@ -6,6 +6,7 @@ old moments with new weights.
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,7 +182,7 @@ def _check_item(name: str, value: Any) -> None:
 def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     if hasattr(state[name], "attach_with") or any(map(_is_opaque, state.values())):
         return  # a trainer's optimizer, or an opaque value, may hold the parameters
-    present = {id(p) for value in state.values() for p in _tensors(value)}
+    present = {id(p) for value in state.values() for p in tensors_in(value)}
     params = gradients.parameters(optimizer)
     missing = sum(id(p) not in present for p in params)
     if missing:
@@ -211,14 +212,15 @@ def _is_opaque(value: Any) -> bool:
     return hasattr(value, "state_dict") and not (isinstance(value, known) or is_scheduler(value))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any, most: float = math.inf, depth: float = math.inf) -> Iterator[Tensor]:
+    """The tensors in nested containers, and the parameters of modules in them.
+
+    Ignores containers of more than `most` items, and containers nested `depth` times.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
+    elif isinstance(value, Mapping | list | tuple) and depth and len(value) <= most:
+        for part in [*(value.values() if isinstance(value, Mapping) else value)]:
+            yield from tensors_in(part, most, depth - 1)

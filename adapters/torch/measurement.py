@@ -78,17 +78,17 @@ class Measurer:
         gradients.complete_(parameters)
         self.norms = gradients.norms([grad for p in parameters if (grad := p.grad) is not None])
         norm = gradients.total_norm(self.norms, self.home) if self.norms else None
-        each = self.squares = None
+        group_norms = self.squares = None
         if self.engine.per_tensor or ranks.has_parts:
             remaining = iter(self.norms)
-            each = gradients.norm_vector(
+            group_norms = gradients.norm_vector(
                 [None if p.grad is None else next(remaining) for p in parameters], self.home
             )
         if divisor is not None:
             norm = None if norm is None else norm / divisor
-            each = None if each is None else each / divisor
-        if each is not None and ranks.has_parts:
-            parts = ranks.squares(each, parameters)
+            group_norms = None if group_norms is None else group_norms / divisor
+        if group_norms is not None and ranks.has_parts:
+            parts = ranks.squares(group_norms, parameters)
             total = parts.sum().reshape(1)
             self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
         loss = self.losses.mean()
@@ -97,22 +97,22 @@ class Measurer:
             if grad is not before:  # backward passes add to a gradient in place
                 # The gradients are of the last loss only: the loop has left out earlier batches.
                 loss = torch.where(loss.isfinite(), loss, self.losses.last())
-        return self._signals(norm, each if self.engine.per_tensor else None, loss)
+        return self._signals(norm, group_norms if self.engine.per_tensor else None, loss)
 
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
         """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`."""
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
-        each = bad.expand(groups).clone() if self.engine.per_tensor else None
-        signals = self._signals(bad, each, self.losses.mean() if alone else None)
+        group_norms = bad.expand(groups).clone() if self.engine.per_tensor else None
+        signals = self._signals(bad, group_norms, self.losses.mean() if alone else None)
         return self.overflows.mark(signals, torch.ones_like(bad))
 
-    def _signals(self, norm: Any, each: Any, loss: Any) -> Signals:
+    def _signals(self, norm: Any, group_norms: Any, loss: Any) -> Signals:
         """Completes the signals with what the loop has reported, and drops the reports."""
         self.has_seen_loss |= self.losses.weight > 0
         signals = Signals(
             loss=loss,
             grad_norm=norm,
-            group_norms=each,
+            group_norms=group_norms,
             eval_loss=self._at_home(self.eval_loss) if "eval_loss" in self.engine.needs else None,
             learning_rate=self._learning_rate() if self._live.stepping.limits_lr else None,
         )

@@ -7,15 +7,8 @@ shares its program with another run, and pipeline stages.
 
 DistributedDataParallel reduces gradients but not losses: after a loss spike on one rank only that
 rank would skip. Sharded gradients differ between ranks. So before a step is judged, one
-`all_reduce` of ten float64 sums its signals:
-
-    loss, eval loss                 of the ranks that have them
-    eval losses, overflows          counts
-    losses, gradients               counts
-    votes, decision, its square     16 bits of the last step's decision show differing ranks
-    squared gradient norm           the sum is the squared global norm, or ranks times it
-
-Per-tensor clipping adds eight bytes for each parameter.
+`all_reduce` of ten float64 sums its signals, see `_Sums`. Per-tensor clipping adds eight bytes for
+each parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,8 +103,8 @@ class StepRanks:
         """
         ids = [*map(id, params)]
         if ids != self._shares[0]:
-            each = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
-            self._shares = ids, each.to(norms.device)
+            shares = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
+            self._shares = ids, shares.to(norms.device)
         return norms.to(torch.float64).square() * self._shares[1]
 
     def fingerprint(self) -> int:
@@ -208,10 +201,28 @@ def _is_mesh(value: Any) -> bool:
 
 # -- the signals of all ranks ----------------------------------------------------------------------
 
-_COUNTED = ("loss", "grad_norm")
-"""Signals that one rank may have while another has not."""
-_SUMS, _MARKS = 6, 3
-"""Numbers of signals and of marks (the module's table) before the squared norms."""
+
+class _Sums(NamedTuple):
+    """What one `all_reduce` sums: the terms of one rank, or the sums over the ranks."""
+
+    loss: Tensor  # 0-d, of the ranks that have a loss
+    eval_loss: Tensor  # 0-d, of the ranks that have an evaluation
+    evaluations: Tensor  # 0-d, number of these ranks
+    overflows: Tensor  # 0-d, number of ranks with an overflow
+    losses: Tensor  # 0-d, number of ranks with a loss
+    gradients: Tensor  # 0-d, number of ranks with gradients
+    marks: Tensor  # (3,) float64, see `_marks`
+    squares: Tensor  # (1 + groups,) float64: squared norms, or these times `gradients`
+
+    def pack(self) -> Tensor:
+        """The fields in order, (n,) float64."""
+        *numbers, marks, squares = self
+        return torch.cat([torch.stack(numbers).double(), marks, squares])
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> _Sums:
+        """Reverses `pack`."""
+        return cls._make([*packed[:6].unbind(), packed[6:9], packed[9:]])
 
 
 class SignalAllReduce:
@@ -229,12 +240,7 @@ class SignalAllReduce:
         self.requests_vote = False
         """Whether this rank asks all ranks for a vote, at each step while it is True."""
         self.last_marks: AsyncCopy | None = None
-        """(3,) float64 of the last step: votes, bits of the decision, and their squares."""
-
-    @property
-    def world(self) -> int:
-        """Number of ranks that decide together."""
-        return self.ranks.world
+        """`_Sums.marks` of the last step."""
 
     def reduce(
         self,
@@ -261,40 +267,44 @@ class SignalAllReduce:
         if self._unchecked is not None and self._unchecked.has_arrived():
             marks, self._unchecked = self._unchecked, None
             self._raise_if_different(marks)
-        zero, given = self._zero, (signals.loss, signals.grad_norm, signals.eval_loss, found_inf)
-        loss, norm, evals, overflow = (zero if v is None else v for v in given)
-        evaluated = ~torch.isnan(evals)  # NaN means that the step has no evaluation
-        evals = torch.where(evaluated, evals, zero)
-        flags = *(getattr(signals, name) is not None for name in _COUNTED), self.requests_vote
-        counts = (torch.full_like(zero, flag) for flag in flags)
-        terms = torch.stack([loss, evals, evaluated, overflow > 0, *counts]).double()
-        if squares is None:
-            groups = () if signals.group_norms is None else (signals.group_norms,)
-            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
-        sums = self._summed(torch.cat([terms, self._mark(last), squares]))
-        self.last_marks = AsyncCopy(sums[_SUMS : _SUMS + _MARKS])
+        own = self._terms(signals, squares, found_inf, self._marks(last))
+        sums = _Sums.unpack(self._summed(own.pack()))
+        self.last_marks = AsyncCopy(sums.marks)
         if self._home.type == "cpu":
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
-        loss, evals, evaluated, overflows, losses, grads = sums[:_SUMS].unbind()
-        total = sums[_SUMS + _MARKS :] if self.ranks.has_parts else sums[_SUMS + _MARKS :] / grads
-        norms = total.sqrt().to(torch.float32)
-        found = {name for name in _COUNTED if getattr(signals, name) is not None}
-        if len(found) < len(_COUNTED):
-            counts = sums[_SUMS - len(_COUNTED) : _SUMS].cpu().numpy()
-            found = {name for name, count in zip(_COUNTED, counts, strict=True) if count}
-        evaluation = signals.eval_loss
+        has_loss, has_norm = signals.loss is not None, signals.grad_norm is not None
+        if not (has_loss and has_norm):
+            has_loss, has_norm = torch.stack([sums.losses, sums.gradients]).tolist()
+        squares = sums.squares if self.ranks.has_parts else sums.squares / sums.gradients
+        norms, eval_loss = squares.sqrt().to(torch.float32), signals.eval_loss
+        if eval_loss is not None:
+            eval_loss = (sums.eval_loss / sums.evaluations).to(torch.float32)
         reduced = signals._replace(
-            loss=(loss / losses).to(torch.float32) if "loss" in found else None,
-            grad_norm=norms[0] if "grad_norm" in found else None,
+            loss=(sums.loss / sums.losses).to(torch.float32) if has_loss else None,
+            grad_norm=norms[0] if has_norm else None,
             group_norms=None if signals.group_norms is None else norms[1:],
-            eval_loss=None if evaluation is None else (evals / evaluated).to(torch.float32),
+            eval_loss=eval_loss,
         )
-        return reduced, None if found_inf is None else overflows.to(torch.float32)
+        return reduced, None if found_inf is None else sums.overflows.to(torch.float32)
 
-    def _mark(self, last: Decision | None) -> Tensor:
-        """(2,) float64: a 16-bit checksum of the last decision or of the shapes, and its square.
+    def _terms(
+        self, signals: Signals, squares: Tensor | None, found_inf: Tensor | None, marks: Tensor
+    ) -> _Sums:
+        """The terms of this rank; see `reduce`."""
+        own = signals.loss, signals.grad_norm, signals.eval_loss, found_inf
+        loss, norm, eval_loss, overflow = (self._zero if v is None else v for v in own)
+        if squares is None:
+            groups = () if signals.group_norms is None else (signals.group_norms,)
+            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
+        evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
+        eval_loss = torch.where(evaluated, eval_loss, self._zero)
+        losses, gradients = (torch.full_like(self._zero, v is not None) for v in own[:2])
+        return _Sums(loss, eval_loss, evaluated, overflow > 0, losses, gradients, marks, squares)
+
+    def _marks(self, last: Decision | None) -> Tensor:
+        """(3,) float64: vote, 16-bit checksum of the last decision or of the shapes, its square.
 
         All ranks have one checksum exactly if world * sum(squares) == sum(checksums) ** 2.
         """
@@ -306,11 +316,11 @@ class SignalAllReduce:
                 values = torch.full_like(self._zero, float(values))
             folded = values.to(torch.float32).view(torch.int32)
             bits = ((folded ^ (folded >> 16)) & 0xFFFF).to(torch.float64)
-        return torch.stack([bits, bits * bits])
+        return torch.stack([torch.full_like(bits, self.requests_vote), bits, bits * bits])
 
     def _raise_if_different(self, marks: AsyncCopy) -> None:
         _, bits, squares = marks.read()
-        if self.world * squares != bits * bits:
+        if self.ranks.world * squares != bits * bits:
             raise RanksDisagreeError(
                 "the ranks decided differently at the previous step, so their parameters differ, "
                 "or at the first step their parameters have different shapes: roll back to a "
@@ -328,8 +338,3 @@ class SignalAllReduce:
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
         return moved(packed, self._home)
-
-
-def requests_vote(marks: AsyncCopy | None) -> bool:
-    """Whether any rank asked for a vote at the step with these `last_marks`. Waits for the copy."""
-    return marks is not None and bool(marks.read()[0])

@@ -202,8 +202,10 @@ class StepRecord(NamedTuple):
 
 RECORD_FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
-RECORD_INTS = 8
-"""The first numbers of `RECORD_FIELDS` are int32 or bool, the rest float32."""
+_RECORD_KINDS = (int, int, int, bool, Action, Cause, int, bool)
+"""Types of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine."""
+RECORD_INTS = len(_RECORD_KINDS)
+"""Number of these; the rest are float32."""
 
 
 def record_numbers(state: Any) -> tuple[Any, ...]:
@@ -218,19 +220,8 @@ def record_numbers(state: Any) -> tuple[Any, ...]:
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
-    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
-    return StepRecord(
-        step,
-        onset,
-        incident,
-        bool(is_open),
-        Action(action),
-        Cause(cause),
-        depth,
-        bool(skip),
-        *map(float, values[RECORD_INTS:]),
-        engine=engine,
-    )
+    ints = [kind(int(value)) for kind, value in zip(_RECORD_KINDS, values, strict=False)]
+    return StepRecord(*ints, *map(float, values[RECORD_INTS:]), engine=engine)
 
 
 def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:

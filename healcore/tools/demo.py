@@ -18,7 +18,7 @@ from rich.table import Table
 from healcore import adapter_registry
 from healcore import policy as policies
 from healcore.adapter_registry import require
-from healcore.demo import ARMS, FIXED_CLIP, SAVE_EVERY, DemoError, Scenario, Step, load_corpus
+from healcore.demo_runs import ARMS, FIXED_CLIP, SAVE_EVERY, DemoError, Scenario, Step, load_corpus
 from healcore.tools import output
 from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport, read_reports

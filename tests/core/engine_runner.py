@@ -9,8 +9,8 @@ from healcore.core.decision import Action, Cause, Decision
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import Engine, EngineConfig, EngineState, RuleConfig
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
+from healcore.core.tape import to_program
 
 
 def recorded(engine: Engine) -> Any:

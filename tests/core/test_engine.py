@@ -168,11 +168,11 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     back = engine.on_rollback(state, restored, xp=np)
     for part in ("clip", "detectors", "rules", "step", "grace"):
         assert same(getattr(back, part), getattr(restored, part))
-    lower = (restored.lr.broken > 0) & (restored.lr.broken < state.lr.broken)
+    lower = (restored.lr.rate_at_cut > 0) & (restored.lr.rate_at_cut < state.lr.rate_at_cut)
     assert 0 < lower.sum() < len(lower)
     limit = {
         name: np.where(lower, getattr(restored.lr, name), getattr(state.lr, name))
-        for name in ("broken", "low")
+        for name in ("rate_at_cut", "rate_after_cut")
     }
     assert same(back.lr, state.lr._replace(**limit)), "the cut, or the lower limit of then"
     left = np.maximum(state.budget.recoveries - 1, 0)
@@ -180,8 +180,7 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     none = np.zeros_like(state.budget.healthy)  # healthy steps count from the rollback on
     assert same(back.budget, state.budget._replace(recoveries=left, healthy=none))
     assert not state.tally.rollbacks.any(), "a step orders rollbacks, it does not carry them out"
-    counted = state.tally._replace(rollbacks=state.tally.rollbacks + 1)
-    assert same(back.tally, counted)
+    assert same(back.tally, state.tally._replace(rollbacks=state.tally.rollbacks + 1))
     assert not back.incident.open.any()
     assert np.array_equal(back.incident.number, state.incident.number)
     assert same(map_leaves(np.shape, back), map_leaves(np.shape, state))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from healcore.core import baseline, clipping, numerics
-from healcore.core.detectors import records, thresholds, trends, windows
+from healcore.core.detectors import loss_records, thresholds, trends, windows
 from healcore.core.engine import incidents, judge
 from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
@@ -200,7 +200,7 @@ PARTS: dict[ModuleType, tuple[str, ...]] = {
     baseline: ("zclip", "adagc", "tame"),
     numerics: ("zclip", "adagc", "ceilings"),
     trends: ("zclip", "tame"),
-    records: ("records", "instability"),
+    loss_records: ("records", "instability"),
     thresholds: ("zclip", "tame", "limits", "ceilings"),
     windows: ("limits", "windows", "averages"),
     **dict.fromkeys([judge, incidents], ("zclip", "adagc")),

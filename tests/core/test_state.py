@@ -12,7 +12,7 @@ import pytest
 
 from healcore.core.engine import Engine, StateError
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import NotRecordable, to_program
+from healcore.core.tape import NotRecordable, to_program
 from tests.core import fuzz, policies
 
 

@@ -19,8 +19,8 @@ from healcore.core import numerics
 from healcore.core.decision import Action
 from healcore.core.engine import Engine
 from healcore.core.numerics import leaves, map_leaves
-from healcore.core.recorded import to_program
 from healcore.core.signals import Signals
+from healcore.core.tape import to_program
 from healcore.policy import load, preset_names, recipe_names
 from tests.core import fuzz, policies
 from tests.core.random_policies import BOUNDED, engine_configs

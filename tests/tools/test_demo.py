@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from healcore import events
-from healcore.demo import Scenario, load_corpus
+from healcore.demo_runs import Scenario, load_corpus
 from healcore.runtime.story import postmortem
 from healcore.tools.demo import DemoRun, run_demo
 from tests.events.sample_events import problems

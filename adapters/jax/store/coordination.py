@@ -66,8 +66,8 @@ class CoordinatedRanks:
         if self._failure is not None:  # other processes may still wait in the failed exchange
             raise self._failure
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        keys = [self._key(number, rank) for rank in range(self.world)]
-        last = self._key(number - 1, self.rank)
+        keys = [f"{self._prefix}/{number}/{rank}" for rank in range(self.world)]
+        last = f"{self._prefix}/{number - 1}/{self.rank}"
         self._client.key_value_set_bytes(keys[self.rank], pickle.dumps(item))
         items = [pickle.loads(self._read(rank, key)) for rank, key in enumerate(keys)]
         if number:
@@ -91,9 +91,6 @@ class CoordinatedRanks:
 
     def _request_key(self) -> str:
         return f"{self._prefix}/call/{self._exchanges}"
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{self._prefix}/{number}/{rank}"
 
     def _read(self, rank: int, key: str) -> bytes:
         try:

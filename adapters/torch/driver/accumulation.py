@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.live_state import tensors_in
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
@@ -203,19 +205,10 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
         values: tensors, containers of tensors, or other objects, which are ignored.
         since: lowest sequence number of the graph nodes to free.
     """
-    for tensor in _tensors(values, _DEPTH):
+    for tensor in chain.from_iterable(tensors_in(value, _MOST, _DEPTH) for value in values):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
             with suppress(RuntimeError):  # a view
                 tensor.detach_()
-
-
-def _tensors(values: Iterable[Any], depth: int) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif depth and isinstance(value, (Mapping, list, tuple)) and len(value) <= _MOST:
-            inner = value.values() if isinstance(value, Mapping) else value
-            yield from _tensors(list(inner), depth - 1)
 
 
 # -- several ranks ------------------------------------------------------------------------------

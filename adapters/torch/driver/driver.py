@@ -162,7 +162,7 @@ class TorchDriver(Driver):
         everyone = len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.healed_step.all_reduce
-            all_reduce.requests_vote = all_reduce.world == everyone
+            all_reduce.requests_vote = all_reduce.ranks.world == everyone
 
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step."""

@@ -14,7 +14,6 @@ from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import MissingLoss
 from healcore.torch.measurement import StepNorms
-from healcore.torch.ranks import requests_vote
 
 MOST_PENDING = 256
 """Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
@@ -118,7 +117,8 @@ class PendingStep:
     def steps(self) -> list[list[StepRecord]]:
         """The records. Waits only for records that have not arrived yet."""
         if self._records is None:
-            self.vote_requested = any(requests_vote(entry.marks) for entry in self._entries)
+            marks = (entry.marks.read() for entry in self._entries if entry.marks is not None)
+            self.vote_requested = any(votes > 0 for votes, _, _ in marks)
             self._records = [*self._early, *(each.recorder.read(each) for each in self._entries)]
             self._entries = ()
         return [self._records]

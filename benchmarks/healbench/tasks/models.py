@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from benchmarks.healbench.problem import MAIN, Problem
-from healcore.demo import SYMBOLS, load_corpus
+from healcore.demo_runs import SYMBOLS, load_corpus
 
 # -- data -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from healcore.core.decision import NONFINITE, Cause
-from healcore.core.detectors.records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
 from healcore.core.detectors.thresholds import (
     GradCeilingConfig,
     GradSpikeConfig,

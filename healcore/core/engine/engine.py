@@ -59,6 +59,11 @@ class Engine:
         """Whether a rule can cut the learning rate."""
         self.limits_lr = incidents.may_limit_rate(config.lr)
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
+        self.scales_lr = self.cuts_lr or self.limits_lr
+        """Whether `Decision.lr_scale` can differ from 1."""
+        self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
+        """Whether a cut of the learning rate resets the optimizer's moments."""
+        self._clip_name = config.clip[0] if config.clip else None
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
 
@@ -85,16 +90,6 @@ class Engine:
             if name == "nonfinite":
                 names |= {"loss", "grad_norm"}
         return frozenset(names)
-
-    @property
-    def resets_moments(self) -> bool:
-        """Whether a cut of the learning rate resets the optimizer's moments."""
-        return self.config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
-
-    @property
-    def scales_lr(self) -> bool:
-        """Whether `Decision.lr_scale` can differ from 1."""
-        return self.cuts_lr or self.limits_lr
 
     def init(self, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
         """The state before the first step, as NumPy arrays.
@@ -167,7 +162,7 @@ class Engine:
             xp: the array namespace.
         """
         incident, budget, then = live.incident, live.budget, restored.lr
-        raised = (then.broken > 0) & (then.broken < live.lr.broken)
+        raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
                 open=incident.open & False,
@@ -179,8 +174,8 @@ class Engine:
                 healthy=budget.healthy * 0,
             ),
             lr=live.lr._replace(
-                broken=xp.where(raised, then.broken, live.lr.broken),
-                low=xp.where(raised, then.low, live.lr.low),
+                rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
+                rate_after_cut=xp.where(raised, then.rate_after_cut, live.lr.rate_after_cut),
             ),
             tally=live.tally._replace(rollbacks=live.tally.rollbacks + 1),
             last=live.last,
@@ -202,7 +197,7 @@ class Engine:
         cuts depends on the schedule's rate, and the returned engine does not read the rate.
         """
         refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
-        has_limit = self.cuts_lr or refunds or np.any(state.lr.broken > 0)
+        has_limit = self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0)
         return self if has_limit else self._without_limit
 
     @cached_property
@@ -254,7 +249,7 @@ class Engine:
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": 7, "policy": fingerprint, "clip": name, "detectors": [names],
+        Returns `{"schema": 8, "policy": fingerprint, "clip": name, "detectors": [names],
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale
@@ -294,10 +289,6 @@ class Engine:
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MAX_GROUPS:
             raise StateError(f"groups must be a whole number up to {_MAX_GROUPS}, got {count!r}")
         return from_plain(self.init(groups=count), data.get("state"), "state")
-
-    @property
-    def _clip_name(self) -> str | None:
-        return self.config.clip[0] if self.config.clip else None
 
 
 def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:

@@ -88,17 +88,9 @@ def update_incidents(
     config: EngineConfig, before: EngineState, cause: Any, skip: Any, wants: RuleOrders, *, xp: Any
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
     """Updates incidents and budget by one step, and grants the orders that the rules want."""
-    state, budget = before.incident, before.budget
     if _only_skips(config):
-        opened = numerics.and_not(skip, state.skipped)
-        quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
-        new = state._replace(
-            skipped=quiet < 0,
-            number=state.number + opened,
-            onset=xp.where(opened, before.step, state.onset),
-            quiet=quiet,
-        )
-        return (new, *_refund_limits(config, budget, skip, None, xp=xp))
+        return _update_skips(config, before, skip, xp=xp)
+    state, budget = before.incident, before.budget
     incident_cause = cause & incident_causes(config)
     alarm = incident_cause != 0
     # A step is harmless if it is skipped only because it is not finite. If such steps order a
@@ -136,6 +128,22 @@ def update_incidents(
     healthy = numerics.shared(~(is_open | alarm), xp=xp)
     new, due = _due_orders(config, new, wants, opened, alarm, xp=xp)
     return (new, *_grant(config, budget, due, cause, is_open, healthy, xp=xp))
+
+
+def _update_skips(
+    config: EngineConfig, before: EngineState, skip: Any, *, xp: Any
+) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
+    """`update_incidents` for a policy of `_only_skips`: every skip belongs to an incident."""
+    state = before.incident
+    opened = numerics.and_not(skip, state.skipped)
+    quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
+    new = state._replace(
+        skipped=quiet < 0,
+        number=state.number + opened,
+        onset=xp.where(opened, before.step, state.onset),
+        quiet=quiet,
+    )
+    return (new, *_refund_limits(config, before.budget, skip, None, xp=xp))
 
 
 def _due_orders(
@@ -230,45 +238,49 @@ def _count_alarm(since: Any, alarm: Any) -> Any:
 
 # -- the learning-rate multiplier ------------------------------------------------------------------
 
-_MAX_RATE = 1e12  # limit of `LrState.broken`, above the rate of any schedule
+_MAX_RATE = 1e12  # limit of `LrState.rate_at_cut`, above the rate of any schedule
 RESTART_RATIO = 0.5  # a rate below this share of the last step's rate begins another schedule
 
 
 def update_rate(
-    config: LrConfig,
-    state: LrState,
-    orders: RecoveryOrders,
-    in_incident: Any,
-    rate: Any,
-    *,
-    xp: Any,
+    config: LrConfig, state: LrState, orders: RecoveryOrders, is_open: Any, rate: Any, *, xp: Any
 ) -> LrState:
     """Updates the multiplier by one step; only healthy steps count for hold and ramp.
 
-    A cut multiplies the multiplier in force. In an incident the multiplier stays, except that the
-    ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
+    A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
+    the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
     refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
     step, or None for a constant rate of 1.
     """
-    cut, refund = orders.cut, orders.refund
-    if cut is None and not may_limit_rate(config):
+    if orders.cut is None and not may_limit_rate(config):
         return state
     rate = _known_rate(rate, state, xp=xp)
-    broken = xp.where(refund, numerics.quotient(state.broken, config.factor, xp=xp), state.broken)
-    broken = xp.minimum(broken, _MAX_RATE)
-    # A sudden fall of the rate begins another schedule, without the limit for a wrong, high rate.
-    keeps_peak = (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
-    if cut is None:
-        peak = xp.where(keeps_peak, state.peak, rate)
-        scale = numerics.flush(_top_multiplier(config, broken, peak, xp=xp), xp=xp)
-        return state._replace(scale=scale, broken=broken, peak=peak, rate=rate)
+    raised = numerics.quotient(state.rate_at_cut, config.factor, xp=xp)
+    rate_at_cut = xp.minimum(xp.where(orders.refund, raised, state.rate_at_cut), _MAX_RATE)
+    state = state._replace(rate_at_cut=rate_at_cut)
+    if orders.cut is not None:
+        return _cut_hold_ramp(config, state, orders, is_open, rate, xp=xp)
+    peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
+    scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
+    return state._replace(scale=scale, peak=peak, rate=rate)
 
+
+def _keeps_peak(state: LrState, rate: Any) -> Any:
+    """Whether the peak stays. A sudden fall of the rate begins another schedule with a new peak."""
+    return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+
+
+def _cut_hold_ramp(
+    config: LrConfig, state: LrState, orders: RecoveryOrders, is_open: Any, rate: Any, *, xp: Any
+) -> LrState:
+    """`update_rate` for a policy that cuts the rate."""
+    cut, keeps_peak = orders.cut, _keeps_peak(state, rate)
     advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)
-    low = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.low)
-    broken = xp.where(cut, numerics.product(state.scale, rate, xp=xp), broken)
+    rate_after_cut = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.rate_after_cut)
+    rate_at_cut = xp.where(cut, numerics.product(state.scale, rate, xp=xp), state.rate_at_cut)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
     peak = xp.where(keeps_peak & ~cut, state.peak, rate)
@@ -276,17 +288,17 @@ def update_rate(
     holding = hold > 0
     ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
-    top = _top_multiplier(config, broken, peak, xp=xp) if may_limit_rate(config) else 1.0
-    bottom = xp.minimum(numerics.quotient(low, rate, xp=xp), top)
+    top = _top_multiplier(config, rate_at_cut, peak, xp=xp) if may_limit_rate(config) else 1.0
+    bottom = xp.minimum(numerics.quotient(rate_after_cut, rate, xp=xp), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
     ramp_share = numerics.as_float(config.ramp_steps - ramp, xp=xp) * part
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
-    scale = xp.where(in_incident, xp.minimum(state.scale, top), scale)
-    scale = xp.where(cut, cut_scale, scale)
-    return LrState(numerics.flush(scale, xp=xp), low, broken, peak, rate, hold, ramp)
+    scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
+    scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
+    return LrState(scale, rate_after_cut, rate_at_cut, peak, rate, hold, ramp)
 
 
 def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
@@ -295,10 +307,10 @@ def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp:
     limit = xp.where(limit > 0, limit, rate)
     scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
-    broken = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
+    rate_at_cut = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
     zero = state.hold - state.hold
     hold, ramp = zero + config.hold_steps, zero + config.ramp_steps
-    return LrState(numerics.flush(scale, xp=xp), limit, broken, rate, rate, hold, ramp)
+    return LrState(numerics.flush(scale, xp=xp), limit, rate_at_cut, rate, rate, hold, ramp)
 
 
 def may_limit_rate(config: LrConfig) -> bool:
@@ -313,9 +325,9 @@ def _known_rate(rate: Any, state: LrState, *, xp: Any) -> Any:
     return xp.where((rate > numerics.TINY) & (rate < _MAX_RATE), rate, 1.0)
 
 
-def _top_multiplier(config: LrConfig, broken: Any, peak: Any, *, xp: Any) -> Any:
-    """The multiplier at which the schedule's highest rate is the ceiling's share of `broken`."""
-    share = numerics.product(config.ceiling, broken, xp=xp)
+def _top_multiplier(config: LrConfig, rate_at_cut: Any, peak: Any, *, xp: Any) -> Any:
+    """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
+    share = numerics.product(config.ceiling, rate_at_cut, xp=xp)
     top = numerics.quotient(share, peak, xp=xp)
     # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
     return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)

@@ -113,7 +113,7 @@ class EngineConfig(NamedTuple):
 
 # -- state -----------------------------------------------------------------------------------------
 
-SCHEMA = 7  # version of the saved form
+SCHEMA = 8  # version of the saved form
 
 _NEVER = 1 << 30
 
@@ -166,8 +166,8 @@ class LrState(NamedTuple):
     """The multiplier, and its position in hold and ramp. States are saved under these names."""
 
     scale: Float  # the multiplier in force
-    low: Float  # rate after the last cut, at which the ramp begins; 0 = never cut
-    broken: Float  # rate before the last cut, raised by long health; 0 = never cut
+    rate_after_cut: Float  # of the last cut: the ramp begins at this rate; 0 = never cut
+    rate_at_cut: Float  # in force before the last cut; long health raises it; 0 = never cut
     peak: Float  # highest rate of the schedule since the last cut or sudden fall; 0 = none
     rate: Float  # the schedule's rate at the last step; 0 = no step
     hold: Int  # remaining steps of the hold

@@ -274,7 +274,7 @@ class _StatefulIterator(LoaderAdapter):
         return self._current, skip
 
 
-class _IndexedLoader(LoaderAdapter):
+class _IndexedLoader(LoaderAdapter, Iterator[Any]):
     """A sequence, or an object with `__getitem__` only, which is read by index."""
 
     kind = "sequence"
@@ -290,9 +290,6 @@ class _IndexedLoader(LoaderAdapter):
     def resume(self, state: int, skip: int) -> tuple[Iterator[Any], int]:
         self._next = state + skip
         return self, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         has_length, at = hasattr(self._loader, "__len__"), self._next
@@ -320,14 +317,11 @@ class UnreadableBatch:
     error: Exception
 
 
-class TolerantIterator:
+class TolerantIterator(Iterator[Any]):
     """Iterates over batches; yields an `UnreadableBatch` where reading raises."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:

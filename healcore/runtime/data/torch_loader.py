@@ -1,9 +1,9 @@
 """Rewinds a `torch.utils.data.DataLoader`, which records no position of its own.
 
-The order of an epoch follows from the random numbers that the samplers draw when the epoch begins.
-So the random states at that moment and the number of batches read are a position. A rewind draws
-the order again, and passes the earlier batches by index, without reading the data. This holds for
-any sampler, and for the loaders that Accelerate, Fabric and trainers make from a DataLoader.
+The samplers draw the order of an epoch from random generators when the epoch begins. A position is
+the states of the generators at that moment, and the number of batches read since. A rewind sets the
+states, lets the samplers draw the order again, and skips the indices of the earlier batches without
+reading the data. Also for loaders that Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _with(loader: Any, **attributes: Any) -> Any:
     return copied
 
 
-class TorchLoader(LoaderAdapter):
+class TorchLoader(LoaderAdapter, Iterator[Any]):
     """Reads a copy of a replayable loader, whose sampler records the order."""
 
     kind = "dataloader"
@@ -98,9 +98,9 @@ class TorchLoader(LoaderAdapter):
         self._base = _base(self._copy)
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
-        self._reading: Iterator[Any] | None = None  # between the first batch and the end
-        self._index = 0
-        self._draws_first = False  # the epoch was begun before its order was drawn
+        self._reading: Iterator[Any] | None = None  # of this epoch; None before its first batch
+        self._index = 0  # number of batches read from this epoch
+        self._draws_first = False  # whether the samplers draw the order before `iter` is called
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Begins an epoch when its first batch is read."""
@@ -168,9 +168,6 @@ class TorchLoader(LoaderAdapter):
             order.set_states(current)
         self._index, self._draws_first = index + skip, False
         return self, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._reading is None and self._draws_first:
@@ -243,14 +240,14 @@ class _Order:
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
         self.random: list[Any] | None = None  # the states before the order was drawn
-        # After a resume: the states to set before each of the next items is read. None otherwise.
         self.planned: list[list[Any]] | None = None
-        # If `reads_ahead`, the states before each of the last items was read.
+        """After a resume: the states to set before each of the next items is read, else None."""
         self._before: deque[list[Any]] = deque(maxlen=_KEPT)
-        self._drawn: Iterator[Any] | None = None
-        self._count = 0
-        # The last items, each with the digest of all items up to it.
+        """If `reads_ahead`: the states before each of the last items was read."""
+        self._drawn: Iterator[Any] | None = None  # the rest of an order of `draw`, for `__iter__`
+        self._count = 0  # number of items that the loader has taken
         self._recent: deque[tuple[Any, int]] = deque([(None, 0)], maxlen=self._ahead + _KEPT)
+        """The last items, each with the digest of all items up to it."""
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the sampler, such as `set_epoch` and `batch_size`, except its state."""

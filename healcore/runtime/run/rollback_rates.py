@@ -72,7 +72,7 @@ def limit_rates(
         if rate is not None:
             states[name] = engine.apply_rate(states[name], rate, xp=np)
             lr, ceiling = states[name].lr, engine.config.lr.ceiling
-            limits[name] = float(lr.low if lr.hold else ceiling * lr.broken)
+            limits[name] = float(lr.rate_after_cut if lr.hold else ceiling * lr.rate_at_cut)
     scales = {name: float(state.lr.scale) for name, state in states.items()}
     set_limits = {name: limit for name, limit in limits.items() if limit > 0}
     return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales

@@ -1,9 +1,9 @@
 """The checkpoints of a run: which belong to the run, which can be deleted; errors of stores.
 
-Each start, resume and rollback begins an attempt at a step, its base. A checkpoint is abandoned if
-a later attempt began below its step. The record of a checkpoint has the bases of all attempts so
-far; so nothing has to be marked, and a crash leaves nothing half marked. No error of a store
-changes the live state.
+Each start, resume and rollback begins an attempt at a step. A checkpoint is abandoned if a later
+attempt began below its step. The record of a checkpoint has the first steps of all attempts so far;
+so nothing has to be marked, and a crash leaves nothing half marked. No error of a store changes the
+live state.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
-        """The entry of a manifest or a copy in memory. `AttemptHistory.judged` sets the status."""
+        """The entry of a manifest or a copy in memory. `AttemptHistory` has the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
         return cls(saved.step, "candidate", not bad, *numbers, path, bad)

@@ -94,10 +94,9 @@ def _call_before_exit(method: Callable[[], None]) -> None:
     At `atexit` the interpreter starts no more threads, but the frameworks' writers need threads.
     The earlier hook is private. On an interpreter without it an unfinished save is lost.
     """
-    register: Any = getattr(threading, "_register_atexit", None)
+    hooks: Any = threading
     reference = weakref.WeakMethod(method)
     # The interpreter raises RuntimeError if it is already ending. A job of another store then
     # started this queue, and that store waits for it.
-    with contextlib.suppress(RuntimeError):
-        if register is not None:
-            register(lambda: (alive := reference()) and alive())
+    with contextlib.suppress(AttributeError, RuntimeError):
+        hooks._register_atexit(lambda: (alive := reference()) and alive())

@@ -11,8 +11,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from healcore.core import numerics
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.numerics import map_leaves
-from healcore.core.recorded import to_program
 from healcore.core.signals import Observed
+from healcore.core.tape import to_program
 from healcore.tools.probe.checks import EVENT_SIGMAS, MAD_TO_SIGMA
 
 BLOCKS = 1024

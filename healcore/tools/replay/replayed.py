@@ -22,8 +22,8 @@ from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.errors import HealcoreError
 from healcore.core.numerics import map_leaves
-from healcore.core.recorded import to_loop
 from healcore.core.signals import Signals
+from healcore.core.tape import to_loop
 from healcore.history import Curves, Incident, Mode
 from healcore.history.curves import thinned
 from healcore.history.run import MOST_ALARMS, RunAttempt, count_incidents

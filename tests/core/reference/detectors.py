@@ -12,8 +12,8 @@ from tests.core.reference.limits import (
     LossRatio,
     LossWindow,
 )
+from tests.core.reference.loss_records import Instability, Records
 from tests.core.reference.losses import Divergence, LossSpike, NormSpike
-from tests.core.reference.records import Instability, Records
 from tests.core.reference.ties import Detector, Finding, Ties
 
 

@@ -124,9 +124,9 @@ class Multiplier:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.scale = 1.0
-        self.low: float | None = None
+        self.rate_after_cut: float | None = None
         """The rate that the last cut left; None before the first."""
-        self.broken = 0.0
+        self.rate_at_cut = 0.0
         """The rate that was in force at the last cut, and what health has raised it to."""
         self.peak = 0.0
         """The schedule's highest rate since the last cut, or since it fell by half in one step."""
@@ -142,15 +142,15 @@ class Multiplier:
         self.peak = rate if cut or rate < self.rate / 2 else max(rate, self.peak)
         self.rate = rate
         if refund:
-            self.broken = min(self.broken / c.factor, 1e12)
+            self.rate_at_cut = min(self.rate_at_cut / c.factor, 1e12)
         if cut:
-            self.broken = self.scale * rate
+            self.rate_at_cut = self.scale * rate
             self.scale = min(self.scale, max(c.factor * self.scale, c.floor))
-            self.low = self.scale * rate
+            self.rate_after_cut = self.scale * rate
             self.hold, self.ramp = c.hold_steps, c.ramp_steps
-        elif self.low is not None:
-            top = min(1.0, c.ceiling * self.broken / self.peak) if c.ceiling > 0 else 1.0
-            bottom = min(top, self.low / rate)
+        elif self.rate_after_cut is not None:
+            top = min(1.0, c.ceiling * self.rate_at_cut / self.peak) if c.ceiling > 0 else 1.0
+            bottom = min(top, self.rate_after_cut / rate)
             if incident:
                 self.scale = min(self.scale, top)
             elif self.hold > 0:
@@ -166,7 +166,8 @@ class Multiplier:
         """The host holds the rate at most at `limit`, as after a cut that has left this rate."""
         rate = schedule if schedule is not None and 1e-12 < schedule < 1e12 else 1.0
         self.scale = min(self.scale, limit / rate)
-        self.low, self.broken = limit, min(limit / (self.config.ceiling or 1.0), 1e12)
+        self.rate_after_cut = limit
+        self.rate_at_cut = min(limit / (self.config.ceiling or 1.0), 1e12)
         self.peak = self.rate = rate
         self.hold, self.ramp = self.config.hold_steps, self.config.ramp_steps
 

@@ -288,24 +288,24 @@ class EngineStep(HealedStep):
         *args: arguments of `HealedStep`.
     """
 
+    may_reset_moments = False  # DeepSpeed refers to the moment tensors
+
     def __init__(self, engine: Any, adopted_limit: float | None, *args: Any) -> None:
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
         self._group_order: StepOrder | None = None
         self._sharded = _is_sharded(engine)
-        # DeepSpeed refers to the moment tensors, so they must not be replaced.
-        self._resets_moments = self.incident_log.resets_moments = False
 
     @torch.no_grad()
     def _judge(self) -> None:
         params = gradients.parameters(self.optimizer)
         if not self._sharded or params[0] is self._first:
             super()._judge()
-            self._group_order = self._order
+            self._group_order = self._current.order
         elif self._group_order is not None:
-            self._order = self._group_order
-            self.enforcer.enforce(params, self._order, self.enforcer.amp_flags()[0])
+            self._current.order = self._group_order
+            self.enforcer.enforce(params, self._group_order, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
         # A norm of a flat piece belongs to no single parameter.

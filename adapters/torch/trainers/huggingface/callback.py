@@ -273,7 +273,8 @@ class HealingCallback(TrainerCallback, ExportableState):
                 events = os.path.join(folder, "healcore.events.jsonl")
                 options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
-            store, loss_fn = TrainerCheckpoints(functools.partial(_save, trainer)), None
+            loss_fn = None
+            store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
         elif loss_fn == "auto":
             loss_fn = steps.loss_fn_of(trainer)
         state = {
@@ -403,7 +404,3 @@ def _wrap_train(trainer: Any) -> None:
             raise
 
     trainer.train = train
-
-
-def _save(trainer: Any) -> None:
-    trainer.control.should_save = True

@@ -141,19 +141,15 @@ class Tape:
             return a if condition else b
         return self.add("{1} if {0} else {2}", condition, a, b)
 
-    def minimum(self, a: Any, b: Any) -> Any:
-        """`numpy.minimum`; a Python number takes the dtype of the other operand."""
-        return self._extreme("<", np.minimum, a, b)
-
-    def maximum(self, a: Any, b: Any) -> Any:
-        """`numpy.maximum`; a Python number takes the dtype of the other operand."""
-        return self._extreme(">", np.maximum, a, b)
-
     def _extreme(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
+        """`numpy.minimum` or `maximum`; a Python number takes the dtype of the other operand."""
         a, b = _like(a, _sample(b)), _like(b, _sample(a))
         if any(isinstance(_sample(each), np.ndarray) for each in (a, b)):
             return self.call(function, a, b)
         return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", a, b)
+
+    minimum = partialmethod(_extreme, "<", np.minimum)
+    maximum = partialmethod(_extreme, ">", np.maximum)
 
     def clip(self, x: Any, low: Any, high: Any) -> Any:
         """`numpy.clip`."""
