@@ -1,4 +1,4 @@
-"""Base class of all exceptions that healcore raises, the errors of its adapters, and `clean`.
+"""Base class of all exceptions that healcore raises, the errors of its adapters, and their texts.
 
 Messages may quote names from untrusted files, whose escape sequences a terminal would execute: they
 set the window's title, hide a line or write to the clipboard. A direction override shows the text
@@ -8,6 +8,7 @@ in another order. `clean` escapes all of these.
 from __future__ import annotations
 
 import json
+import traceback
 import unicodedata
 from collections.abc import Callable
 
@@ -41,6 +42,11 @@ class ParametersChangedError(HealcoreError, RuntimeError):
 
 class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken."""
+
+
+def error_text(error: BaseException) -> str:
+    """The type and the message of an exception, also of an exception whose `__str__` raises."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def clean(text: str, keep: str = "\n\t") -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
+from healcore.core.errors import error_text
 from healcore.core.decision import Action, Cause, Decision, Readings, SuspectGradient
 from healcore.core.engine import Engine, RuleConfig
 from healcore.policy import Policy, PolicyLike, dumps
@@ -219,11 +219,6 @@ def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
                 f"{option} takes functions {takes}, not {hook!r}: write def hook(...): ..."
             )
     return hooks
-
-
-def error_text(error: BaseException) -> str:
-    """The type and the message of an exception, also of an exception whose `__str__` raises."""
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def check_path(option: str, given: Any) -> None:

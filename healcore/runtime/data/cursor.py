@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from healcore.console import counted
+from healcore.core.errors import error_text
 from healcore.runtime.data.loader_adapters import (
     BatchId,
     DataError,
@@ -308,7 +309,7 @@ class Cursor:
                 self._begin()
             text = state_to_text(self._adapter.state(ended=self._between))
         except Exception as error:  # the loader's code may raise anything
-            why_not = f"the state of {self._name} cannot be taken: {_text(error)}"
+            why_not = f"the state of {self._name} cannot be taken: {error_text(error)}"
             self._adapter = LoaderAdapter(self.loader, why_not=why_not)
         position = self._encoded(self.next_id, text)
         if self.can_rewind:
@@ -368,13 +369,13 @@ class Cursor:
         try:
             self._restore(target)
         except Exception as error:  # the loader's code may raise anything
-            self._rewind_error = f"{self._name} does not accept the position: {_text(error)}"
+            self._rewind_error = f"{self._name} does not accept the position: {error_text(error)}"
             try:
                 self._restore(decode_position(before))
             except Exception:
                 raise DataError(
                     f"{self._name} can continue neither from the new position nor from the old: "
-                    f"{_text(error)}"
+                    f"{error_text(error)}"
                 ) from error
             return False
         self._captures.clear()
@@ -434,7 +435,3 @@ class Cursor:
     def _encoded(self, batch: BatchId, text: str | None) -> dict[str, Any]:
         number = self._sampler_epochs.number(batch.epoch)
         return encode_position(self._adapter.kind, batch, text, number, division(self.loader))
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from functools import partial
 
 from healcore.console import counted
 from healcore.core.decision import Cause
+from healcore.core.errors import error_text
 from healcore.events.models import Ending
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.run.loop import Loop
@@ -25,7 +26,6 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.run_options import error_text
 from healcore.runtime.store.saved import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.console import first_of
+from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
@@ -22,7 +23,7 @@ from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
-from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging, error_text
+from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
