@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.errors import error_text
 from healcore.core.decision import Action, Cause, Decision, Readings, SuspectGradient
 from healcore.core.engine import Engine, RuleConfig
+from healcore.core.errors import error_text
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
