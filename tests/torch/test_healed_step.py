@@ -212,6 +212,8 @@ def test_it_is_that_of_the_exact_numbers(grads: list[torch.Tensor], torch_fails:
     assert norm(*grads) == pytest.approx(exact, rel=1e-6)
     theirs = float(torch.nn.utils.get_total_norm(grads))
     assert not torch_fails or abs(theirs / exact - 1) > 1e-4
+    grads[-1][-1] = NAN
+    assert not torch.isfinite(torch.tensor(norm(*grads)))
 
 
 @pytest.mark.parametrize(("first", "second"), [*pairwise(SIZES), (SIZES[-1], SIZES[0])])

@@ -305,11 +305,10 @@ def test_an_alarm_after_quiet_is_compared_without_credit_and_a_high_mean_loss_no
 
 
 def test_unusual_steps_are_looked_for_where_the_trouble_began():
-    history = StepHistory()
+    history: Any = StepHistory()
     for index in range(100):
         history.add(TrainedStep(index, ()), 1.0, sign=index in (10, 60), healthy=True)
-    found: Any = [history.window(*each) for each in ((12, 99), (55, 99), (55, 50))]
-    assert [each.start for each in found] == [10, 60, 10]
+    assert [history.window(*each).start for each in ((12, 99), (55, 99), (55, 50))] == [10, 60, 10]
 
 
 @pytest.mark.parametrize(
