@@ -101,13 +101,6 @@ def test_a_bad_batch_is_an_alarm_and_a_lasting_rise_is_found_within_ten_steps():
     assert lasting[800:810].any(0).all()
 
 
-def test_a_falling_loss_is_no_spike():
-    t = np.arange(2000)[:, None]
-    single, lasting = run("loss_spike", 2 + 9 * np.exp(-t / 300) + 0.05 * noise(2000))
-    assert single.mean() < 2e-3
-    assert not lasting.any()
-
-
 def test_a_rise_diverges_whatever_its_noise():
     """The published rule never finds the ramps. The noise of the other losses rises with them."""
     ramp = 2 + np.r_[np.zeros(400), np.linspace(0, 20, 1000)]
@@ -150,11 +143,6 @@ def test_noise_without_progress_is_a_plateau(offset):
     assert not found[:399].any()
     assert found[890]
     assert not found[1000:].any(), "the alarm ends with the next better window"
-
-
-def test_progress_is_no_plateau_in_any_unit():
-    losses = np.outer(5 - np.arange(3000) / 1000 + 0.1 * one_noise(3000), [1e-3, 1.0, 1e3])
-    assert not watched("plateau", PLATEAU, loss=losses).any()
 
 
 def test_sitting_at_chance_level_is_seen_after_one_window():

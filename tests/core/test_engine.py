@@ -35,12 +35,6 @@ def bad(steps: int, *at: int) -> np.ndarray:
     return losses
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf, -1.0])
-def test_a_gradient_that_is_no_number_is_skipped_under_any_policy(wrong):
-    for config in (watching("nonfinite"), watching("vanishing")):
-        assert Runner(config).step(loss=1.0, grad_norm=wrong).skip
-
-
 def test_a_loss_that_is_no_number_is_skipped_where_a_rule_orders_it():
     skipping = watching("nonfinite", RuleConfig(NOT_FINITE, skip=True))
     for config, skips in ((watching("nonfinite"), False), (skipping, True)):
@@ -125,17 +119,6 @@ def test_the_ramp_rises_and_ends_at_exactly_one_or_the_ceiling(ramp_steps, top):
 
 
 FULL = policies.full("zclip")
-
-
-def test_a_change_that_the_host_announces_is_that_of_the_signal():
-    by_signal, by_method = Runner(FULL), Runner(FULL)
-    for runner in (by_signal, by_method):
-        runner.feed(loss=np.full(50, 2.0), grad_norm=np.full(50, 0.1))
-    by_method.state = by_method.engine.expect_change(by_method.state, xp=np)
-    for runner, flag in ((by_signal, True), (by_method, False)):
-        runner.step(loss=9.0, grad_norm=30.0, change_expected=flag)
-        assert runner.state.grace == FULL.grace_steps
-    assert same(by_signal.state, by_method.state)
 
 
 def test_observe_judges_as_heal_does_and_enforces_nothing():

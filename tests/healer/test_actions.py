@@ -16,7 +16,7 @@ from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.run.termination import IncompleteRun
 from tests.healer.run_directory import events
-from tests.healer.training_loops import SKIPS, Faults, loop_of, rules, same, train
+from tests.healer.training_loops import SKIPS, Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.faults.test_page import assert_on_the_page
 
 BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -238,6 +238,12 @@ def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, 
         counts = [optax.tree.get_all_with_path(loop.state, "count")[0][1]]
     since = event["checkpoint"] if resets else 0
     assert {int(count) for count in counts} == {facts["step"] - since}
+
+
+def test_a_restart_resets_no_moments(tmp_path):
+    breaks_off(loop_of("torch"), RESETS, range(12), at=7, store=tmp_path)
+    train(loop := loop_of("torch"), RESETS, range(12), store=tmp_path)
+    assert {int(each["step"]) for each in loop.optimizer.state.values()} == {12}
 
 
 def test_an_optimizer_that_is_not_known_is_refused_before_the_run(tmp_path):

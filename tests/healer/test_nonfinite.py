@@ -2,6 +2,7 @@
 
 import logging
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
     return loop
 
 
-def spoilt_run(loop: Any, policy: Any, store: Any, at: Any) -> dict[str, Any]:
+def spoilt_run(loop: Any, policy: Any, store: Any, at: Any, **options: Any) -> dict[str, Any]:
     """A run whose statistics become NaN before some batches."""
 
     def before(healer: Any, number: int) -> None:
@@ -40,7 +41,7 @@ def spoilt_run(loop: Any, policy: Any, store: Any, at: Any) -> dict[str, Any]:
         elif number in at:
             healer.state["seen"] = jnp.full(3, np.nan)
 
-    return train(loop, policy, range(60), store=store, before=before)
+    return train(loop, policy, range(60), store=store, before=before, **options)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -94,6 +95,21 @@ def test_a_rollback_skips_the_batch_after_which_the_state_was_not_finite(
     assert facts["step"] == steps - len(logged["batches"])
 
 
+@pytest.mark.parametrize("recoveries", [1, 3])
+def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recoveries, tmp_path):
+    changed = {"rollback": {"probation": 5}, "budget": {"recoveries": recoveries}}
+    policy, loop = policies.load("default", **changed), loop_of("torch")
+
+    def before(healer: Any, number: int) -> None:
+        if number in (30, 45):
+            loop.model[0].weight.data.fill_(np.nan)
+
+    spent = pytest.raises(RunStopped, match="1 rollbacks have been made within")
+    with nullcontext() if recoveries > 1 else spent:
+        train(loop, policy, range(80), before=before, store=tmp_path, save_every=25)
+        assert [each["step"] for each in events(tmp_path, "rollback")] == [41, 44]
+
+
 def test_weights_that_are_not_finite_after_the_last_step_are_no_completed_run(tmp_path):
     def run(average: float) -> int:
         loop = loop_of("torch")
@@ -114,9 +130,10 @@ def test_it_stops_or_only_alerts_if_the_policy_orders_it(tmp_path):
     with pytest.raises(RunStopped, match="NaN or Inf in"):
         spoilt_run(with_statistics(), stops, tmp_path / "stop", at=[22])
     alerts = policies.load(rules(), rollback={"nonfinite_state": "alert"})
-    facts = spoilt_run(with_statistics(), alerts, tmp_path, at=[22])
+    facts = spoilt_run(with_statistics(), alerts, tmp_path, at=[22], save_every=10)
     assert (facts["rollbacks"], facts["step"]) == (0, 60)
     assert events(tmp_path, "order")[0]["action"] == ["ALERT"]
+    assert all(each["step"] < 25 for each in events(tmp_path, "good")), "nor is it known-good"
     assert "The run ends in that state" in postmortems(tmp_path)[0]["diagnosis"]
 
 

@@ -376,18 +376,3 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
     start("torch", tmp_path, killed)
     with nullcontext() if completed else pytest.raises(IncompleteRun):
         assert start("torch", tmp_path, program) == []
-
-
-@pytest.mark.parametrize("breaks", [True, False])
-def test_an_evaluation_in_the_loop_does_not_prevent_a_rewind(breaks):
-    """An evaluation of a stream that a `break` ends, or of a whole list."""
-    loop = loop_of("torch", Faults(once=[23]))
-    validation = (number for number in range(100)) if breaks else list(range(100, 103))
-    with Healer(rules(), state=loop.state, checkpoints=EVERY_5) as healer:
-        for number in healer.batches(range(40)):
-            loop.step(healer, number)
-            for _ in healer.batches(validation):
-                if breaks:
-                    break
-    assert healer.rollbacks == 1
-    assert [loop.faults.order.count(n) for n in (22, 23)] == [2, 1], "rewound, and 23 skipped"

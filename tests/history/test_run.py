@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from healcore.events.log import Event
 from healcore.history import Mode, Run, RunState, runs_of
-from healcore.history.curves import thin
+from healcore.history.curves import _values, thin
 from healcore.runtime.story.diagnosis import STATES
 from healcore.tools.report.page import outcome
 
@@ -146,3 +146,7 @@ def test_outliers_are_kept(length, limit, places):
     bad = np.flatnonzero(~np.isfinite(loss))
     if len(bad):
         assert bad[0] in at
+
+
+def test_a_limit_of_0_is_none_in_force():
+    assert np.isnan(_values({"threshold": 0.0})[3])

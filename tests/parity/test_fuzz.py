@@ -179,18 +179,9 @@ def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
 # -- the comparison itself -------------------------------------------------------------------------
 
 
-def test_one_ulp_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
-    def states():
-        engine = Engine(policies.full("zclip"))
-        return map_leaves(lambda leaf: np.stack([leaf, leaf]), engine.init(batch=(3,)))
-
-    assert lockstep.first_difference(states(), states()) is None
-    other = states()
-    other.clip.mean[1, 2] = np.nextafter(other.clip.mean[1, 2], np.float32(1))
-    found = lockstep.first_difference(states(), other)
-    assert found is not None
-    assert found.startswith("clip.mean[1, 2]")
+def test_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
     a = np.zeros(3, np.float32)
+    assert lockstep.first_difference((a,), (a.copy(),)) is None
     for b in (-a, np.float64(a), a[:, None]):
         assert lockstep.first_difference((a,), (b,)) is not None
 

@@ -262,7 +262,7 @@ class Recovery:
         self.report(done, why_not)
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
-        self.reader.clear()
+        self.reader.forget_accumulation()
         self._checked = 0
         self._host_rules.restart()
         self.monitor.read_engines()

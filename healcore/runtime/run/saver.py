@@ -134,7 +134,7 @@ class Saver:
             saves = [each for each in self.listed() if each.status != "abandoned"]
             self._finite = {each.step: each.finite for each in saves}
             self._never_deleted = {at for at in self._finite if at > step}
-        self._pruned = min(self._pruned, step, self.context.record.known_good_up_to)
+        self._pruned = min(self._pruned, step)
         self.context.record.attempts.append(step)
         self.context.record.known_good_up_to = min(self.context.record.known_good_up_to, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}

@@ -90,10 +90,8 @@ class DelayedReader:
                 pending.vote_requested and is_last,
             )
 
-    def clear(self) -> None:
-        """Drops all queued steps, which a rollback has undone."""
-        self._queue.clear()
-        self._read_steps.clear()
+    def forget_accumulation(self) -> None:
+        """Drops the batches of an accumulation that a rollback has undone; all steps are read."""
         self._accumulated = self._contents = ()
 
 

@@ -26,7 +26,7 @@ from healcore.runtime.run.orders import (
 from healcore.runtime.run.record import Ledger, RunRecord
 from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.steps import HostRules, StepResult
+from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status
@@ -190,6 +190,17 @@ def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
     assert not monitor.is_unhealthy
 
 
+def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
+    reader, found = DelayedReader(), list[StepResult]()
+    for judged in (False, True):
+        read: Any = SimpleNamespace(steps=lambda j=judged: [[record(judged=j)]], count=1)
+        read.vote_requested = False
+        reader.push(read, StepResult(0, [], (BatchId(0, int(judged)),)))
+        found = [*reader.due(all=True)]
+        reader.forget_accumulation()
+    assert found[0].batches == (BatchId(0, 1),)
+
+
 def host_rules() -> HostRules:
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
     return HostRules(policy.rules, policy.engine.config)
@@ -219,16 +230,12 @@ def test_rows_of_steps_that_are_not_finite(bad: list[int], due: list[int]):
     assert orders(host_rules(), bad) == due
 
 
-def test_hits_are_counted_for_each_optimizer_and_a_rollback_forgets_them():
+def test_hits_are_counted_for_each_optimizer():
     found = host_rules()
     for step in range(9):
         assert orders(found, [1], "a", step) == orders(found, [0], "b", step) == []
     assert orders(found, [1], "b", 9) == []
     assert orders(found, [1], "a", 9) == [9]
-    found = host_rules()
-    assert orders(found, [1] * 9) == []
-    found.restart()
-    assert orders(found, [1] * 10) == [9]
 
 
 def test_a_rule_for_finite_steps_and_one_that_also_skips_stay_in_the_step():

@@ -227,10 +227,15 @@ class TestLongHistory(TestHistory):
 STEPS = list(range(0, 28, EVERY))
 
 
-def waiting() -> Process:
-    """A run with a candidate at each of `STEPS`, as every step so far was skipped."""
+def begun() -> Process:
     process = Process(Listed())
     process.begin()
+    return process
+
+
+def waiting() -> Process:
+    """A run with a candidate at each of `STEPS`, as every step so far was skipped."""
+    process = begun()
     for _ in range(STEPS[-1]):
         process.take(alarm=True, skip=True, is_open=False)
     assert [*process.store.saves] == STEPS
@@ -255,6 +260,49 @@ def test_the_newest_that_are_finite_stay(bad):
     assert good(process) == [step for step in STEPS if step not in bad][-KEEP.good :]
     goes_well(process, 40)
     assert len(good(process)) == KEEP.good
+
+
+def test_healthy_steps_after_an_onset_prove_nothing():
+    process = begun()
+    goes_well(process, 2 * EVERY + PROBATION - 1)
+    for alarm in (True, False, False):
+        process.take(alarm=alarm, skip=False, is_open=True)
+    assert process.go_back(1).target == EVERY
+
+
+def test_after_a_rollback_the_probation_begins_again():
+    process = begun()
+    goes_well(process, 3 * EVERY + PROBATION)
+    process.take(alarm=True, skip=False, is_open=True)
+    assert process.go_back(2).target == 2 * EVERY
+    goes_well(process, EVERY)
+    assert good(process)[-1] == 2 * EVERY
+
+
+def test_the_next_older_one_stays_for_a_second_rollback():
+    process = waiting()
+    goes_well(process, PROBATION)
+    process.take(alarm=True, skip=False, is_open=True)
+    assert process.go_back(2).target == STEPS[-2]
+    goes_well(process, 3 * EVERY + 1)
+    assert {STEPS[-3], STEPS[-2]} <= {*good(process)} < {*STEPS[-3:], *range(STEPS[-1], 100)}
+
+
+def test_an_alarm_delays_a_save_by_two_steps():
+    process, delayed = begun(), []
+    goes_well(process, EVERY - 1)
+    process.take(alarm=True, skip=True, is_open=False)
+    for _ in range(3):
+        delayed.append(process.saver.delayed)
+        goes_well(process, 1)
+    assert delayed == [True, True, False]
+
+
+def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
+    process = begun()
+    for process.data.step in range(1, 25 * EVERY):
+        assert not process.saver.due()
+    assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 
 
 def test_nothing_is_deleted_for_a_damaged_one():

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-import tracemalloc
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +18,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from healcore.events import Log
 from healcore.events.models import EventRecord, EvidenceRecord
 from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.run import RunAttempt, count_incidents
@@ -318,40 +316,6 @@ def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, ca
         exec(program, {})
     assert "</html>" in Path("run.html").read_text()
     assert "completed" in capsys.readouterr().out.lower()
-
-
-ROWS = 40_000
-SPIKE, NAN, BACK, TO = 21_234, 27_777, 30_000, 25_000
-
-
-def test_thinned_curves_keep_their_outliers(tmp_path):
-    log = Log(tmp_path / "run.events.jsonl")
-    log.write("start", step=None, policy="default", mode="heal", framework="torch")
-    log.write("rollback", step=BACK, onset=BACK - 1, checkpoint=TO)
-    loss = 2 + np.random.default_rng(0).normal(0, 0.1, ROWS)
-    loss[[SPIKE, NAN]] = 9.0, np.nan
-    steps = [*range(BACK), *range(TO, ROWS - BACK + TO)]
-    row = (
-        '{{"schema":1,"kind":"step","run":"{}","step":{},"loss":{},"grad_norm":1.0,"threshold":0.0,'
-        '"lr_scale":1.0,"cause":[],"action":[]}}\n'
-    )
-    values = zip(steps, loss.round(6).tolist(), strict=True)
-    rows = (row.format(log.run, *each) for each in values)
-    (tmp_path / "run.metrics.jsonl").write_text("".join(rows).replace(":nan", ':"nan"'))
-    tracemalloc.start()
-    (report,) = read_reports(tmp_path / "run.events.jsonl")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 14e6  # the file has 5 MB as text, and some 40 MB as objects
-    series: Any = report.curves
-    assert series.rows == ROWS
-    assert 1000 < len(series.step) <= 9000
-    assert ((series.loss == 9.0).sum(), series.nonfinite.sum()) == (1, 1)
-    assert series.threshold is None  # 0 stands for none in force
-    assert (series.step[0], series.step[-1]) == (0, ROWS - 1 - BACK + TO)
-    # The place where it went back is sharp.
-    assert series.step[series.attempt == 1][0] == TO
-    assert series.step[series.undone()].min() >= TO
 
 
 @pytest.mark.parametrize("width", WIDTHS.values())

@@ -66,8 +66,10 @@ def test_a_scheduler_that_is_not_in_the_state_has_a_warning():
 def test_an_existing_handle_is_used_and_stays():
     state = model_and()
     heal = attach(state["optimizer"], CLIPS)
+    first = model_and()
     with pytest.raises(AttachError, match="under another policy"):
-        TorchDriver(state, ROLLS_BACK)
+        TorchDriver({**first, "b": state["model"], "second": state["optimizer"]}, ROLLS_BACK)
+    assert not first["optimizer"]._optimizer_step_pre_hooks, "nothing was changed"
     driver = TorchDriver(state, CLIPS)
     assert driver.healings == {"optimizer": heal}
     with pytest.raises(AttachError, match="still open"):

@@ -46,6 +46,28 @@ def test_an_average_stays_current_while_earlier_weights_are_evaluated():
     assert model.bias.item() == average.bias.item() == 3.0
 
 
+def test_gradients_buffers_and_attributes_are_those_of_before_an_evaluation():
+    model: Any = nn.Linear(2, 1)
+    model.register_buffer("count", torch.zeros(()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    driver = TorchDriver({"model": model, "optimizer": optimizer})
+    model(torch.ones(2)).backward()
+    optimizer.step()
+
+    def loss_fn(batch: Tensor) -> Tensor:
+        model.eval().count = model.count + 1
+        loss = model(batch).sum()
+        loss.backward()
+        return loss
+
+    facts = lambda: [model.training, model.count, *(p.grad for p in model.parameters())]  # noqa: E731
+    before = facts()
+    driver.losses_of(loss_fn, [torch.ones(2)], driver.copy_weights())
+    assert all(a is b for a, b in zip(facts(), before, strict=True))
+    assert model.count == 0
+    assert driver.may_save(), "its backward pass is none of the loop's"
+
+
 def test_a_momentum_encoder_that_the_forward_pass_updates_is_restored():
     model, teacher = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
     optimizer = torch.optim.SGD([*model.parameters(), *teacher.parameters()], lr=0.1)

@@ -10,10 +10,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedules
 
 from healcore.torch.driver import TorchDriver
+from healcore.torch.driver.pending_step import MOST_PENDING
 from tests.runtime.store.store_cases import forget
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.driver.small_run import HOLD, NAN, ROLLS_BACK, Run, roll_back, single_record
-from tests.torch.optimizer_cases import host_and_device
 
 MOMENTUM = partial(SGD, lr=0.01, momentum=0.9)
 OPTIMIZERS: dict[str, Any] = {
@@ -77,23 +77,6 @@ def test_the_same_steps_again_are_the_same_to_the_bit(
         assert_same(snapshot(run.optimizer), end)
 
 
-@host_and_device
-@pytest.mark.parametrize("optimizer", ["momentum", "fused momentum", "fused nesterov", "dampening"])
-def test_the_first_step_is_skipped_after_a_rollback(optimizer: str, where: str):
-    """Fused SGD makes its buffer at that step and leaves what lay in the memory."""
-    run, twin = Run(OPTIMIZERS[optimizer]), Run(OPTIMIZERS[optimizer])
-    driver = TorchDriver(run.state, ROLLS_BACK, attach={"engine": where})
-    store = driver.store(None)
-    store.save(0, driver.state(), record=driver.engines())
-    live = driver.engines()
-    run.step(0)
-    driver.load(store.restore(0, driver.state()).state, live)
-    run.step(1, NAN)
-    driver.load(None, live)  # no cut: to be compared with a run that knows of nothing
-    for i in (2, 3):
-        assert all(map(torch.equal, run.step(i), twin.step(i)))
-
-
 def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     """The device may not hold second moments, a CUDA graph has the gradients, SAM the groups."""
     run = Run(OPTIMIZERS["AdamW"])
@@ -113,6 +96,13 @@ def test_a_load_drops_what_is_unfinished_and_writes_into_all_other_tensors():
     driver.observe(2.0)
     run.step(0)
     assert single_record(driver).loss == 2.0
+    for unread in (0, MOST_PENDING + 1):
+        for i in range(unread):
+            run.step(i)
+        roll_back(driver, store.restore(1, driver.state()))
+        run.step(0, NAN)
+        record = single_record(driver)
+        assert (record.step, record.skip) == (2, True), "the number of the last record, again"
 
 
 @pytest.mark.parametrize("fused", [True, False])

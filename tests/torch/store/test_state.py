@@ -62,10 +62,11 @@ def test_trees_are_overwritten_in_place(case, tmp_path):
 
 
 def test_apply_touches_nothing_if_one_part_does_not_fit():
-    run, other = Run(), nn.Linear(3, 3)
-    before = run.everything()
-    restored = {"model": other.state_dict(), "optimizer": run.optimizer.state_dict()}
-    with pytest.raises(StateMismatch, match=r"alone has the shape \(1,\).*model\."):
+    run = Run()
+    before, wrong = run.everything(), {"1.running_mean": torch.zeros(4), "more": torch.zeros(1)}
+    restored = {"model": {**run.model.state_dict(), **wrong}, "optimizer": before[1]}
+    message = r"alone has the shape \(1,\).*model\.1\.running_mean has .*model\.more is not in both"
+    with pytest.raises(StateMismatch, match=message):
         apply(run.state | {"alone": torch.zeros(5)}, {"alone": torch.ones(1)} | restored)
     assert same(before, run.everything())
 

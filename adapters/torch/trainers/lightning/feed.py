@@ -137,7 +137,6 @@ class Feed:
 
     def teardown(self) -> None:
         """Shuts down the workers of the dataloaders."""
-        self._batches = None
         for loader in self._progress.run.data.loaders if self._progress.run else ():
             loader.close()
         self.combined_loader.reset()

@@ -93,6 +93,11 @@ class Searching(Regression):
         return [rate, given.BatchSizeFinder(max_trials=1)]
 
 
+class Short(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 5 else None  # Lightning then skips the rest of the epoch
+
+
 class Several(Regression):
     """Takes its batches from two loaders of different lengths."""
 
@@ -110,6 +115,7 @@ CASES: dict[str, Any] = {
     "manual": (Gan, lambda: [shuffled(StatefulDataLoader)], {}),
     "accumulated": (Regression, lambda: [shuffled()], {"accumulate_grad_batches": 3, **BY_VALUE}),
     "max_steps": (Regression, lambda: [shuffled()], {"max_steps": 13, "max_epochs": -1}),
+    "short": (Short, lambda: [shuffled()], {}),
     "searching": (Searching, list, {"gradient_clip_val": 0.3}),
     "validated": (Regression, lambda: [shuffled(), shuffled()], {"val_check_interval": 3}),
     "iterable": (Regression, lambda: [iterable(), shuffled()], {}),
