@@ -1,8 +1,8 @@
 """Logs to the logger `healcore`, or prints to standard error if no logging is set up.
 
-healcore never changes handlers, levels or propagation of loggers. Without any handler it prints
-lines with the prefix `healcore:`. A `logging.basicConfig()` without arguments counts as no setup,
-because absl makes this call for Orbax.
+healcore never changes handlers, levels or propagation of loggers. Lines have the prefix
+`healcore:`, unless each handler's format has the logger's name. A `logging.basicConfig()` without
+arguments counts as no setup, because absl makes this call for Orbax.
 """
 
 from __future__ import annotations
@@ -46,10 +46,14 @@ def error(line: str, console: Console = "auto") -> None:
 
 
 def _log(level: int, line: str, console: Console) -> None:
-    line, is_logged = clean(line), bool(_handlers())
-    if is_logged:
-        _logger.log(level, "%s", line, stacklevel=3)
-    if console is True or (console == "auto" and not is_logged and _is_enabled(level)):
+    line, handlers = clean(line), _handlers()
+    if handlers:
+        formats = [getattr(each.formatter, "_fmt", None) or "" for each in handlers]
+        prefix = (
+            "" if all("(name)" in each or "{name" in each for each in formats) else "healcore: "
+        )
+        _logger.log(level, "%s%s", prefix, line, stacklevel=3)
+    if console is True or (console == "auto" and not handlers and _is_enabled(level)):
         _print(line)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from healcore import console
@@ -16,6 +17,8 @@ from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run_options import Checkpoints, Hooks, Logging
+from healcore.runtime.store.manifest import scan
+from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.driver import TorchDriver
 from healcore.torch.store import MemoryStore
@@ -65,6 +68,14 @@ class TrainerCheckpoints(MemoryStore):
         """An empty tuple, because the check would copy the state."""
         del state
         return ()
+
+
+def has_checkpoint(store: Any) -> bool:
+    """Whether a store, or the directory of a store, has a complete checkpoint."""
+    if isinstance(store, CheckpointStore):
+        return bool(store.steps())
+    is_path = isinstance(store, str | os.PathLike)
+    return is_path and Path(store).is_dir() and bool(scan(Path(store)).complete)
 
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:

@@ -6,17 +6,20 @@ import dataclasses
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 from transformers import Trainer, TrainerCallback
 from transformers import TrainerControl as Control
 from transformers import TrainerState as State
 from transformers import TrainingArguments as Args
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput
 
+from healcore.console import info
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
@@ -25,10 +28,12 @@ from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
+from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
+    has_checkpoint,
     healings_of,
     load_engines,
     patched,
@@ -37,9 +42,6 @@ from healcore.torch.trainers import (
 from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed
-
-if TYPE_CHECKING:
-    from transformers.trainer_utils import TrainOutput
 
 Store = str | os.PathLike[str] | CheckpointStore | None
 
@@ -238,8 +240,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     def _insert(self, trainer: Any, state: State) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
         stack, feed, policy = self._changes, self._feed, self.policy
-        limit = trainer.args.max_grad_norm
-        limit = float(limit) if limit is not None and limit > 0 else None
+        limit = max(float(trainer.args.max_grad_norm or 0.0), 0.0) or None
         if can_apply_limit(policy):
             policy, limit = with_limit(policy, limit), None
         counters = Counters(trainer, feed, self)
@@ -250,12 +251,9 @@ class HealingCallback(TrainerCallback, ExportableState):
         elif state.global_step:
             self._load_state(healer, state)
         split = steps.SplitSteps(trainer, healer, counters, stack)
-        for name, replacement in (
-            ("training_step", split.training_step),
-            ("_run_epoch", self._run_epoch),
-        ):
-            call = functools.partial(replacement, getattr(trainer, name))
-            stack.enter_context(patched(trainer, name, call))
+        for new in (split.training_step, self._run_epoch):
+            call = functools.partial(new, getattr(trainer, new.__name__))
+            stack.enter_context(patched(trainer, new.__name__, call))
         stack.enter_context(steps.unclipped(trainer, limit))
         stack.enter_context(steps.extended_log(trainer, healer.metrics))
         self._running = healer
@@ -277,9 +275,13 @@ class HealingCallback(TrainerCallback, ExportableState):
             store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
         elif loss_fn == "auto":
             loss_fn = steps.loss_fn_of(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        known = {id(each) for each in model.parameters()}
         state = {
-            "model": trainer.accelerator.unwrap_model(trainer.model),
+            "model": model,
             "optimizer": trainer.optimizer,
+            # Parameters of a loss, as in sentence-transformers, are in no module of the Trainer.
+            "others": [p for p in parameters(trainer.optimizer) if id(p) not in known] or None,
             "scheduler": trainer.lr_scheduler,
             "scaler": getattr(trainer.accelerator, "scaler", None),
             "progress": counters,
@@ -317,8 +319,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         if state.global_step:
             raise AttachError(
                 "resume_from_checkpoint conflicts with the store, which continues the run by "
-                "itself: omit the argument; to start a new run from those weights, load the model "
-                "from that directory and pass an empty store"
+                "itself: omit the argument or call heal_trainer, which omits it; to start a new "
+                "run from those weights, load the model from that directory and pass an empty store"
             )
         if state.is_hyper_param_search:
             raise AttachError(
@@ -365,18 +367,17 @@ def heal_trainer(
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)
     trainer.add_callback(callback)
+    _wrap_train(trainer)
     return callback
 
 
 def _trainer_of(callback: HealingCallback) -> Any:
     """The Trainer among the callers. Callbacks do not receive it as an argument."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         caller = frame.f_locals.get("self")
         handler = getattr(caller, "callback_handler", None)
         if any(other is callback for other in getattr(handler, "callbacks", ())):
             return caller
-        frame = frame.f_back
     raise AttachError(
         "HealingCallback found no Trainer among its callers: give it to a transformers Trainer in "
         "callbacks=[...], or heal the optimizer with healcore.torch.attach"
@@ -386,21 +387,26 @@ def _trainer_of(callback: HealingCallback) -> Any:
 def _wrap_train(trainer: Any) -> None:
     """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
 
+    A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
     The Trainer has no event for these moments, and a checkpoint replaces the callback's object.
     """
     original = trainer.train
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint:
-            folder = Path(trainer.args.output_dir or "trainer_output")
+        own = [e for e in trainer.callback_handler.callbacks if isinstance(e, HealingCallback)]
+        folder = Path(trainer.args.output_dir or "trainer_output")
+        stores = [folder / _FOLDER if each._store == "auto" else each._store for each in own]
+        if resume_from_checkpoint and any(map(has_checkpoint, stores)):
+            info(f"the store continues the run, not the Trainer's {resume_from_checkpoint}")
+            resume_from_checkpoint = None
+        elif resume_from_checkpoint:
             resume_from_checkpoint = checkpoints.to_resume_from(resume_from_checkpoint, folder)
         try:
             return original(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            for callback in trainer.callback_handler.callbacks:
-                if isinstance(callback, HealingCallback):
-                    callback.close(error)
+            for callback in own:
+                callback.close(error)
             raise
 
     trainer.train = train

@@ -27,7 +27,8 @@ def to_resume_from(requested: Any, folder: Path) -> Any:
     Returns:
         An argument for `Trainer.train`; None if no checkpoint can be used.
     """
-    found = _checkpoints(folder)
+    paths = [path for path in folder.glob("*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    found = sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]))
     if requested is not True:
         names = [path.absolute() for path in found]
         if Path(requested).absolute() not in names:
@@ -41,14 +42,6 @@ def to_resume_from(requested: Any, folder: Path) -> Any:
         warning(f"{folder} has no good checkpoint: training starts at step 0")
         return None
     return requested if target is None else str(target)
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """The Trainer's checkpoints in a folder, in the order of their steps."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(paths, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
 def _newest_complete(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:

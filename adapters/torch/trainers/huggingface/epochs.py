@@ -313,12 +313,7 @@ class Counters:
         counters, loss = _counters_of(trainer), trainer._tr_loss
         fields = {name: getattr(state, name) for name in _STATE}
         feed = self._feed
-        if (
-            feed is not None
-            and feed.received
-            and before is not None
-            and before.step == state.global_step
-        ):
+        if feed and feed.received and before and before.step == state.global_step:
             counters, loss = before.counters, before.tr_loss
             fields["num_input_tokens_seen"] = before.tokens_seen
         saved = {

@@ -217,14 +217,12 @@ def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
         assert limit is not None
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
 
-    accelerator = trainer.accelerator
+    # The Trainer clips parameters on several device meshes by a separate function.
+    places = (trainer.accelerator, "clip_grad_norm_"), (trainer, "_mixed_mesh_grad_norm")
     with ExitStack() as stack:
-        measure = without_limit(accelerator.clip_grad_norm_)
-        stack.enter_context(patched(accelerator, "clip_grad_norm_", measure))
-        # The Trainer clips parameters on several device meshes by a separate function.
-        mixed = getattr(trainer, "_mixed_mesh_grad_norm", None)
-        if mixed is not None:
-            stack.enter_context(patched(trainer, "_mixed_mesh_grad_norm", without_limit(mixed)))
+        for owner, name in places:
+            if (function := getattr(owner, name, None)) is not None:
+                stack.enter_context(patched(owner, name, without_limit(function)))
         if limit is not None:
             hook: Any = torch.compiler.disable(clip)
             stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)

@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
@@ -22,11 +21,11 @@ from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.metrics import ChangedMetrics
-from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
+    has_checkpoint,
     healings_of,
     load_engines,
     patched,
@@ -153,7 +152,7 @@ class LightningHealingCallback(Callback):
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
-        if trainer.strategy.broadcast(_has_checkpoint(self._options["store"])):
+        if trainer.strategy.broadcast(has_checkpoint(self._options["store"])):
             run = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
             completed = run.data.had_completed and progress.saved_limits == progress.limits()
@@ -351,10 +350,3 @@ def _averages(trainer: Any) -> dict[str, Any]:
         if copies and module not in copies.values():
             found |= {callback.state_key: callback, **copies}
     return found
-
-
-def _has_checkpoint(store: Any) -> bool:
-    """Whether a store, or the directory of a store, has a complete checkpoint."""
-    if isinstance(store, CheckpointStore):
-        return bool(store.steps())
-    return store is not None and Path(store).is_dir() and bool(scan(Path(store)).complete)
