@@ -17,7 +17,7 @@ from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store import files
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 
 POINTS = [
@@ -357,6 +357,39 @@ def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp
     first = numbers.index(rollback["checkpoint"], 13)
     assert numbers == [*range(first), *range(rollback["checkpoint"], 17)]
     assert start(framework, tmp_path, program) == [*range(16, 30)]
+
+
+@pytest.mark.parametrize("kind", ["steps", "epochs"])
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize("end", [(0, 9), (7, 0), (7, 1), (7, 9)])
+def test_an_exception_in_a_body_without_batches(kind, error, end, tmp_path):
+    """Before the update, within it, or (9) after it."""
+
+    def run(store, end=None):
+        new_process()
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.LBFGS([weight], lr=0.01, max_iter=3)
+        state = {"weight": weight, "optimizer": optimizer}
+        with Healer("default", state=state, store=tmp_path / store) as healer:
+            for number in getattr(healer, kind)(12):
+                evaluations = iter([(number, 0), (number, 1)])
+
+                def closure(evaluations=evaluations):
+                    optimizer.zero_grad()
+                    if next(evaluations, 0) == end:
+                        raise error
+                    healer.observe(loss := weight.pow(4).sum())
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+                if (number, 9) == end:
+                    raise error
+        return weight
+
+    with pytest.raises(error):
+        run("left", end)
+    assert torch.equal(run("left"), run("whole"))
 
 
 @pytest.mark.parametrize(("passes", "completed"), [(2, True), (1, False)])

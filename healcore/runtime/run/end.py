@@ -85,7 +85,10 @@ class Shutdown:
             self.fault = classify(self.raised)
         if together:
             self.read_last_steps()
-        between_steps = self.data.between_steps and not loop.after_update
+        if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
+            self.collect("the last step could not be counted", loop.count_last_step)
+        uncounted = loop.driver.has_stepped() or loop.driver.interrupted()
+        between_steps = self.data.between_steps and not (loop.after_update or uncounted)
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self.save_and_log_fault, self.fault, self.raised)
             self.collect("the fault could not be dealt with", action)

@@ -34,21 +34,12 @@ class Loop:
     """
 
     def __init__(
-        self,
-        *,
-        recovery: Recovery,
-        group: RankGroup,
-        claim: Claim | None,
-        has_trainer: bool,
+        self, *, recovery: Recovery, group: RankGroup, claim: Claim | None, has_trainer: bool
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         context = recovery.context
-        self.policy, self.driver, self.log, self.record = (
-            context.policy,
-            context.driver,
-            context.log,
-            context.record,
-        )
+        self.policy, self.driver = context.policy, context.driver
+        self.log, self.record = context.log, context.record
         self.group, self.claim = group, claim
         self.guard = HangGuard(self.policy, group.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
@@ -67,6 +58,7 @@ class Loop:
         self._yielded_step = math.inf
         """Step whose body of a loop over `steps` runs, or Inf outside of such a body."""
         self._has_stepped = False  # since the last `_between_steps`
+        self._step_is_epoch = False  # in `epochs`
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -82,9 +74,12 @@ class Loop:
         loaders, self.own_snapshot = self.data.loaders, ""
         for epoch in range(loaders.next_epoch, total):
             self.data.begin_pass()
-            if epoch and loaders.unused and self.data.step + self.driver.has_stepped() == epoch:
+            # An exception after the step of epoch 0 leaves a checkpoint of step 1 in epoch 0.
+            counted = loaders.unused and (epoch > 0 or self.data.resumed_here)
+            if counted and self.data.step + self.driver.has_stepped() == max(epoch, 1):
+                self._step_is_epoch = True
                 for number in self.steps(total):
-                    loaders.next_epoch = number + 1
+                    loaders.next_epoch = number
                     yield number
                 return
             yield epoch
@@ -211,6 +206,8 @@ class Loop:
         self.after_update = self.has_trainer
         loader = self.data.loaders.current
         first = self.data.take(pending)
+        if self._step_is_epoch:
+            self.data.loaders.next_epoch = self.data.step
         if loader != self.data.loaders.current:
             self.recovery.monitor.loader_start = first.index
         self.recovery.reader.push(pending, first)
