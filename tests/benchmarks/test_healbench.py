@@ -152,8 +152,6 @@ def test_a_metric_that_is_not_finite_is_infinitely_bad():
     assert (one_nan.percent, one_nan.worse) == (INF, True)
     cured = difference(by_seed(1.0, 1.0, 1.0), by_seed(1.0, INF, NAN))
     assert (cured.better, cured.worse) == (True, False)
-    partly = difference(by_seed(NAN, 1.2, 1.2), by_seed(1.0, 1.0, INF))
-    assert (partly.percent, partly.pairs) == (pytest.approx(20), 1)
     all_lost = difference(by_seed(NAN, NAN), by_seed(INF, NAN))
     assert (math.isnan(all_lost.percent), all_lost.worse) == (True, False)
 
@@ -211,8 +209,6 @@ def test_a_real_run_and_the_first_rollback_of_its_damage():
     finally:
         torch.set_num_threads(threads)
     assert found.status == "done"
-    assert found.metric is not None
-    assert found.weights
     of, there = found.evidence, running.suite("torch")
     assert {comparing.OFF, *comparing.OURS, *summary.PEERS} == there.arms.keys()
     assert 0 < of["later_passes"] < of["passes"]
@@ -234,23 +230,8 @@ def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, c
     assert text.startswith("# By hand\n")
     assert text.count(BEGIN) == text.count(END) == 1
     assert "32 runs." in text
-    rows = page.with_suffix(".csv").read_text()
-    assert "\n`well (jax)`,plain,loss,1.01,1 (0.0 ± 0.0 %)," in rows
-    assert ',"2/2, 2/2, 2/2",The task well.\n' in rows
-    assert "\n`ill (jax)`,fault,loss,1.01 (× 1)," in rows
+    assert "\n`ill (jax)`,fault,loss,1.01 (× 1)," in page.with_suffix(".csv").read_text()
     assert len(read_results(file)) == 32
-
-    page.unlink()
-    part = tmp_path / "part.jsonl"
-    selection = ["--tasks", "fine", "--arms", "healer", "stop", "--results", str(part)]
-    assert command.main([*options, *selection]) == 0
-    assert "3 runs" in capsys.readouterr().out
-    assert (page.exists(), len(read_results(part))) == (False, 3)  # a part writes no page
-    assert command.main([*options, "--report"]) == 0
-    assert page.read_text().partition("\n\n")[2] == text.partition("\n\n")[2]
-    with pytest.raises(SystemExit):
-        command.main(["--arms", "nothink"])
-    assert "'nothink' is none of" in capsys.readouterr().err
     results = results_of({"healer": [1.5, 1.6], "nothing": [1.0, 1.1], "stop": [NAN, INF, -INF]})
     write_results(file, reversed(results))
     assert read_results(file) == results

@@ -117,8 +117,7 @@ class BetterWeights:
             may_limit=cuts,
             can_rewind=self._data.loaders.can_rewind,
         )
-        # Each rank reads its own optimizer.
-        trial = agreed(self._context.ranks, next_trial(tried, facts))
+        trial = agreed(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates

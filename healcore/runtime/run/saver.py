@@ -65,7 +65,7 @@ class Saver:
 
     def __init__(self, context: RunContext, data: RunBatches, options: Checkpoints) -> None:
         self.context, self.data, self.store = context, data, context.store
-        probation = context.policy.rollback.probation
+        probation = self._probation = context.policy.rollback.probation
         self.every = options.every or probation
         candidates = min(-(-probation // self.every) + 1, MAX_CANDIDATES)
         self._keep = options.keep or Keep(candidates=candidates, older=True)
@@ -308,8 +308,8 @@ class Saver:
         self.report_failures()
         self._read_deletions()
         ledger, on_probation = self.context.ledger, self.on_probation
-        probation = self.context.policy.rollback.probation
-        if on_probation and ledger.next_step - on_probation[0] >= probation and not ledger.open:
+        may_end = on_probation and ledger.next_step - on_probation[0] >= self._probation
+        if may_end and not ledger.open:
             self.end_probation()
             # A rollback needs the steps since the newest known-good checkpoint.
             ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
@@ -321,10 +321,9 @@ class Saver:
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
-        probation = self.context.policy.rollback.probation
-        now = int(min(before, self.context.ledger.next_step))
+        ledger = self.context.ledger
         for step in self.on_probation:
-            if self.context.ledger.healthy_steps(step, now) < probation:
+            if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < self._probation:
                 break
             self.context.record.known_good_up_to = step
             self.read_nonfinite(step)
@@ -340,9 +339,8 @@ class Saver:
                 lost = {result.step} - self.store.ring.copies.keys()
                 self._lost |= lost
             elif isinstance(result, Exception):
-                self.context.log.event(
-                    "problem", step=self.context.ledger.next_step, problem=str(result)
-                )
+                step = self.context.ledger.next_step
+                self.context.log.event("problem", step=step, problem=str(result))
             self._finite = {at: each for at, each in self._finite.items() if at not in lost}
 
     def report_failures(self) -> None:
