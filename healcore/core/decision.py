@@ -52,8 +52,7 @@ class Action(enum.IntFlag):
 
 def names(flags: enum.IntFlag) -> list[str]:
     """Names of the set flags, lowest bit first: ``names(Cause(12)) == ["GRAD_SPIKE", ...]``."""
-    members = type(flags) if flags else ()  # most steps have none
-    return [member.name for member in members if member.name and member & flags]
+    return [each.name for each in type(flags) if each.name and each & flags] if flags else []
 
 
 def flag(condition: Any, flags: int, *, xp: Any) -> Any:

@@ -229,7 +229,7 @@ class Healer(Generic[State]):
 
         An epoch may be one step without `batches`, as in full-batch training.
         Code after an epoch runs again, unless a checkpoint was saved after its end. Call `save`
-        before that code changes the state, as a scheduler's step does.
+        right after the batches if that code changes the state, as a scheduler's step does.
         """
         return self._live.epochs(total)
 

@@ -170,6 +170,8 @@ def start(framework, store, program, kill_at=None, faults=None):
         program(healer, step)
     except Crash as crash:
         end_without_log(Shutdown(healer._loop, crash))
+    except ValueError as error:
+        healer.__exit__(ValueError, error, None)
     else:
         healer.__exit__(None, None, None)
     return taken
@@ -187,7 +189,7 @@ class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
     ("end", "first", "resumed", "left"),
     [
         *((17, 16, [1, 2], 0), (22, 21, [2], 0), ("after 1", 20, [1, 2], 0)),
-        *(("before 2", 20, [2], 0), (22, 20, [2], 2)),
+        *(("before 2", 20, [2], 0), (22, 20, [2], 2), ("within 1", 20, [1, 2], 0)),
     ],
 )
 def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fresh, tmp_path):
@@ -217,6 +219,8 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
                     break
             saves(f"after {epoch}")
             ended.append((healer.step, random.random(), float(torch.rand(()))))  # an evaluation
+            if end == f"within {epoch}":
+                raise ValueError
 
     start(framework, tmp_path / "undisturbed", program)
     start(framework, tmp_path / "killed", program, 12)

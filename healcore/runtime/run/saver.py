@@ -450,7 +450,8 @@ class Saver:
         """
         loaders = self.data.loaders
         unused = any(loader.first_unused is not None for loader in loaders)
-        if not self._resumes_exactly or not (unused or loaders.current is None):
+        in_body = loaders.current is not None and loaders.current.in_use
+        if not self._resumes_exactly or (in_body and not unused):
             yield
             return
         if why_not := self.context.driver.undo_window():
