@@ -256,11 +256,11 @@ class IncidentMonitor:
           then each power of ten.
         """
         incident, records = lead.incident, lead.step.records
-        skips, outside = self.metrics.total("skips"), self._alarms_outside
+        skips, outside = self.context.ledger.skips, self._alarms_outside
         return (
             (bool(lead.record.action & Action.CUT_LR) and not self.context.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
-            or passes_power_of_ten(skips - sum(bool(record.skip) for record in records), skips)
+            or passes_power_of_ten(skips - any(record.skip for record in records), skips)
             or passes_power_of_ten(outside, outside + (incident is None))
         )
 
@@ -281,7 +281,7 @@ class IncidentMonitor:
             incident=judged.number,
             cause=record.cause,
             skip=record.skip,
-            skips=self.metrics.total("skips") if record.skip and not policy.observes else None,
+            skips=self.context.ledger.skips if record.skip and not policy.observes else None,
             grad_scale=None if policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,
