@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from healcore.runtime.faults.microbatches import MicrobatchError
-from healcore.runtime.run.record import set_torch_states, torch_states
+from healcore.runtime.run.host_state import set_torch_states, torch_states
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing

@@ -111,7 +111,8 @@ class TorchFormat(ArrayFormat):
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
         copies, on_host = old, []
         if [each.nbytes for each in old] != [part.nbytes for part in parts]:
-            new = _pinned_memory if any(part.is_cuda for part in parts) else allocate
+            pinned = lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy()  # noqa: E731
+            new = pinned if any(part.is_cuda for part in parts) else allocate
             copies = [new(part.nbytes) for part in parts]
         for part, raw in zip(parts, copies, strict=True):
             copied = _view(raw, torch.empty_like(part, device="meta"))
@@ -194,10 +195,6 @@ class TorchFormat(ArrayFormat):
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
                 raise checkpoint.damaged(manifest.DATA, why) from error
         return arrays
-
-
-def _pinned_memory(nbytes: int) -> np.ndarray:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def _view(raw: np.ndarray, dense: Tensor) -> Tensor:

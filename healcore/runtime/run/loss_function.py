@@ -11,7 +11,7 @@ from healcore.core.signals import SignalError, check_scalar
 from healcore.runtime.driver import Driver, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import TrainedStep
-from healcore.runtime.run.record import isolated
+from healcore.runtime.run.host_state import isolated
 from healcore.runtime.store.ranks import Ranks
 
 SAME_LOSS = 1e-3

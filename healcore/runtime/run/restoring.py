@@ -17,8 +17,9 @@ from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
-from healcore.runtime.run.record import HOST_ITEM, HostParts, RunRecord
+from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.rollback_rates import (
     Engines,
     Rates,

@@ -17,7 +17,7 @@ from healcore.runtime.driver import PendingDispatch
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.evidence import ObservedBatch
-from healcore.runtime.run.record import HostParts, HostState
+from healcore.runtime.run.host_state import HostParts, HostState
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult

@@ -17,7 +17,7 @@ from typing import Any
 
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.record import HOST_ITEM
+from healcore.runtime.run.host_state import HOST_ITEM
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run_options import Checkpoints

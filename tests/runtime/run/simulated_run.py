@@ -13,8 +13,9 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.record import HOST_ITEM, HostState, RunRecord
+from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.saver import Saver

@@ -27,7 +27,7 @@ from healcore.core.decision import Cause
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, load
 from healcore.runtime.faults.failures import classify
-from healcore.runtime.run.record import isolated
+from healcore.runtime.run.host_state import isolated
 from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
 
