@@ -420,7 +420,7 @@ class Healer(Generic[State]):
 
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
-        self._live.count_dispatch()
+        self._live.queue_dispatch()
         self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Watched:
         self._calls_left: int | None = None
         for owner, name, phase in (
             (Saver, "write", SAVE),
-            (CheckpointStore, "_commit", WRITE),
+            (CheckpointStore, "_write_checkpoint", WRITE),
             (Recovery, "roll_back", BACK),
         ):
             self._watch(owner, name, partial(self.begin, phase), partial(self.end, phase))

@@ -21,7 +21,7 @@ from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
 
 POINTS = [
-    *((CheckpointStore, name) for name in ("restore", "commit")),
+    *((CheckpointStore, name) for name in ("restore", "replace_record")),
     *((Saver, name) for name in ("begin_attempt", "report_failures")),
     *((Restorer, "_load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]

@@ -17,10 +17,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from healcore.runtime.run.evidence import (
-    BEFORE,
     HEARTBEAT,
     MAX_CREDIT,
     SAMPLE,
+    STEPS_BEFORE_SIGN,
     Anchor,
     ComparisonState,
     Credit,
@@ -237,7 +237,7 @@ class Comparisons:
             return []
         largest = UNUSUAL_NORM * window.largest_norm
         unusual = {step.index for step in window.steps if step.norm > largest}
-        usual = [step for step in anchor.sample if step.index < window.start - BEFORE]
+        usual = [step for step in anchor.sample if step.index < window.start - STEPS_BEFORE_SIGN]
         steps = [step for step in window.steps if step.batches and step.index >= anchor.step]
         both = [*usual, *steps]
         losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None

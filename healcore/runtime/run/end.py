@@ -100,7 +100,7 @@ class Shutdown:
             self.collect("the last saves", saver.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
-            self.collect("the record of the end", partial(saver.commit, self.data.step))
+            self.collect("the record of the end", partial(saver.replace_record, self.data.step))
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(self.data.step)

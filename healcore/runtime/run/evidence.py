@@ -180,9 +180,9 @@ class ComparisonState:
 HEARTBEAT = 100
 """Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
 loss has to exceed to be a sign of trouble."""
-BEFORE = 4
+STEPS_BEFORE_SIGN = 4
 """Steps of a window before the first sign of trouble."""
-AFTER = 12
+STEPS_AFTER_SIGN = 12
 """Steps of a window from the first sign on."""
 _WINDOWS = 4
 _NORMS = 500
@@ -197,7 +197,7 @@ MAX_CREDIT = 30.0
 learning rate that is too high shows in the first steps."""
 MAX_DEBT = 40.0
 """Max debt of evaluations after a suspicion: ten comparisons, half of what a verdict needs."""
-PRICED = 3
+PRICE_WINDOW = 3
 """Last comparisons, of which the cheapest sets the price: the first ones compile."""
 
 
@@ -222,9 +222,9 @@ class StepHistory:
         """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
         self._losses: deque[float] = deque(maxlen=HEARTBEAT)
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._last: deque[TrainedStep] = deque(maxlen=BEFORE)
+        self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
-        self._last_sign = -AFTER - 1
+        self._last_sign = -STEPS_AFTER_SIGN - 1
 
     def is_high(self, loss: float) -> bool:
         """Whether a loss is above the last `HEARTBEAT` losses."""
@@ -242,13 +242,13 @@ class StepHistory:
         self._losses.append(loss if math.isfinite(loss) else -math.inf)
         if math.isfinite(loss):
             self._recent.append(loss)
-        is_first = sign and step.index - self._last_sign > AFTER
+        is_first = sign and step.index - self._last_sign > STEPS_AFTER_SIGN
         if is_first:
             largest = max(self._norms, default=math.inf)
             self._windows.append(TroubleWindow(step.index, largest, [*self._last]))
         if sign:
             self._last_sign = step.index
-        if self._windows and step.index < self._windows[-1].start + AFTER:
+        if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
             self._windows[-1].steps.append(step)
         elif healthy and math.isfinite(step.norm):
             self._norms.append(step.norm)
@@ -279,7 +279,7 @@ class Credit:
     def __init__(self, ranks: Ranks) -> None:
         self.left = MAX_CREDIT
         self._ranks = ranks
-        self._prices: deque[int] = deque([1] * PRICED, maxlen=PRICED)
+        self._prices: deque[int] = deque([1] * PRICE_WINDOW, maxlen=PRICE_WINDOW)
         self._step_s = 0.0
         """Seconds of a step without comparison, a moving average over a heartbeat."""
         self._last_time: float | None = None

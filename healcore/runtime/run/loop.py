@@ -109,7 +109,7 @@ class Loop:
     def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
         """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
         data, guard = self.data, self.guard
-        self.count_dispatch()
+        self.queue_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))
         begun, self._begun = data.begin(loader, *args), True
         if acts:  # after a `break` the loop continues from `begun`
@@ -136,7 +136,7 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
-            self.count_dispatch()
+            self.queue_dispatch()
             if not self._is_evaluation(begun):
                 self.after_step()
         data.end(begun, evaluates=self._is_evaluation(begun))
@@ -171,7 +171,7 @@ class Loop:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
         self.polled = True
-        self.count_dispatch()
+        self.queue_dispatch()
         if self.own_snapshot or not self._begun:
             self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
@@ -197,7 +197,7 @@ class Loop:
         self.group.raise_if_asked(may_end=may_end)
         return False
 
-    def count_dispatch(self) -> None:
+    def queue_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
         pending = self.driver.steps()
         if pending is None:
@@ -217,7 +217,7 @@ class Loop:
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
         alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.current)
-        self.count_dispatch()
+        self.queue_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read_and_act(all=True):
@@ -280,12 +280,12 @@ class Loop:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
         if self.driver.interrupted():
             return False
-        self.count_dispatch()
+        self.queue_dispatch()
         return True
 
     def report_last_steps(self) -> None:
         """Reads the unread steps at the end of a run, and only reports their orders."""
-        self.count_dispatch()
+        self.queue_dispatch()
         self.log_warnings()
         for step, order in self._process_due(all=True):
             if order is not None:

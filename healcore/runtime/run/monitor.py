@@ -93,7 +93,7 @@ class IncidentMonitor:
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
-        incident = self.context.ledger.record(step.index, records, self._causes)
+        incident = self.context.ledger.add_step(step.index, records, self._causes)
         if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(record.judged for record in records)

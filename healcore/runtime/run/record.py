@@ -74,7 +74,7 @@ class Ledger:
     accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
     accepted_until: int = 0  # step before which no comparison rolls back again
 
-    def record(
+    def add_step(
         self, index: int, records: Sequence[StepRecord], opening: int = -1
     ) -> IncidentRecord | None:
         """Adds the records of one step. Returns the incident of the step, or None.

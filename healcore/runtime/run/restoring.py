@@ -153,7 +153,7 @@ class Restorer:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
         saver, step = self.saver, done.target
         try:
-            saver.commit(step)
+            saver.replace_record(step)
             on_disk = saver.store.steps_on_disk
             if saver.store.durable and step not in on_first(self.context.ranks, on_disk):
                 saver.write(step, "rollback")

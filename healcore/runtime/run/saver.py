@@ -86,10 +86,10 @@ class Saver:
         self._pruned = -1  # `RunRecord.known_good_up_to` at the last deletion
         self._deletions: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
-        self._saved = -1  # step of the last checkpoint or of the start
+        self._last_saved = -1  # step of the last checkpoint or of the start
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
-        self._limits_time, self._saving_s = options.every is None, 0.0
-        self._interval, self._within_time = -1, True  # of the last answer of `_is_within_time`
+        self._limits_time, self._within_time, self._saving_s = options.every is None, True, 0.0
+        self._checked_interval = -1  # of the last answer of `_is_within_time`
         self._began, self._slow_saves_reported = time.monotonic(), False
 
     # -- what a checkpoint holds ----------------------------------------------------------------
@@ -110,9 +110,9 @@ class Saver:
             comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
         ).to_dict()
 
-    def commit(self, step: int) -> None:
+    def replace_record(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
-        self.store.commit(step, self.record_of(step))
+        self.store.replace_record(step, self.record_of(step))
 
     # -- the checkpoints in the store -----------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Saver:
         self.context.record.attempts.append(step)
         self.context.record.known_good_up_to = min(self.context.record.known_good_up_to, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
-        self._saved = step
+        self._last_saved = step
 
     @property
     def restorable(self) -> set[int]:
@@ -163,7 +163,7 @@ class Saver:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        step, saved, driver = self.data.step, self._saved, self.context.driver
+        step, saved, driver = self.data.step, self._last_saved, self.context.driver
         if step - saved >= self._next_warning:
             self._next_warning *= 2
             why = "alarms delay the save"
@@ -176,7 +176,7 @@ class Saver:
             if self._within_time or not self._slow_saves_reported:
                 self.context.log.problem(step, line)
             self._slow_saves_reported |= not self._within_time
-        is_due = self._intervals > 0 and not self.delayed
+        is_due = self._missed_saves > 0 and not self.delayed
         return is_due and driver.may_save(self.every) and self._is_within_time()
 
     def _is_within_time(self) -> bool:
@@ -186,16 +186,16 @@ class Saver:
         as long (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
         """
         interval = self.data.step // self.every
-        if interval != self._interval and self._limits_time:
+        if interval != self._checked_interval and self._limits_time:
             allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
             self._within_time = not any(self.context.ranks.gather(self._saving_s > allowed))
-            self._interval = interval
+            self._checked_interval = interval
         return self._within_time
 
     @property
-    def _intervals(self) -> int:
+    def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last checkpoint."""
-        return self.data.step // self.every - self._saved // self.every
+        return self.data.step // self.every - self._last_saved // self.every
 
     @property
     def delayed(self) -> bool:
@@ -204,7 +204,7 @@ class Saver:
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        return self._recent_alarm and self._intervals <= 1 and not self.context.policy.observes
+        return self._recent_alarm and self._missed_saves <= 1 and not self.context.policy.observes
 
     @property
     def _recent_alarm(self) -> bool:
@@ -221,7 +221,7 @@ class Saver:
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step, for the reason `why`."""
         step, began = self.data.step, time.monotonic()
-        self._saved, self._next_warning = step, _UNSAVED_INTERVALS * self.every
+        self._last_saved, self._next_warning = step, _UNSAVED_INTERVALS * self.every
         self.write(step, why)
         if why in ("first", "regular"):
             self.keep_anchor()
@@ -401,7 +401,7 @@ class Saver:
 
     def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
-        due = self.data.step != self._saved and self._recent_alarm
+        due = self.data.step != self._last_saved and self._recent_alarm
         if due and self.context.driver.may_save(self.every) and not self.context.driver.finite():
             self.save("last")
 
@@ -412,13 +412,13 @@ class Saver:
         accumulated gradients, which a checkpoint does not hold.
         """
         step = self.data.step
-        if step == self._saved:
+        if step == self._last_saved:
             self.wait()
             if step not in self.unsaved:
                 return
         if not self.context.driver.may_save(self.every):
             lost = "the gradients since the last optimizer step are not saved"
-            lost = lost if completed else f"a restart resumes from step {self._saved}"
+            lost = lost if completed else f"a restart resumes from step {self._last_saved}"
             self.context.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
@@ -436,7 +436,7 @@ class Saver:
             return "the weights are not finite"
         if self.data.within_batch:
             return "the updates on this batch have not ended"
-        if self.data.step != self._saved:
+        if self.data.step != self._last_saved:
             with self._before_batches():
                 self.save("emergency")
         return ""

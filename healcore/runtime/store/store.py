@@ -246,7 +246,7 @@ class CheckpointStore(Writer):
             arrays = self.format.read(stored, target)
             return Restored(self.format.assemble(target, arrays), stored.record)
 
-    def commit(self, step: int, record: Mapping[str, Any]) -> None:
+    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
 
         Raises:
@@ -299,7 +299,7 @@ class CheckpointStore(Writer):
             unused = self.ring.add(copy, self.nonfinite_ok)
             inspected.set()
             if self.root is not None:
-                copy.path = str(self._commit(self.root, copy))
+                copy.path = str(self._write_checkpoint(self.root, copy))
         finally:
             inspected.set()  # also after a failure
             if unused is not None:
@@ -325,7 +325,7 @@ class CheckpointStore(Writer):
         console.warning(f"{line}: checkpoints go to disk only")
         self.ring.keep, self.ring.copies = None, {}
 
-    def _commit(self, root: Path, copy: HostCopy) -> Path:
+    def _write_checkpoint(self, root: Path, copy: HostCopy) -> Path:
         """Writes a checkpoint atomically; returns its directory. Every rank calls it.
 
         If one rank fails, all ranks raise SaveFailed.

@@ -165,7 +165,7 @@ class Process:
         self._goes_on = alarm or is_open
         incident = {"incident": self.incident, "incident_open": is_open}
         judged = record(step=self.step + 1, cause=cause, skip=skip, **incident)
-        self.ledger.record(self.step, [judged])
+        self.ledger.add_step(self.step, [judged])
         self.data.step += 1
         if self.step % EVERY == 0 and not self.ledger.open:
             self.save("regular")

@@ -302,7 +302,7 @@ def test_a_row_goes_on_through_the_micro_steps_of_an_accumulation(last, onset):
     ledger = Ledger()
     update = [MICRO_STEP, MICRO_STEP, MICRO_STEP, SKIPPED]
     for index, each in enumerate([*update, *update, *update, last]):
-        ledger.record(index, [each])
+        ledger.add_step(index, [each])
     assert ledger.first_consecutive(ledger.next_step - 1) == onset
 
 
@@ -311,7 +311,7 @@ def test_an_alert_without_consequences_begins_no_incident_within_skipped_steps(a
     ledger, opening = Ledger(), incidents.incident_causes(load("default").engine().config)
     for index in range(3, 13):
         both = record(cause=Cause.NONFINITE_GRAD | alert, skip=True)
-        ledger.record(index, [both if index == 6 else SKIPPED], opening)
+        ledger.add_step(index, [both if index == 6 else SKIPPED], opening)
     (only,) = ledger.incidents
     assert (only.onset, only.only_skips, ledger.first_consecutive(12)) == (3, True, 3)
 

@@ -211,7 +211,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
 def mark_good(store: CheckpointStore, step: int) -> None:
     """Makes a checkpoint and all older ones known-good."""
     record = {"attempts": [0], **store.records().get(step, {})}
-    store.commit(step, {**record, "known_good_up_to": step})
+    store.replace_record(step, {**record, "known_good_up_to": step})
 
 
 def held_bytes(store: CheckpointStore) -> int:

@@ -73,7 +73,7 @@ def test_optional_names_that_a_checkpoint_lacks_are_left_out(case, tmp_path):
 @over(*ALL)
 def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case, tmp_path):
     store, like = case.filled(tmp_path, 7, record=HEALING), case.state(1)
-    store.commit(7, {"lr": 0.25})
+    store.replace_record(7, {"lr": 0.25})
     assert store.nonfinite_in(case.state(0)) == ()
     assert store.nonfinite_in(case.with_nan()) == ("weights.bfloat16",)
     del like["weights"]["int32" if case.in_jax else "int64"]
@@ -86,9 +86,9 @@ def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case,
     with pytest.raises(StateMismatch, match="no such entry"):
         store.restore(7, {"no such entry": like["weights"]})
     with pytest.raises(CheckpointNotFound):
-        store.commit(8, {})
+        store.replace_record(8, {})
     with pytest.raises(StoreError, match="JSON-safe"):
-        store.commit(7, {"lr": float("nan")})
+        store.replace_record(7, {"lr": float("nan")})
 
     class Broken:
         def state_dict(self):
@@ -129,7 +129,7 @@ def statuses(store) -> list[tuple[int, str]]:
 
 def roll_back(store, target: int, *attempts: int) -> None:
     """The Healer's commit of a rollback."""
-    store.commit(target, {**store.records()[target], "attempts": [0, *attempts]})
+    store.replace_record(target, {**store.records()[target], "attempts": [0, *attempts]})
 
 
 @over(*ALL)

@@ -85,7 +85,7 @@ def test_moments_in_a_dcp_store_are_judged(tmp_path):
     store = DCPStore(tmp_path)
     store.save(1, {"model": net, "optimizer": optimizer})
     store.wait()
-    store.commit(1, {"attempts": [0], "known_good_up_to": 1})
+    store.replace_record(1, {"attempts": [0], "known_good_up_to": 1})
     optimizer.state[net.linear(3).weight]["exp_avg_sq"] *= 1e4
     groups = [{"params": [net.embed.weight]}, {"params": [*net.parameters()][1:]}]
     split = torch.optim.AdamW(groups, betas=(0.9, 0.99))

@@ -90,7 +90,7 @@ def kept(root: Path) -> None:
     for step in (1, 2, 3):
         store.verify(step)
         check(store, step)
-    store.commit(2, {"attempts": [0], "known_good_up_to": 2})
+    store.replace_record(2, {"attempts": [0], "known_good_up_to": 2})
     for step in superfluous(store.steps(), Keep(good=1, candidates=2)):
         store.delete(step)
     dist.barrier()
