@@ -61,7 +61,7 @@ class TrainerCheckpoints(MemoryStore):
         super().__init__()
         self.trainer_save = save_now
 
-    def commit(self, step: int, record: Mapping[str, Any]) -> None:
+    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
         """Does nothing: the trainer's checkpoint has the state of the policy."""
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Listed(CheckpointStore):
     def records(self) -> dict[int, Any]:
         return dict(self.stored)
 
-    def commit(self, step: int, record: Mapping[str, Any]) -> None:
+    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
         self.verify(step)
         self.passes()
         self.stored[step] = json.loads(json.dumps(record))
