@@ -29,8 +29,7 @@ from healcore.jax.opt_state import (  # noqa: E402
     with_heal_state,
     without_heal_state,
 )
-from healcore.jax.optax_states import scale_by_heal_lr  # noqa: E402
-from healcore.jax.transform import heal, heal_zclip, protect  # noqa: E402
+from healcore.jax.transform import heal, heal_zclip, protect, scale_by_heal_lr  # noqa: E402
 
 if TYPE_CHECKING:
     from healcore.jax.store import OrbaxStore

@@ -15,14 +15,9 @@ from jax.core import Tracer
 from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
 
 from healcore.core import numerics
-from healcore.core.decision import (
-    RECORD_FIELDS,
-    RECORD_INTS,
-    Decision,
-    record_metrics,
-    record_numbers,
-)
+from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, Tally, neutral
+from healcore.core.engine.state import record_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import namespace
@@ -63,6 +58,13 @@ class HealState(NamedTuple):
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+
+
+class ScaleByHealLrState(NamedTuple):
+    """The state of `scale_by_heal_lr`. No other state in a chain has a field of this name."""
+
+    heal_lr_scale: jax.Array
+    """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
 def init(engine: Engine, leaves: int, records: int) -> HealState:

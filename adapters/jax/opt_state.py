@@ -20,12 +20,12 @@ from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
     HealStateError,
+    ScaleByHealLrState,
     engine_state,
     find,
     map_nodes,
     with_engine_state,
 )
-from healcore.jax.optax_states import ScaleByHealLrState
 from healcore.jax.transform import ProtectState
 from healcore.policy import PolicyLike, engine_of
 

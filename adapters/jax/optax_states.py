@@ -1,4 +1,4 @@
-"""Finds and changes states of optax: LR multiplier, moments, second iterates, injected rates.
+"""States of optax: their moments, second iterates and placement on a mesh.
 
 A state is recognized by its type, because it does not name its optimizer.
 """
@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.jax.gradients import is_gradient
-from healcore.jax.gradients import scale as scaled
-from healcore.jax.heal_state import HealState, HealStateError, map_nodes, node_at, nodes
+from healcore.jax.heal_state import (
+    HealState,
+    HealStateError,
+    ScaleByHealLrState,
+    map_nodes,
+    node_at,
+    nodes,
+)
 
 State = TypeVar("State")
 
@@ -85,61 +90,6 @@ def _is_listed(table: Mapping[str, Any], node: Any) -> bool:
     return kind.__module__.startswith("optax.") and kind.__name__ in table
 
 
-# -- the LR multiplier --------------------------------------------------------------------------
-
-
-class ScaleByHealLrState(NamedTuple):
-    """The state of `scale_by_heal_lr`. No other state in a chain has a field of this name."""
-
-    heal_lr_scale: jax.Array
-    """The learning-rate multiplier, float32 0-d in (0, 1]."""
-
-
-def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
-    """Multiplies the updates by `heal_lr_scale` in the state, initially 1.0.
-
-    `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
-    Put this transformation last:
-
-        tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
-        ...
-        decision = last_decision(opt_state)
-        # from the next step on
-        opt_state = optax.tree.set(opt_state, heal_lr_scale=decision.lr_scale)
-
-    `protect` applies the multiplier itself, in the same step. It needs this transformation only
-    within an optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
-
-        base = optax.chain(optax.sgd(rate), scale_by_heal_lr())
-        tx = protect(optax.contrib.schedule_free(base, rate))
-
-    Returns:
-        A transformation whose state is one float32.
-    """
-
-    def init(params: optax.Params) -> ScaleByHealLrState:
-        return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
-    ) -> tuple[optax.Updates, ScaleByHealLrState]:
-        del params, extra_args
-        return scaled(updates, state.heal_lr_scale), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def has_lr_scale(opt_state: Any) -> bool:
-    """Whether an optimizer state contains a `scale_by_heal_lr`."""
-    return bool(nodes(ScaleByHealLrState, opt_state))
-
-
-def with_lr_scale(opt_state: State, scale: jax.Array) -> State:
-    """Sets the multiplier of every `scale_by_heal_lr`."""
-    new = ScaleByHealLrState(scale.astype(jnp.float32))
-    return map_nodes(ScaleByHealLrState, lambda _: new, opt_state)
-
-
 def check_second_iterates(opt_state: Any, cut: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
@@ -153,7 +103,7 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
         return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
     for place, node in nodes(has_second_iterate, opt_state):
-        if has_lr_scale(tuple(node)):
+        if nodes(ScaleByHealLrState, tuple(node)):
             continue
         kind = type(node).__name__
         raise HealStateError(
@@ -163,33 +113,6 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
             "optax.chain(base, scale_by_heal_lr()), or sam opaque_mode=True, or use a policy "
             "without cut_lr"
         )
-
-
-# -- hyperparameters of optax.inject_hyperparams ------------------------------------------------
-
-
-def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
-    """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
-    return {
-        keystr(path): leaf
-        for path, leaf in tree_leaves_with_path(tree)
-        if len(path) > 1
-        and getattr(path[-2], "name", None) == "hyperparams"
-        and jnp.shape(leaf) == ()
-        and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    }
-
-
-def injected_rates(tree: Any) -> list[jax.Array]:
-    """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
-    found = injected_hyperparameters(tree)
-    return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
-
-
-def has_injected_schedule(tree: Any) -> bool:
-    """Whether an `optax.inject_hyperparams` computes the learning rate from a schedule."""
-    paths = (keystr(path) for path, _ in tree_leaves_with_path(tree))
-    return any(".hyperparams_states['learning_rate']" in path for path in paths)
 
 
 # -- moments ------------------------------------------------------------------------------------

@@ -10,22 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.heal_state import RECORDS, HealState
-from healcore.jax.optax_states import (
-    check_second_iterates,
-    has_injected_schedule,
-    has_lr_scale,
-    injected_rates,
-    replicate_over_mesh,
-    reset_moments,
-    with_lr_scale,
-)
+from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
+from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
 from healcore.policy import Overrides, PolicyLike, engine_of
 
 
@@ -245,7 +238,7 @@ def protect(
         healed, decision = heal_state.step(engine, state.heal, *signals)
         resets = state.heal_reset_moments
         scales_lr = engine.scales_lr and engine.mode != "observe"
-        scales_inside = scales_lr and has_lr_scale(inner_state)
+        scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, inner_state))
         step = _changed_step(optimizer_step, resets, decision.lr_scale if scales_inside else None)
         may_skip = engine.mode != "observe" or "externally_skipped" in given
         if may_skip:
@@ -267,6 +260,40 @@ def protect(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
+    """Multiplies the updates by `heal_lr_scale` in the state, initially 1.0.
+
+    `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
+    Put this transformation last:
+
+        tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
+        ...
+        decision = last_decision(opt_state)
+        # from the next step on
+        opt_state = optax.tree.set(opt_state, heal_lr_scale=decision.lr_scale)
+
+    `protect` applies the multiplier itself, in the same step. It needs this transformation only
+    within an optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
+
+        base = optax.chain(optax.sgd(rate), scale_by_heal_lr())
+        tx = protect(optax.contrib.schedule_free(base, rate))
+
+    Returns:
+        A transformation whose state is one float32.
+    """
+
+    def init(params: optax.Params) -> ScaleByHealLrState:
+        return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, ScaleByHealLrState]:
+        del params, extra_args
+        return gradients.scale(updates, state.heal_lr_scale), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
     """The optimizer's step after a reset of its moments, with another multiplier in its state."""
 
@@ -276,7 +303,8 @@ def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
             # kernel. At the end of the step that cuts, it would be a second pass over all moments.
             state = reset_moments(state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf))
         if lr_scale is not None:
-            state = with_lr_scale(state, lr_scale)
+            scale = ScaleByHealLrState(lr_scale.astype(jnp.float32))
+            state = map_nodes(ScaleByHealLrState, lambda _: scale, state)
         return update(updates, state, params)
 
     return step
@@ -285,11 +313,31 @@ def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
 def _injected_rate(update: Any, updates: Any, inner_state: Any, params: Any) -> dict[str, Any]:
     """The step's learning rate in a state of `optax.inject_hyperparams`, unless it has several."""
     rates = injected_rates(inner_state)
-    if len(rates) == 1 and has_injected_schedule(inner_state):
+    paths = (keystr(path) for path, _ in tree_leaves_with_path(inner_state))
+    scheduled = any(".hyperparams_states['learning_rate']" in path for path in paths)
+    if len(rates) == 1 and scheduled:
         # The state has the last step's rate. XLA keeps only the schedule of this call.
         zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
         rates = injected_rates(update(zeros, inner_state, params)[1])
     return {"learning_rate": rates[0]} if len(rates) == 1 else {}
+
+
+def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
+    """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
+    return {
+        keystr(path): leaf
+        for path, leaf in tree_leaves_with_path(tree)
+        if len(path) > 1
+        and getattr(path[-2], "name", None) == "hyperparams"
+        and jnp.shape(leaf) == ()
+        and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+    }
+
+
+def injected_rates(tree: Any) -> list[jax.Array]:
+    """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
+    found = injected_hyperparameters(tree)
+    return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
 
 
 def _transformation(

@@ -23,15 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from healcore.core.clipping import EDGES
-from healcore.core.decision import (
-    RECORD_INTS,
-    Action,
-    Decision,
-    StepRecord,
-    host_record,
-    record_numbers,
-)
+from healcore.core.decision import RECORD_INTS, Action, Decision, StepRecord, host_record
 from healcore.core.engine import Engine, EngineState, StateError
+from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
 from healcore.core.numerics import PRODUCT_LIMIT, leaves, map_leaves
 from healcore.core.signals import Signals
@@ -363,7 +357,7 @@ class Namespace:
         return self._constant(False, torch.bool, like.device)
 
     def flag(self, condition: Tensor, flags: int) -> Tensor:
-        """See `decision.flag`. Of two tensors, a bool and an int32, the product is int32."""
+        """See `numerics.flag`. Of two tensors, a bool and an int32, the product is int32."""
         bit = condition.to(torch.int32) if torch.compiler.is_compiling() else condition
         return bit * self._constant(flags, torch.int32, condition.device)
 

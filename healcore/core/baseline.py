@@ -7,11 +7,6 @@ they stay at one level, this level becomes the baseline (docs/detectors.md).
 A plain mean of the first 25 norms (ZClip) is not robust: one norm of 1000 times the usual size
 hides spikes for hundreds of steps. So `limit_outlier` limits a norm in the warm-up to ten times the
 mean. A norm below a tenth of the mean restarts the warm-up: the earlier norms were outliers.
-
-`NoiseState` measures the noise around a moving level without knowing the level, as the mean
-absolute difference of successive values: neither a trend nor a plateau adds to it (von Neumann et
-al., 1941). A repeated value is not learnt, so the noise of a rounded log is at least its rounding
-step.
 """
 
 from __future__ import annotations
@@ -101,52 +96,3 @@ def limit_outlier(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> t
     ceiling = _OUTLIER_RATIO * mean
     value = xp.where(judged & (value > ceiling), ceiling, value)
     return value, judged & (_OUTLIER_RATIO * value < mean)
-
-
-# -- noise ----------------------------------------------------------------------------------------
-
-SMALL_NOISE = 0.001
-"""Smallest noise, as a share of the level: a smaller change is never an outlier."""
-NOISE_WINDOW = 36
-"""Number of values that determine the noise."""
-
-
-class NoiseState(NamedTuple):
-    """Noise of the values so far."""
-
-    count: Int  # values learnt, at most the window
-    last: Float  # the last value
-    noise: Float  # mean absolute difference of successive values
-
-
-def begin_noise(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[NoiseState, Any]:
-    """Prepares the state for `value`; returns the state, and whether `value` is the first one.
-
-    A restart resets the count and keeps the noise.
-    """
-    count = xp.where(restart, 0, state.count)
-    first = count == 0
-    return state._replace(count=count, last=xp.where(first, value, state.last)), first
-
-
-def noise_unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
-    """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
-    return xp.maximum(state.noise, numerics.product(min_share, xp.abs(level), xp=xp))
-
-
-def learn_noise(
-    state: NoiseState, value: Any, allowed: Any, max_jump: Any, window: Any, *, xp: Any
-) -> tuple[NoiseState, Any]:
-    """Learns a value where `allowed`; a difference counts for at most `max_jump`.
-
-    Also returns the weight of this value: 1 / count, but at least 1 / window. The weight may be
-    infinite where `allowed` does not hold.
-    """
-    value = xp.where(allowed, value, state.last)  # without a jump the noise stays
-    count = xp.minimum(state.count + allowed, window)
-    number = count if hasattr(xp, "divides_ints") else numerics.as_float(count, xp=xp)
-    weight = xp.reciprocal(number)
-    jump = xp.abs(value - state.last)
-    step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
-    noise = state.noise + xp.where(jump > 0, step, 0.0)
-    return NoiseState(count, value, numerics.flush(noise, xp=xp)), weight

@@ -55,17 +55,6 @@ def names(flags: enum.IntFlag) -> list[str]:
     return [each.name for each in type(flags) if each.name and each & flags] if flags else []
 
 
-def flag(condition: Any, flags: int, *, xp: Any) -> Any:
-    """`flags` as int32 where `condition` holds, else 0.
-
-    Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
-    """
-    if hasattr(xp, "flag"):
-        return xp.flag(condition, int(flags))
-    bit = xp.astype(condition, xp.int32)
-    return bit if flags == 1 else bit * int(flags)
-
-
 class Reading(NamedTuple):
     """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
 
@@ -205,16 +194,6 @@ _RECORD_KINDS = (int, int, int, bool, Action, Cause, int, bool)
 """Types of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine."""
 RECORD_INTS = len(_RECORD_KINDS)
 """Number of these; the rest are float32."""
-
-
-def record_numbers(state: Any) -> tuple[Any, ...]:
-    """The arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
-    incident, (made, *readings) = state.incident, state.last
-    return (
-        *(state.step, incident.onset, incident.number, incident.open),
-        *(made.action, made.cause, made.rollback_depth, made.skip, made.grad_scale, made.lr_scale),
-        *(*readings, state.lr.rate),
-    )
 
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:

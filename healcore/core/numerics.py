@@ -126,6 +126,17 @@ def as_float(count: Any, *, xp: Any) -> Any:
     return xp.astype(count, xp.float32)
 
 
+def flag(condition: Any, flags: int, *, xp: Any) -> Any:
+    """`flags` as int32 where `condition` holds, else 0.
+
+    Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
+    """
+    if hasattr(xp, "flag"):
+        return xp.flag(condition, int(flags))
+    bit = xp.astype(condition, xp.int32)
+    return bit if flags == 1 else bit * int(flags)
+
+
 def decremented(count: Any, *, xp: Any) -> Any:
     """Decrements an int32, but not below zero."""
     return xp.maximum(count - 1, 0)

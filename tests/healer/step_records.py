@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from healcore.core.decision import StepRecord, host_record, record_numbers
-from healcore.core.engine.state import init
+from healcore.core.decision import StepRecord, host_record
+from healcore.core.engine.state import init, record_numbers
 from healcore.policy import load
 
 

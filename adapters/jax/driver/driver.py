@@ -19,8 +19,9 @@ from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
-from healcore.jax.optax_states import injected_hyperparameters, injected_rates, moments_obstacle
+from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
+from healcore.jax.transform import injected_hyperparameters, injected_rates
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
 from healcore.runtime.store.ranks import Alone, Ranks

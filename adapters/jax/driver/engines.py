@@ -21,9 +21,15 @@ from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import HealState, HealStateError, map_nodes, nodes
+from healcore.jax.heal_state import (
+    HealState,
+    HealStateError,
+    ScaleByHealLrState,
+    map_nodes,
+    nodes,
+)
 from healcore.jax.opt_state import without_heal_state
-from healcore.jax.optax_states import ScaleByHealLrState, check_second_iterates, has_lr_scale
+from healcore.jax.optax_states import check_second_iterates
 from healcore.runtime.driver import check_engines
 
 Path = tuple[Any, ...]
@@ -54,7 +60,7 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
             "of an optimizer with protect(), heal() or heal_zclip(). nnx.state and nnx.split turn "
             'it into dictionaries: pass the objects, state={"model": model, "optimizer": optimizer}'
         )
-    if engine.scales_lr and engine.mode != "observe" and has_lr_scale(tree):
+    if engine.scales_lr and engine.mode != "observe" and nodes(ScaleByHealLrState, tree):
         check_second_iterates(tree, "scale_by_heal_lr")
     tops = [_name(path[0]) if path else "state" for path in states]
     optimizers = [path[: max(1, len(path) - 1)] for path in states]

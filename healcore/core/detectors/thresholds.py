@@ -17,9 +17,9 @@ import functools
 import operator
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core import baseline, numerics, ranges
-from healcore.core.decision import NONFINITE, Cause, Reading, flag
-from healcore.core.numerics import Float, Int, zero_init
+from healcore.core import numerics, ranges
+from healcore.core.decision import NONFINITE, Cause, Reading
+from healcore.core.numerics import Float, Int, flag, zero_init
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
 
@@ -188,6 +188,60 @@ class GradCeilingConfig(NamedTuple):
         return CeilingState(count, top, streak), Reading(alarm, sustained)
 
 
+# -- noise ----------------------------------------------------------------------------------------
+
+SMALL_NOISE = 0.001
+"""Smallest noise, as a share of the level: a smaller change is never an outlier."""
+NOISE_WINDOW = 36
+"""Number of values that determine the noise."""
+
+
+class NoiseState(NamedTuple):
+    """Noise around a moving level that need not be known.
+
+    The mean absolute difference of successive values: neither a trend nor a plateau adds to it (von
+    Neumann et al., 1941). A repeated value is not learnt, so the noise of a rounded log is at least
+    its rounding step.
+    """
+
+    count: Int  # values learnt, at most the window
+    last: Float  # the last value
+    noise: Float  # mean absolute difference of successive values
+
+
+def begin_noise(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[NoiseState, Any]:
+    """Prepares the state for `value`; returns the state, and whether `value` is the first one.
+
+    A restart resets the count and keeps the noise.
+    """
+    count = xp.where(restart, 0, state.count)
+    first = count == 0
+    return state._replace(count=count, last=xp.where(first, value, state.last)), first
+
+
+def noise_unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
+    """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
+    return xp.maximum(state.noise, numerics.product(min_share, xp.abs(level), xp=xp))
+
+
+def learn_noise(
+    state: NoiseState, value: Any, allowed: Any, max_jump: Any, window: Any, *, xp: Any
+) -> tuple[NoiseState, Any]:
+    """Learns a value where `allowed`; a difference counts for at most `max_jump`.
+
+    Also returns the weight of this value: 1 / count, but at least 1 / window. The weight may be
+    infinite where `allowed` does not hold.
+    """
+    value = xp.where(allowed, value, state.last)  # without a jump the noise stays
+    count = xp.minimum(state.count + allowed, window)
+    number = count if hasattr(xp, "divides_ints") else numerics.as_float(count, xp=xp)
+    weight = xp.reciprocal(number)
+    jump = xp.abs(value - state.last)
+    step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
+    noise = state.noise + xp.where(jump > 0, step, 0.0)
+    return NoiseState(count, value, numerics.flush(noise, xp=xp)), weight
+
+
 # -- spikes ----------------------------------------------------------------------------------------
 
 THRESHOLD_GAIN = 0.2  # increase of the threshold per full vote, as a share of the threshold
@@ -200,7 +254,7 @@ MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 class SpikeState(NamedTuple):
     """The level, the threshold and the votes."""
 
-    values: baseline.NoiseState
+    values: NoiseState
     level: Float
     threshold: Float  # height of an outlier above the level, in units of the noise
     votes: Float  # decayed sum of the votes
@@ -215,9 +269,9 @@ class LossSpikeConfig(NamedTuple):
     value at twice this height has a full vote. Frequent outliers raise the threshold."""
     evidence: Annotated[Any, number(above=0, most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
-    window: Steps = baseline.NOISE_WINDOW
+    window: Steps = NOISE_WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
-    min_noise: Positive = baseline.SMALL_NOISE
+    min_noise: Positive = SMALL_NOISE
     """Smallest noise, as a share of the level."""
 
     CAUSE = Cause.LOSS_SPIKE
@@ -256,12 +310,12 @@ def _judge(
     config: Any, state: SpikeState, value: Any, learn: Any, restart: Any, *, xp: Any
 ) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
-    values, first = baseline.begin_noise(state.values, value, restart, xp=xp)
+    values, first = begin_noise(state.values, value, restart, xp=xp)
     judged = numerics.and_not(learn, values.count < config.window)
     threshold = xp.where(first, config.z_threshold, state.threshold)
     level, votes = state.level, state.votes
 
-    unit = baseline.noise_unit(values, level, config.min_noise, xp=xp)
+    unit = noise_unit(values, level, config.min_noise, xp=xp)
     known = unit > 0
     gap = value - level
     # A value that is not judged has the score 0, and therefore no vote.
@@ -269,7 +323,7 @@ def _judge(
     vote = xp.clip(numerics.quotient(z - threshold, threshold, xp=xp), 0.0, 1.0)
 
     max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.SIGNAL_LIMIT)
-    new_values, weight = baseline.learn_noise(values, value, learn, max_gap, config.window, xp=xp)
+    new_values, weight = learn_noise(values, value, learn, max_gap, config.window, xp=xp)
     new_votes = votes - numerics.product(weight, votes, xp=xp) + vote
     new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))
     votes = xp.where(learn, new_votes, votes)

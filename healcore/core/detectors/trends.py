@@ -21,8 +21,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from healcore.core import baseline, numerics
+from healcore.core import numerics
 from healcore.core.decision import Cause, Reading
+from healcore.core.detectors.thresholds import (
+    NOISE_WINDOW,
+    SMALL_NOISE,
+    NoiseState,
+    begin_noise,
+    learn_noise,
+    noise_unit,
+)
 from healcore.core.numerics import Flag, Float, Int, map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
@@ -34,7 +42,7 @@ POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below
 class DivergenceState(NamedTuple):
     """The trend, its lowest and highest levels, and the count of elevated steps."""
 
-    values: baseline.NoiseState
+    values: NoiseState
     trend: Float  # smoothed loss
     best: Float  # lowest trend
     peak: Float  # highest trend since the trend left the best level
@@ -49,7 +57,7 @@ class DivergenceConfig(NamedTuple):
     limits the distance of one step from the trend."""
     patience: Steps = 72
     """Elevated steps minus recovering steps that raise the alarm."""
-    window: Steps = baseline.NOISE_WINDOW
+    window: Steps = NOISE_WINDOW
     """Steps learnt before a rise counts; the weight of a step in the trend is 1 / window."""
 
     CAUSE = Cause.DIVERGENCE
@@ -61,13 +69,13 @@ class DivergenceConfig(NamedTuple):
     ) -> tuple[DivergenceState, Reading]:
         """Learns `seen.loss`, then compares the trend with the best level."""
         learn, loss = seen.finite, seen.loss
-        values, first = baseline.begin_noise(state.values, loss, seen.restart, xp=xp)
+        values, first = begin_noise(state.values, loss, seen.restart, xp=xp)
         warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
-        unit = baseline.noise_unit(values, trend, baseline.SMALL_NOISE, xp=xp)
+        unit = noise_unit(values, trend, SMALL_NOISE, xp=xp)
         threshold = numerics.product(self.rise, unit, xp=xp)
         max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
-        learnt, weight = baseline.learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
+        learnt, weight = learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
         trend = trend + numerics.product(weight, distance, xp=xp)

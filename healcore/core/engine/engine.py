@@ -13,7 +13,7 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.clipping import RULES
-from healcore.core.decision import RECORD_FIELDS, Action, Decision, record_metrics, record_numbers
+from healcore.core.decision import RECORD_FIELDS, Action, Decision, record_metrics
 from healcore.core.detectors import DETECTORS
 from healcore.core.engine import incidents
 from healcore.core.engine.judge import judge
@@ -25,6 +25,7 @@ from healcore.core.engine.state import (
     from_plain,
     init,
     plain,
+    record_numbers,
 )
 from healcore.core.numerics import map_leaves, select
 from healcore.core.signals import Signals

@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.decision import NONFINITE, Action, flag
+from healcore.core.decision import NONFINITE, Action
 from healcore.core.engine.state import (
     BudgetState,
     EngineConfig,
@@ -195,16 +195,16 @@ def _grant(
     granted = numerics.shared(due.rollback & left, xp=xp)
     denied, nonfinite = due.rollback & ~left, (cause & _NONFINITE) != 0
     action = (
-        flag(granted, Action.ROLLBACK, xp=xp)
-        | flag(denied & nonfinite, Action.STOP, xp=xp)
-        | flag(denied & ~nonfinite, Action.ALERT, xp=xp)
+        numerics.flag(granted, Action.ROLLBACK, xp=xp)
+        | numerics.flag(denied & nonfinite, Action.STOP, xp=xp)
+        | numerics.flag(denied & ~nonfinite, Action.ALERT, xp=xp)
     )
     ends_health, lr_cuts, cut_granted = is_open | due.rollback, budget.lr_cuts, None
     if due.cut is not None:
         ends_health = ends_health | due.cut
         cut_granted = numerics.shared(due.cut & (lr_cuts > 0), xp=xp)
         lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
-        action = action | flag(cut_granted, Action.CUT_LR, xp=xp)
+        action = action | numerics.flag(cut_granted, Action.CUT_LR, xp=xp)
     count = (budget.healthy + healthy) * ~ends_health
     refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
     new_budget = BudgetState(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from healcore.core import numerics
 from healcore.core.clipping import Clip
-from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry, flag
+from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
 from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
 from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
 from healcore.core.signals import Observed, Signals, observe
@@ -119,7 +119,7 @@ def _cause_flags(
         if name in readings:
             alarm, sustained, own, _ = readings[name]
             alarm = alarm if sustained is alarm else alarm | sustained
-            causes.append(flag(alarm, detector.CAUSE, xp=xp) if own is None else own)
+            causes.append(numerics.flag(alarm, detector.CAUSE, xp=xp) if own is None else own)
     if not causes:  # no detector has its signals
         return xp.astype(seen.finite & False, xp.int32)
     return functools.reduce(operator.or_, causes)
@@ -186,7 +186,7 @@ def _actions_of_rules(
     actions = []
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [flag(_any(fresh, never), once, xp=xp)] if once else []
+        actions += [numerics.flag(_any(fresh, never), once, xp=xp)] if once else []
     return actions
 
 

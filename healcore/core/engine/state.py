@@ -248,6 +248,16 @@ def init_rule(config: RuleConfig) -> RuleState:
     return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
+def record_numbers(state: EngineState) -> tuple[Any, ...]:
+    """The arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
+    incident, (made, *readings) = state.incident, state.last
+    return (
+        *(state.step, incident.onset, incident.number, incident.open),
+        *(made.action, made.cause, made.rollback_depth, made.skip, made.grad_scale, made.lr_scale),
+        *(*readings, state.lr.rate),
+    )
+
+
 def plain(tree: Any) -> Any:
     """Converts NamedTuples to dicts, tuples to lists, and arrays to numbers."""
     if tree is None:
