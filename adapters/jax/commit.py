@@ -34,6 +34,7 @@ from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+_OF_PROTECT = "protect() needs an optimizer that makes every field of its state in init(), got"
 _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
 
 
@@ -61,13 +62,7 @@ def commit(skip: jax.Array, old: State, new: State) -> State:
         >>> commit(jnp.bool_(True), {"mean": jnp.zeros(2)}, {"mean": jnp.full(2, jnp.nan)})
         {'mean': Array([0., 0.], dtype=float32)}
     """
-    old_structure, new_structure = jax.tree.structure(old), jax.tree.structure(new)
-    if old_structure != new_structure:
-        raise CommitError(
-            "commit() needs two train states of the same structure, got\n"
-            f"  old: {old_structure}\n  new: {new_structure}\n"
-            "pass the same part of the state before and after the step"
-        )
+    _check_structure(old, new, "commit() needs one part of the state in the same structure, got")
     if jnp.shape(skip) != () or jnp.result_type(skip) != jnp.bool_:
         raise CommitError(
             f"skip must be a 0-d bool, got {jnp.result_type(skip)}{jnp.shape(skip)}: pass "
@@ -91,23 +86,19 @@ def step_or_keep(
     Raises:
         CommitError: the step changes the structure or a shape of its state, or narrows a dtype.
     """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    names = [f"state{jax.tree_util.keystr(path)}" for path in paths]
     if not is_traced((skip, updates, state, params)):
         # Eager code has no donated buffers to reuse, and would trace the step at every call.
         out, new_state = step(updates, state, params)
-        _check_structure(state, new_state)
-        return out, jax.tree_util.tree_map_with_path(
-            lambda path, before, after: _select_widened(
-                skip, before, after, f"state{jax.tree_util.keystr(path)}"
-            ),
-            state,
-            new_state,
-        )
+        _check_structure(state, new_state, _OF_PROTECT)
+        leaves = zip(*map(jax.tree.leaves, (state, new_state)), names, strict=True)
+        kept = [_select_widened(skip, *each) for each in leaves]
+        return out, jax.tree.unflatten(jax.tree.structure(new_state), kept)
 
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(updates, state, params)
-    _check_structure(state, shapes[1])
+    _check_structure(state, shapes[1], _OF_PROTECT)
     first = len(jax.tree.leaves(updates))  # index of the state's first leaf in the flat inputs
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    names = [f"state{jax.tree_util.keystr(path)}" for path in paths]
     leaves = jax.tree.leaves((updates, state, params))
     flat = _interpret(closed, leaves, skip, first, names)
     return jax.tree.unflatten(jax.tree.structure(shapes), flat)
@@ -180,14 +171,10 @@ def _select_widened(skip: jax.Array, old: Any, new: Any, name: str) -> Any:
     return _select(skip, old, new, name)
 
 
-def _check_structure(old: Any, new: Any) -> None:
+def _check_structure(old: Any, new: Any, rule: str) -> None:
     before, after = jax.tree.structure(old), jax.tree.structure(new)
     if before != after:
-        raise CommitError(
-            "protect() needs an optimizer whose state keeps its structure, got\n"
-            f"  before the step: {before}\n  after it: {after}\n"
-            "initialise every field of the state in init()"
-        )
+        raise CommitError(f"{rule}\n  before the step: {before}\n  after it: {after}")
 
 
 def _select(skip: jax.Array, old: Any, new: Any, name: str) -> Any:

@@ -59,6 +59,7 @@ def gradient_leaves(tree: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
+@compiled
 def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
     """L2 norm over all gradients, and of each gradient leaf in flattening order.
 
@@ -69,12 +70,7 @@ def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
         float32, 0-d and (n,). The global norm is 0 for an empty tree, and NaN or Inf if any element
         is. Finite gradients above 1.8e19 overflow float32 when squared, so their norm is Inf.
     """
-    return _norms([jnp.asarray(leaf) for leaf in gradient_leaves(tree)])
-
-
-@compiled
-def _norms(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    sums = [_square_sum(leaf) for leaf in leaves]
+    sums = [_square_sum(leaf) for leaf in gradient_leaves(tree)]
     each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
     return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
 
@@ -285,9 +281,6 @@ class Axes(NamedTuple):
             )
         return axes
 
-    def __bool__(self) -> bool:
-        return bool(self.averaged or self.split)
-
     def signals(
         self, own: Signals, leaf_norms: jax.Array | None, *, norm_reported: bool
     ) -> tuple[Signals, jax.Array | None]:
@@ -296,7 +289,7 @@ class Axes(NamedTuple):
         Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
         A NaN or Inf reaches every device. `norm_reported` is whether the caller passed `grad_norm`.
         """
-        if not self:
+        if not (self.averaged or self.split):
             return own, leaf_norms
         names = [*_MEANS, *(["grad_norm"] if norm_reported else []), *_FLAGS]
         found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}

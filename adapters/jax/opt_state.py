@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import optax
 
+from healcore.console import first_of
 from healcore.core.decision import Decision
 from healcore.jax import heal_state
 from healcore.jax.gradients import is_gradient
@@ -213,10 +214,15 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
     members = jax.tree.leaves(bare, is_leaf=fits)
     if not fits(bare) and (len(members) != 1 or not fits(members[0])):
+        here, there = (
+            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+            for tree in (bare, wanted)
+        )
         raise HealStateError(
-            "this state does not have the structure of without_heal_state(like): "
-            f"{_differences(bare, wanted)}. Pass a state of the same model and optimizer; a "
-            "checkpoint restored without a target has dicts instead of optax's states"
+            "this state does not have the structure of without_heal_state(like): only here "
+            f"{first_of(sorted(here - there)) or 'nothing'}, only there "
+            f"{first_of(sorted(there - here)) or 'nothing'}. Pass a state of the same model and "
+            "optimizer; a checkpoint restored without a target has dicts instead of optax's states"
         )
     leaves = iter(jax.tree.leaves(bare))
 
@@ -229,14 +235,3 @@ def with_heal_state(bare: PyTree, like: State) -> State:
         return jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, _HEALING))
 
     return walk(like)
-
-
-def _differences(tree: Any, wanted: Any) -> str:
-    """The first paths of arrays that only one of two trees has."""
-    leaves = jax.tree_util.tree_leaves_with_path
-    found, needed = ([jax.tree_util.keystr(path) for path, _ in leaves(t)] for t in (tree, wanted))
-    parts = []
-    for who, paths, others in (("it lacks", needed, found), ("like lacks", found, needed)):
-        only = [path for path in paths if path not in others]
-        parts += [f"{who} {', '.join(only[:3])}"] if only else []
-    return "; ".join(parts) or "the arrays have the same paths in other types of nodes"

@@ -390,9 +390,8 @@ def _check_optimizer(inner: Any) -> None:
     is_made = not isinstance(inner, type)
     if is_made and all(callable(getattr(inner, name, None)) for name in ("init", "update")):
         return  # accepts optax.MultiSteps too, which is not a GradientTransformation
+    name = getattr(inner, "__name__", f"a {type(inner).__name__}")
     raise TypeError(
-        "protect takes an optax transformation, which has init and update, got "
-        f"{getattr(inner, '__name__', f'a {type(inner).__name__}')}: write "
-        "protect(optax.adamw(1e-3), policy), with the optimizer called and the policy second; in a "
-        "TrainState or an nnx.Optimizer write tx=protect(...)"
+        f"protect takes an optax transformation, got {name}: write "
+        "protect(optax.adamw(1e-3), policy), and tx=protect(...) in a TrainState or nnx.Optimizer"
     )

@@ -90,7 +90,7 @@ def test_another_state_is_refused_before_it_is_taken(tmp_path):
                 ({**new, "params": other_type}, "hidden'] is bool(4, 2), and was float32(4, 3)"),
                 ({**new, "params": other_names}, "ema'] is float32(3,), and was not present"),
                 ((new, 0.5), "and nothing else"),
-                (None, "takes the state that the step returns, got None: does the step `return`"),
+                (None, ".heal_engine is missing, and was int32"),
             ):
                 with pytest.raises(HealStateError, match=re.escape(message)):
                     healer.update(wrong)

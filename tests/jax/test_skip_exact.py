@@ -299,7 +299,7 @@ def test_a_leaf_may_get_a_wider_dtype_and_nothing_else_may_change(transform):
     wider = run(lambda g, s, p: (g, s.astype(jnp.float32) * 0.9 + g), VECTOR.astype(jnp.bfloat16))
     assert_same_bits(wider, VECTOR)
     for step, message in (
-        (lambda g, s, p: (g, (s, s)), "keeps its structure"),
+        (lambda g, s, p: (g, (s, s)), "every field of its state in init"),
         (lambda g, s, p: (g, s.astype(jnp.bfloat16)), "bfloat16"),
         (lambda g, s, p: (g, s[:1]), "float32"),
     ):

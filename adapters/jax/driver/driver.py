@@ -95,17 +95,11 @@ class JaxDriver(Driver):
                 the Healer's last edit. The live state is unchanged.
         """
         self.on_step()
-        if state is None:
-            if not self._live.in_place:
-                raise HealStateError(
-                    "update takes the state that the step returns, got None: does the step "
-                    f"`return` its state? Write `{_LINE}`"
-                )
+        if state is None and self._live.in_place:
             return
         before, self._live.state = self._live.state, state
         try:
-            if self._live.is_new():
-                self._states()  # raises if a state of another class has replaced a healing state
+            self._live.check_if_new()
             if self._edit_is_new:  # one sync, in the first update after an edit
                 edits = in_state.edit_numbers(self._states())
                 self._edit_is_new = any(edit != self._edit for edit in edits)
@@ -149,7 +143,7 @@ class JaxDriver(Driver):
         """Engine name -> `Engine.to_dict`. One sync."""
         tree = self._live.read()
         states = [
-            heal_state.engine_state(self._engine, in_state.state_at(tree, entry.path))
+            heal_state.engine_state(self._engine, heal_state.node_at(tree, entry.path))
             for entry in self._engines
         ]
         pairs = zip(self._engines, jax.device_get(states), strict=True)
@@ -254,7 +248,7 @@ class JaxDriver(Driver):
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
-        return [in_state.state_at(roots, entry.path) for entry in self._engines]
+        return [heal_state.node_at(roots, entry.path) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
         """The array with each engine's counters. Each step replaces these arrays."""

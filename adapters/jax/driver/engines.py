@@ -94,20 +94,6 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
     return engines
 
 
-def state_at(root: Any, path: Path) -> HealState:
-    """The HealState at a path. Raises HealStateError if it is missing."""
-    try:
-        node = heal_state.node_at(root, path)
-    except (AttributeError, LookupError, TypeError):
-        node = None
-    if not isinstance(node, HealState):
-        raise HealStateError(
-            f"the healing state is missing at state{jax.tree_util.keystr(path)}: "
-            "update() takes the whole state, in the structure with which the run started"
-        )
-    return node
-
-
 def with_engines(
     engine: Engine, engines: Sequence[EngineEntry], tree: Any, data: Mapping[str, Mapping[str, Any]]
 ) -> Any:
@@ -120,7 +106,7 @@ def with_engines(
     states = {name: engine.from_dict(state) for name, state in data.items()}
     new = {}
     for name, state in states.items():
-        live = state_at(tree, paths[name])
+        live = heal_state.node_at(tree, paths[name])
         packed = heal_state.with_engine_state(live, state)
         new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}

@@ -19,7 +19,6 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from healcore.console import first_of
 from healcore.jax.heal_state import HealStateError, map_nodes, nodes
 from healcore.jax.opt_state import with_heal_state, without_heal_state
-from healcore.runtime.store.saved import StateMismatch
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
@@ -54,7 +53,7 @@ class LiveState:
         self._first = _avals(without_heal_state(tree))
         """The same for the first state without healing states."""
         self._checked: Any = None
-        """Structure and abstract values of the last state that passed `is_new`, or None."""
+        """Structure and abstract values of the last state that passed `check_if_new`, or None."""
 
     def read(self) -> Any:
         """The state as a pytree of arrays, with optax's own state types. Copies nothing."""
@@ -72,18 +71,16 @@ class LiveState:
         """A tree that contains the parameters of an optimizer, for their names."""
         return self.state
 
-    def is_new(self) -> bool:
-        """Whether the structure or an `aval` differs from the last call's; if so, calls `check`.
+    def check_if_new(self) -> None:
+        """Calls `check` if the structure or an `aval` differs from the last state that passed.
 
         A compiled step returns the same `aval` objects, so that the comparison is fast.
         """
         leaves, structure = jax.tree.flatten(self.read())
         found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
-        if found == self._checked:
-            return False
-        self.check()
-        self._checked = found
-        return True
+        if found != self._checked:
+            self.check()
+            self._checked = found
 
     def check(self) -> None:
         """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
@@ -124,16 +121,12 @@ class LiveState:
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
 
-        Zeroes the accumulators of optax.MultiSteps, because a NaN would stay in them. Raises
-        StateMismatch if the structure, a shape or a dtype differs.
+        The store has checked that the items fit `items`. Zeroes the accumulators of
+        optax.MultiSteps, because a NaN would stay in them.
         """
-        tree, wanted = self.read(), self._saved()
-        wrong = [f'the item "{n}" is missing in the saved state' for n in wanted if n not in items]
-        found = {} if wrong else {name: items[name] for name in wanted}
-        for name in found:
-            wrong += _differences(name, found[name], wanted[name])
-        if wrong:
-            raise StateMismatch(None, wrong)
+        tree = self.read()
+        bare = without_heal_state(tree)
+        saved = {name: items[name] for name in bare} if self._named else items[STATE]
         side_state = items.get(SIDE_STATE, {})
 
         def restored(path: Any, new: Any, live: Any) -> Any:
@@ -145,9 +138,8 @@ class LiveState:
             # The initial value, False, if the checkpoint lacks this field.
             return restored(path, np.zeros((), live.dtype), live)
 
-        saved = found if self._named else found[STATE]
-        bare = tree_map_with_path(restored, saved, without_heal_state(tree))
-        new = with_heal_state(map_nodes(optax.MultiStepsState, _empty_accumulator, bare), like=tree)
+        new = tree_map_with_path(restored, saved, bare)
+        new = with_heal_state(map_nodes(optax.MultiStepsState, _empty_accumulator, new), like=tree)
         return tree_map_with_path(with_side_state, new)
 
     def _saved(self) -> dict[str, Any]:
@@ -331,17 +323,6 @@ def _as_saved(leaf: Any) -> Any:
     return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
 
 
-def _differences(name: str, found: Any, wanted: Any) -> list[str]:
-    if jax.tree.structure(found) != jax.tree.structure(wanted):
-        return [f'"{name}" has another structure']
-    pairs = zip(tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True)
-    return [
-        f"{name}{keystr(path)} is {_form(new)} in the saved and {_form(live)} in the live state"
-        for (path, live), new in pairs
-        if _form(new) != _form(live)
-    ]
-
-
 def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
     count, gradients = jax.tree.map(
         lambda leaf: as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf),
@@ -373,5 +354,5 @@ def _widens(old: Any, new: Any) -> bool:
 
 
 def _form(leaf: Any) -> str:
-    """Dtype and shape, which must be equal for a restored leaf and `_as_saved` of the live leaf."""
+    """Dtype and shape."""
     return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"
