@@ -156,7 +156,8 @@ def find_unread(
     traced. A step that cannot be traced reads every gradient. `known` holds the results of eager
     calls by the structure of the gradients.
     """
-    structure, eager = jax.tree.structure(args[0]), not is_traced(args)
+    structure = jax.tree.structure(args[0])
+    eager = not is_traced(args)
     if eager and structure in known:
         return known[structure]
     count = structure.num_leaves
@@ -167,7 +168,8 @@ def find_unread(
         pass
     else:
         updates, kept = (len(jax.tree.leaves(each)) for each in outputs)
-        read_state, before = [False] * kept, None
+        read_state = [False] * kept
+        before = None
         while read_state != before:
             read = dce_jaxpr(closed.jaxpr, [True] * updates + read_state)[1]
             # A state leaf that this step reads has to be right at the end of the last step.
@@ -237,7 +239,8 @@ def make_signals(
         # gradients, which XLA then writes to memory (the size of all parameters). In other modes
         # the scaling of the gradients prevents this.
         updates = jax.lax.optimization_barrier(updates)
-    leaf_norms, grad_norm = None, given.get("grad_norm")
+    leaf_norms = None
+    grad_norm = given.get("grad_norm")
     if engine.per_tensor or grad_norm is None:
         # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)

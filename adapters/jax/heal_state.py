@@ -150,7 +150,8 @@ def with_engine_state(state: HealState, new: EngineState) -> HealState:
     Raises StateError if `new` belongs to another model.
     """
     new = jax.device_get(new)
-    head, seen = np.zeros(_LOSS_SEEN, np.int32), new.last.loss != 0
+    head = np.zeros(_LOSS_SEEN, np.int32)
+    seen = new.last.loss != 0
     vector = np.concatenate([*map(_bits, [head, seen, *jax.tree.leaves(new)])])
     live, records = state.heal_engine, state.heal_records
     if vector.shape != jnp.shape(live):
@@ -201,7 +202,8 @@ def _repack(vector: jax.Array, last: Sequence[Any], numbers: Sequence[Any]) -> j
     XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
     which takes half of the time to compile the step of a small model.
     """
-    start, index = 0, lax.iota(np.int32, vector.size)
+    start = 0
+    index = lax.iota(np.int32, vector.size)
     for old, new in zip(last, numbers, strict=True):
         if new is not old and new.size == 1:
             vector = namespace.where(index == start, _bits(new), vector)
@@ -219,7 +221,9 @@ def _bits(number: Any) -> Any:
 
 
 def _unpack(engine: Engine, state: HealState) -> EngineState:
-    values, start, vector = [], _STEP, state.heal_engine
+    vector = state.heal_engine
+    start = _STEP
+    values = []
     leaves, structure = jax.tree.flatten(engine.init(groups=_groups(state) or 0))
     for like in leaves:
         part = vector[start : start + like.size].reshape(like.shape)

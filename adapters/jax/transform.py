@@ -204,13 +204,15 @@ def protect(
     _check_records(records)
     axes = Axes.of(axis_name, shard_axis_name)
     engine = engine_of(policy, overrides)
+    heals = engine.mode != "observe"
+    scales_lr = heals and engine.scales_lr
     inner = optax.with_extra_args_support(inner)
     accepted_keywords = _keywords_of(inner.update)
     unread_if_eager: dict[Any, list[bool]] = {}
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
-        if engine.mode != "observe" and engine.scales_lr:
+        if scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         state = ProtectState(
             heal=heal_state.init(engine, count_leaves(params), records),
@@ -228,8 +230,8 @@ def protect(
         keywords = given | others
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
-        optimizer_step, inner_state = partial(inner.update, **keywords), state.inner_state
-        inputs = updates, inner_state, params
+        optimizer_step = partial(inner.update, **keywords)
+        inputs = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
         if engine.limits_lr and "learning_rate" not in given:
             given |= _injected_rate(optimizer_step, *inputs)
@@ -237,22 +239,15 @@ def protect(
         signals = make_signals(engine, read, given, axes)
         healed, decision = heal_state.step(engine, state.heal, *signals)
         resets = state.heal_reset_moments
-        scales_lr = engine.scales_lr and engine.mode != "observe"
-        scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, inner_state))
+        scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, state.inner_state))
         step = _changed_step(optimizer_step, resets, decision.lr_scale if scales_inside else None)
-        may_skip = engine.mode != "observe" or "externally_skipped" in given
-        if may_skip:
-            # Replaces bad gradients by zeros, so that a loop in the optimizer (line search,
-            # Newton-Schulz) terminates. XLA fuses this with the scaling, at no cost.
+        if heals or "externally_skipped" in given:
             updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
-            updates = gradients.fill_where(updates, decision.skip, 0.0)
-            updates, inner_state = step_or_keep(step, decision.skip, updates, inner_state, params)
+            scales = scales_lr and not scales_inside
+            inputs = updates, state.inner_state, params
+            updates, inner_state = _step_or_skip(step, decision, *inputs, scales_lr=scales)
         else:
             updates, inner_state = step(*inputs)
-        if scales_lr and not scales_inside:
-            updates = gradients.scale(updates, decision.lr_scale)
-        if may_skip:
-            updates = gradients.fill_where(updates, decision.skip, -0.0)
         if resets is not None:
             resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
         return updates, ProtectState(healed, resets, inner_state)
@@ -292,6 +287,19 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
         return gradients.scale(updates, state.heal_lr_scale), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step_or_skip(
+    step: Step, decision: Decision, updates: Any, state: Any, params: Any, *, scales_lr: bool
+) -> tuple[Any, Any]:
+    """Takes or skips the optimizer's step. Returns the updates, scaled if asked, and the state."""
+    # Replaces bad gradients by zeros, so that a loop in the optimizer (line search, Newton-Schulz)
+    # terminates. XLA fuses this with the scaling, at no cost.
+    updates = gradients.fill_where(updates, decision.skip, 0.0)
+    updates, state = step_or_keep(step, decision.skip, updates, state, params)
+    if scales_lr:
+        updates = gradients.scale(updates, decision.lr_scale)
+    return gradients.fill_where(updates, decision.skip, -0.0), state
 
 
 def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:

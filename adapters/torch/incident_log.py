@@ -73,7 +73,8 @@ class IncidentLog:
         if row >= FROM_START and passes_power_of_ten(row - 1, row):
             text = nonfinite_streak_text(record, row, (), from_start=row == record.step)
             self._write(text, console.error)
-        new, self._incident = record.incident > self._incident, record.incident
+        new = record.incident > self._incident
+        self._incident = record.incident
         if new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
         if self._engine.mode == "observe":
@@ -117,7 +118,8 @@ class MissingLoss:
     """Notices, once, that the loop observes no loss, which would disable detectors silently."""
 
     def __init__(self, engine: Engine) -> None:
-        self._reads_loss, self._steps = "loss" in engine.needs, 0
+        self._reads_loss = "loss" in engine.needs
+        self._steps = 0
 
     def add(self, *, has_seen_loss: bool) -> list[str]:
         """Adds a judged step. Returns a warning at the step that proves it."""

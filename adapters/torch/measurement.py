@@ -93,7 +93,8 @@ class Measurer:
             self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
         loss = self.losses.mean()
         if loss is not None and self.losses.count > 1:
-            grad, before = self._last_parameter.grad, None if self._grad is None else self._grad()
+            grad = self._last_parameter.grad
+            before = None if self._grad is None else self._grad()
             if grad is not before:  # backward passes add to a gradient in place
                 # The gradients are of the last loss only: the loop has left out earlier batches.
                 loss = torch.where(loss.isfinite(), loss, self.losses.last())

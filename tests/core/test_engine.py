@@ -159,9 +159,9 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     }
     assert same(back.lr, state.lr._replace(**limit)), "the cut, or the lower limit of then"
     left = np.maximum(state.budget.recoveries - 1, 0)
-    assert state.budget.healthy.any()
-    none = np.zeros_like(state.budget.healthy)  # healthy steps count from the rollback on
-    assert same(back.budget, state.budget._replace(recoveries=left, healthy=none))
+    assert state.budget.healthy_steps.any()
+    none = np.zeros_like(state.budget.healthy_steps)  # healthy steps count from the rollback on
+    assert same(back.budget, state.budget._replace(recoveries=left, healthy_steps=none))
     assert not state.tally.rollbacks.any(), "a step orders rollbacks, it does not carry them out"
     assert same(back.tally, state.tally._replace(rollbacks=state.tally.rollbacks + 1))
     assert not back.incident.open.any()

@@ -261,7 +261,8 @@ class JaxDriver(Driver):
         """Makes `tree` the live state, from which the next step has to start, without a step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
-            self._edit, self._edit_is_new = self._edit + 1, True
+            self._edit += 1
+            self._edit_is_new = True
             tree = in_state.map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
         if all_polled:  # otherwise `steps` still has to return the step before the edit

@@ -227,7 +227,8 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
 
     @cache
     def read() -> list[Read]:
-        packed, results = np.asarray(copied), []
+        packed = np.asarray(copied)
+        results = []
         for shape, tensors in shapes:
             end = 1 + math.prod(shape)
             rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]

@@ -87,7 +87,8 @@ class LiveState:
 
         A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
         """
-        new, known = _avals(self.read()), self._avals
+        new = _avals(self.read())
+        known = self._avals
         known |= {path: each for path, each in new.items() if _widens(known.get(path), each)}
         forms, wanted = ({p: _form(e) for p, e in avals.items()} for avals in (new, known))
         wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]

@@ -126,7 +126,8 @@ class JaxWeights:
             found = untrained(self._mixed, before, self.arrays())
             if found is None:
                 return {}
-            self._averages, self._mixed = found, []
+            self._averages = found
+            self._mixed = []
         return {path: leaf for path, leaf in weights.items() if path not in self._averages}
 
 

@@ -162,17 +162,18 @@ class Engine:
             restored: the state in the checkpoint.
             xp: the array namespace.
         """
-        incident, budget, then = live.incident, live.budget, restored.lr
+        incident, budget = live.incident, live.budget
+        then = restored.lr
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
         return restored._replace(
             incident=incident._replace(
                 open=incident.open & False,
-                skipped=incident.skipped & False,
+                only_skips=incident.only_skips & False,
                 quiet=incident.quiet * 0,
             ),
             budget=budget._replace(
                 recoveries=numerics.decremented(budget.recoveries, xp=xp),
-                healthy=budget.healthy * 0,
+                healthy_steps=budget.healthy_steps * 0,
             ),
             lr=live.lr._replace(
                 rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
@@ -215,7 +216,8 @@ class Engine:
                 of 1.
             xp: the array namespace.
         """
-        budget, tally, config = state.budget, state.tally, self.config.lr
+        budget, tally = state.budget, state.tally
+        config = self.config.lr
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
@@ -250,7 +252,7 @@ class Engine:
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": 8, "policy": fingerprint, "clip": name, "detectors": [names],
+        Returns `{"schema": 9, "policy": fingerprint, "clip": name, "detectors": [names],
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale

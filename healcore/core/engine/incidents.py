@@ -98,27 +98,29 @@ def update_incidents(
     harmless = alarm & skip
     if incident_causes(config) & ~_NONFINITE:
         harmless = harmless & ((incident_cause & ~_NONFINITE) == 0)
-    serious, known_skips, turned = alarm & ~harmless, state.skipped, None
+    serious = alarm & ~harmless
+    known_skips = state.only_skips
+    turned = None
     if _may_recover(config):
         ordered = wants.rollback if wants.cut is None else wants.rollback | wants.cut
         orders_recovery = numerics.shared(harmless & ordered, xp=xp)
         harmless = numerics.shared(harmless & ~orders_recovery, xp=xp)
-        known_skips = state.skipped & ~orders_recovery
+        known_skips = state.only_skips & ~orders_recovery
         # The order turns an incident of skips into an ordinary one, which is not a new one.
         serious = serious | orders_recovery
-        turned = state.skipped & orders_recovery
+        turned = state.only_skips & orders_recovery
     is_new = ~state.open
     begun = serious & is_new
-    skip_begun = harmless & is_new & ~state.skipped
+    skip_begun = harmless & is_new & ~state.only_skips
     first = begun if turned is None else begun & ~turned
     opened = numerics.shared(first | skip_begun, xp=xp)
-    quiet = (state.quiet + 1) * (state.open | state.skipped)
+    quiet = (state.quiet + 1) * (state.open | state.only_skips)
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
     lasts = quiet < config.incident.quiet_steps
     is_open = numerics.shared((state.open | begun) & lasts, xp=xp)
     new = state._replace(
         open=is_open,
-        skipped=((known_skips & ~begun) | skip_begun) & lasts,
+        only_skips=((known_skips & ~begun) | skip_begun) & lasts,
         number=state.number + opened,
         onset=xp.where(opened, before.step, state.onset),
         quiet=quiet,
@@ -135,10 +137,10 @@ def _update_skips(
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
     """`update_incidents` for a policy of `_only_skips`: every skip belongs to an incident."""
     state = before.incident
-    opened = numerics.and_not(skip, state.skipped)
-    quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.skipped)
+    opened = numerics.and_not(skip, state.only_skips)
+    quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.only_skips)
     new = state._replace(
-        skipped=quiet < 0,
+        only_skips=quiet < 0,
         number=state.number + opened,
         onset=xp.where(opened, before.step, state.onset),
         quiet=quiet,
@@ -151,18 +153,19 @@ def _due_orders(
 ) -> tuple[IncidentState, RuleOrders]:
     """The wanted orders that are due, at the onset or after `patience` alarms, with the depth."""
     patience = config.incident.patience
-    recovered = xp.where(opened, -1, new.recovered)
-    recover_due = (recovered < 0) | (recovered >= patience)
-    cut, cut_due = new.cut, None
+    since_rollback = xp.where(opened, -1, new.alarms_since_rollback)
+    recover_due = (since_rollback < 0) | (since_rollback >= patience)
+    since_cut = new.alarms_since_cut
+    cut_due = None
     if wants.cut is not None:
-        cut = xp.where(opened, -1, cut)
-        cut_due = numerics.shared(wants.cut & ((cut < 0) | (cut >= patience)), xp=xp)
-        cut = xp.where(cut_due, 0, _count_alarm(cut, alarm))
+        since_cut = xp.where(opened, -1, since_cut)
+        cut_due = numerics.shared(wants.cut & ((since_cut < 0) | (since_cut >= patience)), xp=xp)
+        since_cut = xp.where(cut_due, 0, _count_alarm(since_cut, alarm))
         # A cut repeats the rollback order, because the host may have declined an earlier one.
         recover_due = recover_due | cut_due
     recover = numerics.shared(wants.rollback & recover_due, xp=xp)
-    recovered = xp.where(recover, 0, _count_alarm(recovered, alarm))
-    new = new._replace(recovered=recovered, cut=cut)
+    since_rollback = xp.where(recover, 0, _count_alarm(since_rollback, alarm))
+    new = new._replace(alarms_since_rollback=since_rollback, alarms_since_cut=since_cut)
 
     depth = config.rollback.depth
     if not (isinstance(config.rollback.deepen, int) and config.rollback.deepen == 0):
@@ -193,26 +196,29 @@ def _grant(
     """
     left = budget.recoveries > 0
     granted = numerics.shared(due.rollback & left, xp=xp)
-    denied, nonfinite = due.rollback & ~left, (cause & _NONFINITE) != 0
+    denied = due.rollback & ~left
+    nonfinite = (cause & _NONFINITE) != 0
     action = (
         numerics.flag(granted, Action.ROLLBACK, xp=xp)
         | numerics.flag(denied & nonfinite, Action.STOP, xp=xp)
         | numerics.flag(denied & ~nonfinite, Action.ALERT, xp=xp)
     )
-    ends_health, lr_cuts, cut_granted = is_open | due.rollback, budget.lr_cuts, None
+    ends_health = is_open | due.rollback
+    lr_cuts = budget.lr_cuts
+    cut_granted = None
     if due.cut is not None:
         ends_health = ends_health | due.cut
         cut_granted = numerics.shared(due.cut & (lr_cuts > 0), xp=xp)
         lr_cuts = xp.where(cut_granted, lr_cuts - 1, lr_cuts)
         action = action | numerics.flag(cut_granted, Action.CUT_LR, xp=xp)
-    count = (budget.healthy + healthy) * ~ends_health
+    count = (budget.healthy_steps + healthy) * ~ends_health
     refund = numerics.shared(count >= config.budget.refund_after, xp=xp)
     new_budget = BudgetState(
         recoveries=xp.minimum(budget.recoveries + refund, config.budget.recoveries),
         lr_cuts=xp.minimum(lr_cuts + refund, config.budget.lr_cuts),
-        healthy=xp.where(refund, 0, count),
+        healthy_steps=xp.where(refund, 0, count),
     )
-    depth = xp.where(granted, due.depth, budget.healthy * 0)
+    depth = xp.where(granted, due.depth, budget.healthy_steps * 0)
     return new_budget, RecoveryOrders(healthy, refund, cut_granted, depth, action)
 
 
@@ -222,12 +228,12 @@ def _refund_limits(
     """The budget of a policy without recovery: long health gives back limits of the rate."""
     if not may_limit_rate(config.lr):
         return budget, RecoveryOrders()
-    count = budget.healthy + ~unhealthy
+    count = budget.healthy_steps + ~unhealthy
     if in_incident is not None:
         count = count * ~in_incident
     refund = count >= config.budget.refund_after
     lr_cuts = xp.minimum(budget.lr_cuts + refund, config.budget.lr_cuts)
-    refunded = budget._replace(lr_cuts=lr_cuts, healthy=xp.where(refund, 0, count))
+    refunded = budget._replace(lr_cuts=lr_cuts, healthy_steps=xp.where(refund, 0, count))
     return refunded, RecoveryOrders(refund=refund)
 
 
@@ -274,7 +280,8 @@ def _cut_hold_ramp(
     config: LrConfig, state: LrState, orders: RecoveryOrders, is_open: Any, rate: Any, *, xp: Any
 ) -> LrState:
     """`update_rate` for a policy that cuts the rate."""
-    cut, keeps_peak = orders.cut, _keeps_peak(state, rate)
+    cut = orders.cut
+    keeps_peak = _keeps_peak(state, rate)
     advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.

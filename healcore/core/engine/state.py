@@ -113,7 +113,7 @@ class EngineConfig(NamedTuple):
 
 # -- state -----------------------------------------------------------------------------------------
 
-SCHEMA = 8  # version of the saved form
+SCHEMA = 9  # version of the saved form
 
 _NEVER = 1 << 30
 
@@ -144,12 +144,12 @@ class IncidentState(NamedTuple):
     """The open incident, and the last recovery."""
 
     open: Flag  # an incident is open in which a step may have changed the model
-    skipped: Flag  # an incident is open that has only skipped non-finite steps
+    only_skips: Flag  # an incident is open that has only skipped non-finite steps
     number: Int  # incidents so far, including the open one
     onset: Int  # step of its first alarm
     quiet: Int  # steps since its last alarm; from -`quiet_steps` if a policy only skips
-    recovered: Int  # alarms since its last rollback order; -1 = no order
-    cut: Int  # alarms since its last cut; -1 = no cut
+    alarms_since_rollback: Int  # alarms since its last rollback order; -1 = no order
+    alarms_since_cut: Int  # alarms since its last cut; -1 = no cut
     last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
     escalations: Int  # earlier recoveries in the region of the last recovery
 
@@ -159,7 +159,7 @@ class BudgetState(NamedTuple):
 
     recoveries: Int  # rollbacks left
     lr_cuts: Int  # cuts left
-    healthy: Int  # consecutive steps without an incident since the last refund
+    healthy_steps: Int  # consecutive steps without an incident since the last refund
 
 
 class LrState(NamedTuple):
@@ -214,7 +214,7 @@ def neutral(*, groups: int | None = None) -> Decision:
 def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) -> EngineState:
     """The state before the first step, as NumPy arrays; see `Engine.init`."""
     kind, clip = config.clip or (None, None)
-    orders = ("onset", "recovered", "cut", "last_onset")
+    orders = ("onset", "alarms_since_rollback", "alarms_since_cut", "last_onset")
     none_yet = {name: np.full((), -1, np.int32) for name in orders}
     state = EngineState(
         step=np.zeros((), np.int32),
