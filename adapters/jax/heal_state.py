@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.core import Tracer
 from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
@@ -373,6 +374,12 @@ def node_at(root: Any, path: tuple[Any, ...]) -> Any:
     return root
 
 
+def is_optax_state(node: Any) -> bool:
+    """Whether a node is the state of a transformation of optax."""
+    kind = type(node)
+    return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
+
+
 def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     """Warns if an optimizer's state precedes the healing state at `path` in a chain.
 
@@ -390,7 +397,8 @@ def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
     before = chain[: path[index].idx]
     if nodes(HealState, before):
         return  # a user's tuple with the states of several optimizers
-    if any(map(is_gradient, jax.tree.leaves(before))):
+    states = [state for _, state in nodes(is_optax_state, before)]
+    if any(map(is_gradient, jax.tree.leaves(states))):
         warnings.warn(
             "heal, heal_zclip and protect have to judge gradients, but an optimizer precedes them "
             "in this chain: they judge its updates, after a NaN has reached its moments. Put "

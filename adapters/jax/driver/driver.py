@@ -59,20 +59,12 @@ class JaxDriver(Driver):
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
-        steps = [state for _, state in heal_state.nodes(optax.MultiStepsState, tree)]
-        accumulators = [state for state in steps if heal_state.nodes(HealState, state)]
-        self._reader = StepReader(self._engines, bool(accumulators), self.warnings.append)
+        steps = heal_state.nodes(optax.MultiStepsState, tree)
+        accumulates = any(heal_state.nodes(HealState, state) for _, state in steps)
+        self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._marks: VoteMarks | None = None
         """The votes of a program of several processes, created by `ranks`."""
         self._ranks: Ranks | None = None
-        poisoned = any(accumulator.skip_state == () for accumulator in accumulators)
-        if poisoned and self._engine.mode != "observe":
-            self.warnings.append(
-                "optax.MultiSteps wraps protect: a NaN micro-batch stays in its accumulator "
-                "(0 × NaN is NaN), so every later update is skipped until a rollback. Write "
-                "protect(optax.MultiSteps(optimizer, k)), or pass "
-                "should_skip_update_fn=optax.skip_not_finite to MultiSteps"
-            )
         self.window = SummedGradients(self._counters)
         self._remember_step()
         self._edit = max(in_state.edit_numbers(self._states()))

@@ -181,9 +181,7 @@ def _tensor_names(
 
 
 def _is_beside_engine(node: Any) -> bool:
-    kind = type(node)
-    is_state = kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
-    return is_state and not nodes(HealState, node)
+    return heal_state.is_optax_state(node) and not nodes(HealState, node)
 
 
 def _within(path: Path, others: Sequence[Path]) -> bool:
