@@ -21,7 +21,7 @@ from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
-from healcore.jax.transform import injected_hyperparameters, injected_rates
+from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
 from healcore.runtime.store.ranks import Alone, Ranks
@@ -202,13 +202,20 @@ class JaxDriver(Driver):
         return {**dict(zip(names, values, strict=True)), **others}
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The injected rate if there is one, or else what each last update received. One sync."""
-        injected = {*map(float, jax.device_get(injected_rates(self._live.read())))}
-        rates = {n: each["state"]["lr"]["rate"] for n, each in self.engines().items()}
-        if injected:
-            return dict.fromkeys(rates, injected.pop() if len(injected) == 1 else None)
-        # 1.0 if none was passed
-        return {n: None if rate in (0.0, 1.0) else rate for n, rate in rates.items()}
+        """The rate that `protect` finds in its optimizer, or else what each last update received.
+
+        Other rates in the state would be other units than the engine's. One sync.
+        """
+        tree, found = self._live.read(), {}
+        for entry, engine in zip(self._engines, self.engines().values(), strict=True):
+            owner = heal_state.node_at(tree, entry.path[:-1])
+            injected = injected_rates(owner) if isinstance(owner, ProtectState) else []
+            received = engine["state"]["lr"]["rate"]
+            if len(injected) == 1:
+                found[entry.name] = float(jax.device_get(injected[0]))
+            else:  # 1.0 if none was passed
+                found[entry.name] = None if received in (0.0, 1.0) else received
+        return found
 
     # -- the run ----------------------------------------------------------------------------------
 

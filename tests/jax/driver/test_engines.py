@@ -176,6 +176,25 @@ def test_a_checkpoint_of_a_run_without_healing_restores(tmp_path):
     advance(driver, run, [batch(1)])
 
 
+def test_a_learning_rate_is_of_the_optimizer_that_protect_wraps():
+    """A limit in the units of another rate would be a wrong multiplier."""
+
+    def injected(rate: float) -> Any:
+        return optax.inject_hyperparams(optax.sgd)(rate)
+
+    optimizers = {
+        "generator": protect(injected(0.1)),
+        "critic": protect(injected(0.4)),
+        "plain": protect(optax.sgd(0.2)),
+        "chain": optax.chain(heal(), injected(0.3)),  # `heal` does not see the rate
+        "other": injected(0.7),
+    }
+    states = {name: tx.init(PARAMS) for name, tx in optimizers.items()}
+    rates = JaxDriver({**states, "params": PARAMS}).learning_rates()
+    known = {"generator": 0.1, "critic": 0.4}
+    assert rates == pytest.approx({**known, "plain": None, "chain": None})
+
+
 def overflows(inner: Any, policy: Any) -> Any:
     tx = protect(inner, policy)
 
