@@ -26,9 +26,9 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
-    has_checkpoint,
     healings_of,
     load_engines,
+    newest_step,
     patched,
     resolve_options,
 )
@@ -122,7 +122,7 @@ class LightningHealingCallback(Callback):
         self._progress = progress = Progress(trainer)
         progress.open = functools.partial(self._running, trainer, progress)
         self._continues = (
-            trainer.strategy.broadcast(has_checkpoint(self._options["store"]))
+            trainer.strategy.broadcast(newest_step(self._options["store"])) is not None
         )
         if self._continues:
             self._ignore_ckpt_path(trainer._checkpoint_connector)
