@@ -66,16 +66,15 @@ class TrainerCheckpoints(MemoryStore):
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """An empty tuple, because the check would copy the state."""
-        del state
         return ()
 
 
-def has_checkpoint(store: Any) -> bool:
-    """Whether a store, or the directory of a store, has a complete checkpoint."""
+def newest_step(store: Any) -> int | None:
+    """Step of the newest complete checkpoint in a store, or in its directory, or None."""
     if isinstance(store, CheckpointStore):
-        return bool(store.steps())
-    is_path = isinstance(store, str | os.PathLike)
-    return is_path and Path(store).is_dir() and bool(scan(Path(store)).complete)
+        return max((saved.step for saved in store.steps()), default=None)
+    is_folder = isinstance(store, str | os.PathLike) and Path(store).is_dir()
+    return max(scan(Path(store)).complete, default=None) if is_folder else None
 
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:

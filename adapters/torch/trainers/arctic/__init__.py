@@ -11,20 +11,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 
 from healcore.core.errors import AttachError
+from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.termination import EndRequested
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.trainers import TrainerOptions, resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
-
-if TYPE_CHECKING:
-    from healcore.policy import PolicyLike
 
 _END = object()
 

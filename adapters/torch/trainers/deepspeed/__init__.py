@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,14 @@ from healcore.console import Console, checked_console
 from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.core.signals import Signals
+from healcore.policy import Overrides, PolicyLike, engine_of
+from healcore.policy.loader import resolve, with_limit
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
 from healcore.torch.trainers import patched
-
-if TYPE_CHECKING:
-    from healcore.policy import Overrides, PolicyLike
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -73,11 +72,8 @@ def heal_engine(
             unchanged.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
     """
-    # Imported here, so that `import healcore.torch` does not load pydantic.
-    from healcore.policy import engine_of
-    from healcore.policy.loader import resolve, with_limit
-
-    printed, part = checked_console(console), EngineOptimizer(engine)
+    printed = checked_console(console)
+    part = EngineOptimizer(engine)
     core = engine_of(with_limit(resolve(policy, overrides), part.trainer_limit))
     healing = part.attach_with(core)
     healing.healed_step.incident_log.console = printed

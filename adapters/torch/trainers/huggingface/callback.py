@@ -33,9 +33,9 @@ from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
-    has_checkpoint,
     healings_of,
     load_engines,
+    newest_step,
     patched,
     resolve_options,
 )
@@ -174,9 +174,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         `restore_callback_states_from_checkpoint`, on a new object that a later `train()` may reuse.
         """
         exported: Any = state.stateful_callbacks
-        name = type(self).__name__
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
-        entry = exported.setdefault(name, {})
+        entry = exported.setdefault(type(self).__name__, {})
         entry = entry[0] if isinstance(entry, list) else entry
         load_engines(healer, entry.get("attributes", {}).get("engines", {}))
         loop_of(healer).data.step = state.global_step
@@ -247,7 +246,9 @@ class HealingCallback(TrainerCallback, ExportableState):
         healer = self.healer = stack.enter_context(self._healer(trainer, policy, counters))
         if feed is not None:
             counters.begin()
-            feed.healer, feed.nothing_to_do = healer, counters.had_completed(healer)
+            feed.healer = healer
+            completed = loop_of(healer).data.had_completed
+            feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
         elif state.global_step:
             self._load_state(healer, state)
         split = steps.SplitSteps(trainer, healer, counters, stack)
@@ -259,16 +260,16 @@ class HealingCallback(TrainerCallback, ExportableState):
         self._running = healer
 
     def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
-        store, options = self._store, dict(self._options)
-        store = store() if isinstance(store, type) else store
+        options = dict(self._options)
+        if self._feed and trainer.state.global_step:
+            options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
         loss_fn: Any = self._loss_fn
-        folder = os.path.join(trainer.args.output_dir or "trainer_output", _FOLDER)
-        if store == "auto":
-            store = folder
-        elif getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
+        store: Any = self._located_store(trainer)
+        store = store() if isinstance(store, type) else store
+        if getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
             logging = options.get("logging", LOGGING)
             if logging.events is None:
-                events = os.path.join(folder, "healcore.events.jsonl")
+                events = _folder(trainer) / _FOLDER / "healcore.events.jsonl"
                 options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
@@ -289,6 +290,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         }
         state = {name: part for name, part in state.items() if part is not None}
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
+
+    def _located_store(self, trainer: Any) -> Store:
+        """The store, with the directory of "auto"."""
+        return _folder(trainer) / _FOLDER if self._store == "auto" else self._store
 
     def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
         """Runs an epoch with the Healer's batches. Ends the Healer if an exception is raised."""
@@ -316,7 +321,10 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         if self._store is None:
             return
-        if state.global_step:
+        # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
+        # epoch after its last step, and a store with its first checkpoint needs those weights.
+        newest = newest_step(self._located_store(trainer)) or 0
+        if state.global_step and (not newest or newest < state.max_steps <= state.global_step):
             raise AttachError(
                 "resume_from_checkpoint conflicts with the store, which continues the run by "
                 "itself: omit the argument or call heal_trainer, which omits it; to start a new "
@@ -384,6 +392,10 @@ def _trainer_of(callback: HealingCallback) -> Any:
     )
 
 
+def _folder(trainer: Any) -> Path:
+    return Path(trainer.args.output_dir or "trainer_output")
+
+
 def _wrap_train(trainer: Any) -> None:
     """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
 
@@ -395,13 +407,13 @@ def _wrap_train(trainer: Any) -> None:
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         own = [e for e in trainer.callback_handler.callbacks if isinstance(e, HealingCallback)]
-        folder = Path(trainer.args.output_dir or "trainer_output")
-        stores = [folder / _FOLDER if each._store == "auto" else each._store for each in own]
-        if resume_from_checkpoint and any(map(has_checkpoint, stores)):
+        steps = [newest_step(each._located_store(trainer)) for each in own]
+        if resume_from_checkpoint and steps.count(None) < len(steps):
             info(f"the store continues the run, not the Trainer's {resume_from_checkpoint}")
             resume_from_checkpoint = None
         elif resume_from_checkpoint:
-            resume_from_checkpoint = checkpoints.to_resume_from(resume_from_checkpoint, folder)
+            requested, folder = resume_from_checkpoint, _folder(trainer)
+            resume_from_checkpoint = checkpoints.to_resume_from(requested, folder)
         try:
             return original(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:

@@ -101,33 +101,22 @@ def _add_hint(error: Exception) -> None:
 def _read_metrics(metrics: Path) -> DryRun:
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
-    losses, norms = (
-        tuple(float(row.get(name, "nan")) for row in rows) for name in ("loss", "grad_norm")
-    )
-    return DryRun(
-        losses,
-        norms,
-        all(map(math.isfinite, losses + norms)) and bool(rows),
-        tuple((*row.get("cause", ()), *row.get("action", ())) for row in rows),
-    )
+    losses = tuple(float(row.get("loss", "nan")) for row in rows)
+    norms = tuple(float(row.get("grad_norm", "nan")) for row in rows)
+    finite = bool(rows) and all(map(math.isfinite, losses + norms))
+    would = tuple((*row.get("cause", ()), *row.get("action", ())) for row in rows)
+    return DryRun(losses, norms, finite, would)
 
 
 def _copy(trainer: Any, steps: int, folder: str) -> Any:
     new = copy.copy(trainer)
     _rebind(new, trainer)
     new.args = copy.copy(trainer.args)
-    settings = {
-        "output_dir": folder,
-        "max_steps": steps,
-        "save_strategy": SaveStrategy.NO,
-        "eval_strategy": IntervalStrategy.NO,
-        "logging_strategy": IntervalStrategy.NO,
-        "eval_on_start": False,
-        "load_best_model_at_end": False,
-        "push_to_hub": False,
-    }
-    for name, value in settings.items():
-        setattr(new.args, name, value)
+    new.args.output_dir = folder
+    new.args.max_steps = steps
+    new.args.save_strategy = SaveStrategy.NO
+    new.args.eval_strategy = new.args.logging_strategy = IntervalStrategy.NO
+    new.args.eval_on_start = new.args.load_best_model_at_end = new.args.push_to_hub = False
     new.model = new.model_wrapped = copy.deepcopy(trainer.model)
     new.model_init = None
     new.optimizer = _copy_optimizer(trainer, new.model)

@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import Healer, loop_of
+from healcore.runtime.healer import loop_of
 
 
 class EpochChanged(BaseException):
@@ -100,7 +100,7 @@ class EpochFeed:
                 return
             try:
                 if self._has_batch():
-                    run_epoch(**{**call, **self._arguments()})
+                    run_epoch(**{**call, "resume_from_checkpoint": None, **self._arguments()})
                 control = trainer.control
                 if self._exhausted and not control.should_training_stop:
                     console.warning(
@@ -279,7 +279,7 @@ class Counters:
         self.before: CountsBefore | None = None
         self._feed = feed
         self._callback = callback
-        self._max_steps: int | None = None
+        self.saved_max_steps: int | None = None
         """`max_steps` of the loaded run, or None."""
 
     @property
@@ -301,11 +301,6 @@ class Counters:
         trainer._total_loss_scalar = 0.0
         trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
-
-    def had_completed(self, healer: Healer[Any]) -> bool:
-        """Whether an earlier start with the same `max_steps` completed the run."""
-        same = self._max_steps == self.trainer.state.max_steps
-        return loop_of(healer).data.had_completed and same
 
     def state_dict(self) -> dict[str, str]:
         """The counters. Reads one scalar from the device."""
@@ -331,7 +326,7 @@ class Counters:
         """Sets the counters of the trainer and its callbacks."""
         assert self._feed is not None
         trainer, saved = self.trainer, json.loads(state["json"])
-        self._max_steps = saved["max_steps"]
+        self.saved_max_steps = saved["max_steps"]
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
         for name, value in (saved["counters"] | saved["logging"]).items():

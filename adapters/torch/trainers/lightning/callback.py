@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from healcore.adapter_registry import require
+from healcore.console import info
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
@@ -25,22 +26,19 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
-    has_checkpoint,
     healings_of,
     load_engines,
+    newest_step,
     patched,
     resolve_options,
 )
 from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     require("lightning", "pytorch_lightning")
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback, LightningModule, Trainer
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 
@@ -62,7 +60,8 @@ class LightningHealingCallback(Callback):
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
         store: a directory for checkpoints, a store, or None for host memory, which is lost with the
-            process. `ModelCheckpoint` works as usual. `ckpt_path` needs `store=None`.
+            process. `ModelCheckpoint` works as usual. `ckpt_path` is ignored if the store has a
+            checkpoint, otherwise it needs `store=None`.
         loss_fn: function that returns the loss of one batch on the module's device, to compare the
             current weights with earlier weights; see `healcore.Healer`.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
@@ -122,6 +121,11 @@ class LightningHealingCallback(Callback):
             )
         self._progress = progress = Progress(trainer)
         progress.open = functools.partial(self._running, trainer, progress)
+        self._continues = (
+            trainer.strategy.broadcast(newest_step(self._options["store"])) is not None
+        )
+        if self._continues:
+            self._ignore_ckpt_path(trainer._checkpoint_connector)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
         # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
@@ -139,9 +143,8 @@ class LightningHealingCallback(Callback):
         self._resumes = trainer.ckpt_path is not None and trainer.global_step > 0
         if self._resumes and self._options["store"] is not None:
             raise AttachError(
-                "ckpt_path conflicts with the store, which continues the run by itself: omit "
-                "ckpt_path; to start a new run from those weights, load the module from that file "
-                "and pass an empty store"
+                "ckpt_path conflicts with the store, which does not have this run: omit ckpt_path; "
+                "to start a new run from those weights, load the module from that file"
             )
         self._fit_policy, limit = self._policy, trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
@@ -152,7 +155,7 @@ class LightningHealingCallback(Callback):
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
-        if trainer.strategy.broadcast(has_checkpoint(self._options["store"])):
+        if self._continues:
             run = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
             completed = run.data.had_completed and progress.saved_limits == progress.limits()
@@ -209,10 +212,9 @@ class LightningHealingCallback(Callback):
         if self._progress is None or not trainer._logger_connector.should_update_logs:
             return
         metrics = self._metrics() if trainer.loggers else {}
-        if metrics:
-            for logger in trainer.loggers:
-                # Like LearningRateMonitor, because `self.log` would copy each number to the device.
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for logger in trainer.loggers if metrics else ():
+            # Like LearningRateMonitor, because `self.log` would copy each number to the device.
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -305,6 +307,17 @@ class LightningHealingCallback(Callback):
         for optimizer, step in steps.items():
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
+
+    def _ignore_ckpt_path(self, connector: Any) -> None:
+        """Makes Lightning restore nothing, because programs pass its newest checkpoint."""
+        restore = connector._restore_modules_and_callbacks  # not called by Lightning's searches
+
+        def restore_nothing(checkpoint_path: Any = None, *_: Any) -> None:
+            if checkpoint_path:
+                info(f"the store continues the run, not Lightning's {checkpoint_path}")
+            restore()
+
+        self._changes.enter_context(patched(connector, restore.__name__, restore_nothing))
 
     def _replace_hook(self, fit: Any) -> None:
         """Replaces a method of Lightning's loop, because no callback runs at its moment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain, pairwise
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -167,10 +168,8 @@ class CombinedBatches:
         if self._length is not None:
             yield from batches
             return
-        ahead = next(batches, _END)
-        while ahead is not _END:
-            batch, ahead = ahead, next(batches, _END)
-            self.exhausted = ahead is _END
+        for batch, following in pairwise(chain(batches, [_END])):
+            self.exhausted = following is _END
             yield batch
 
 
@@ -222,8 +221,7 @@ class Progress:
 
     def limits(self) -> dict[str, int]:
         """Lightning's limits of a fit. A value of -1 is no limit."""
-        limits = {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
-        return {name: -1 if limit is None else limit for name, limit in limits.items()}
+        return {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
 
     @property
     def run_settings(self) -> dict[str, Any]:
@@ -283,7 +281,7 @@ def _to_next_epoch(epoch: dict[str, Any], batch: dict[str, Any]) -> None:
         return
     for counts in epoch.values():
         finished = max(counts["ready"], counts["processed"])
-        counts.update(ready=finished + 1, started=finished + 1, processed=finished)
-        counts["completed"] = finished
+        counts["ready"] = counts["started"] = finished + 1
+        counts["processed"] = counts["completed"] = finished
     batch["current"] = dict.fromkeys(batch["current"], 0)
     batch["is_last_batch"] = False

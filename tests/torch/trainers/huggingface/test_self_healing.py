@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.torch import AttachError, DCPStore, heal_trainer
+from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
 from tests.healer.run_directory import events, events_of, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
@@ -289,8 +289,10 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
     killed = calling("on_step_end", lambda *_, **__: os.kill(os.getpid(), 9), at=kill_at)
     for each in (steps := small_runs.Steps(), killed):
         trainer.add_callback(each)
-    healed = heal_trainer(trainer, store=folder / "store", checkpoints=Checkpoints(every=5))
-    healed.train(resume_from_checkpoint=last)
+    options: Any = {"store": folder / "store", "checkpoints": Checkpoints(every=5)}
+    added = HealingCallback(**options)  # called after the Trainer has loaded its own checkpoint
+    trainer.add_callback(added) if kind == "dpo" else heal_trainer(trainer, **options)
+    trainer.train(resume_from_checkpoint=last)
     logged = [row["step"] for row in trainer.state.log_history if "loss" in row]
     return torch.cat([small_runs.weights(trainer), factor.detach()]), steps.steps, logged
 

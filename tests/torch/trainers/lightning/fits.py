@@ -83,12 +83,8 @@ def data(batches: int = 8, batch: int = 8, *, bad: int | None = None) -> TensorD
 
 def trainer(*callbacks: Any, **options: Any) -> Any:
     """A Trainer on the CPU that prints and writes nothing."""
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(off, False)
     return lightning.Trainer(accelerator="cpu", callbacks=[*callbacks], **{**quiet, **options})
 
 

@@ -161,10 +161,11 @@ window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
     ],
 )
 def test_a_resumed_fit_ends_as_the_whole_fit(hook, at, begins, ends, other, case, tmp_path: Path):
-    """The hook that raised comes again. The fit continues with one epoch more after its end."""
+    """The hook that raised comes again, also with `ckpt_path`. The fit continues after its end."""
     steps, epochs, own = list[int](), list[int](), lightning.Callback()
     own.on_train_epoch_start = lambda trainer, pl_module: epochs.append(trainer.current_epoch)
     options: Any = dict(zip(("make", "loaders"), CASES[case], strict=False)) | CASES[case][2]
+    options |= {"enable_checkpointing": True, "ckpt_path": "last"}
 
     def call(trainer: Any, *args: Any) -> None:
         steps.append(trainer.global_step)
@@ -173,8 +174,9 @@ def test_a_resumed_fit_ends_as_the_whole_fit(hook, at, begins, ends, other, case
 
     def run(store: str, number: int) -> Any:
         new_process()
+        saves = given.ModelCheckpoint(tmp_path / store, every_n_train_steps=2, save_last=True)
         callback = LightningHealingCallback(store=tmp_path / store, **grouped(OPTIONS))
-        return vector(fit(own, other(), callback, max_epochs=number, **options)[0])
+        return vector(fit(own, other(), callback, saves, max_epochs=number, **options)[0])
 
     setattr(own, hook, call)
     whole = run("whole", ends[-1])
