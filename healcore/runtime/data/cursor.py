@@ -198,7 +198,8 @@ class Cursor:
         self.unreadable = None
         while not self._exhausted and (self._until is None or self.next_id.epoch < self._until):
             self._begin()  # an exception of iter() belongs to no batch
-            which, error = self.next_id, self._error
+            which = self.next_id
+            error = self._error
             try:
                 batch = self._read()
             except StopIteration:
@@ -240,7 +241,8 @@ class Cursor:
 
     def _read(self) -> Any:
         """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch."""
-        batches, which = self._begin(), self.next_id
+        batches = self._begin()
+        which = self.next_id
         following = BatchId(which.epoch, which.index + 1)
         self._error = None
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
@@ -259,7 +261,8 @@ class Cursor:
             error.add_note(f"healcore: reading {which}")
             self._error, self.next_id = error, following  # torch loaders continue after it
             raise
-        which.rows, self.next_id = self._adapter.rows(), following
+        which.rows = self._adapter.rows()
+        self.next_id = following
         return batch
 
     def _end(self) -> None:
@@ -279,10 +282,9 @@ class Cursor:
         while self.next_id < goal:
             try:
                 self._read()
-            except (StopIteration, DataError):
-                raise
-            except Exception:
-                continue
+            except Exception as error:
+                if error is not self._error:  # the end of the data, or an empty epoch
+                    raise
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -422,7 +424,8 @@ class Cursor:
         if target.state is not None:
             self._batches, behind = self._adapter.resume(target.state, behind)
             self._resumed, self._between = True, False
-        self._exhausted, self._error = False, None
+        self._exhausted = False
+        self._error = None
         self.next_id = BatchId(epoch, index - behind)
         self._drop_until(target.batch)
         self._error = None

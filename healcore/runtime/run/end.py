@@ -272,7 +272,7 @@ class Shutdown:
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, untrained = loop.data, loop.record.ledger.untrained
-    unread, skipped = len(data.unused), data.skipped_steps
+    unread, skipped = len(data.pending_ids), data.skipped_steps
     total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:
