@@ -317,7 +317,7 @@ class UnreadableBatch:
     error: Exception
 
 
-def tolerant(batches: Iterator[Any]) -> Iterator[Any]:
+def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
     """Yields batches, and an `UnreadableBatch` where reading raises."""
     while True:
         try:

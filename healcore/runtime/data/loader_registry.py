@@ -26,9 +26,9 @@ class RunLoader(Cursor):
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
         first_epoch: the epoch of the program's loop in which the loader was first used.
-        finished: whether an earlier process has read all epochs.
+        exhausted_before: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
-        left: whether a `break` has followed the last batch.
+        left_by_break: whether a `break` has followed the last batch.
         trains: whether a step has used its batches. Others are read from the start after a restart.
         in_use: whether the loop is still using the last batch.
         pending_ids: ids of the batches since the last step.
@@ -50,7 +50,7 @@ class RunLoader(Cursor):
         self.skipped_batch_ids = skipped_batch_ids
         self.start = self.position()
         self.first_epoch = 0
-        self.finished = self.in_use = self.trains = self.left = False
+        self.exhausted_before = self.in_use = self.trains = self.left_by_break = False
         self.in_loop = True
         self.pending_ids: list[BatchId] = []
         self.contents: list[Any] = []
@@ -63,9 +63,9 @@ class RunLoader(Cursor):
 
     def next(self) -> tuple[Any, BatchId]:
         """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs."""
-        if self.finished:
+        if self.exhausted_before:
             raise StopIteration
-        self.in_loop, self.left = True, False
+        self.in_loop, self.left_by_break = True, False
         return super().next()
 
 
@@ -76,7 +76,6 @@ class LoaderRegistry:
         notices: sentences for the log; the Healer clears them.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
-        last_id: id of the last batch of the last step, or None.
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
             after an epoch runs, this epoch, of which no batch is left.
         names_epochs: whether the program's loop passes the number of its epoch.
@@ -85,7 +84,6 @@ class LoaderRegistry:
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.last_trained: RunLoader | None = None
-        self.last_id: BatchId | None = None
         self.next_epoch = 0
         self.names_epochs = False
         self._loaders: list[RunLoader] = []  # in the order of their last use
@@ -138,7 +136,7 @@ class LoaderRegistry:
             begun.extend(epochs)
             if begun.in_loop:
                 begun.abandon()
-            begun.finished, begun.in_loop = False, True
+            begun.exhausted_before, begun.in_loop = False, True
         self._loaders.append(begun)
         self.last_trained = self.last_trained or begun
         saved = self._saved.pop(str(begun.number), None)
@@ -150,9 +148,9 @@ class LoaderRegistry:
             self.names_epochs = True
         elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
-                f"the restart resumes in epoch {saved['epoch']}, before which batches(loader) has "
-                "none: a loop of epochs writes batches(loader, epoch=epoch), see healer.epochs, a "
-                "loop without epochs batches(loader, epochs=None)"
+                f"the restart resumes in epoch {saved['epoch']}, and batches(loader) ends before "
+                "it: a loop over epochs needs batches(loader, epoch=epoch), see healer.epochs; "
+                "any other loop needs batches(loader, epochs=None)"
             )
         while len(self._loaders) > _MAX_LOADERS:
             others = (each for each in self._loaders if each is not self.last_trained)
@@ -166,7 +164,7 @@ class LoaderRegistry:
         number = self._number_in(epoch)
         new = RunLoader(number, loader, epochs, self._skipped[number], limit)
         new.first_epoch = epoch or 0
-        new.finished = self._saved_count > number and str(number) not in self._saved
+        new.exhausted_before = self._saved_count > number and str(number) not in self._saved
         self._count = number + 1
         notice = f"after rollbacks the data continues forward: {new.why_not}"
         if not new.can_rewind and notice not in self._noticed:
@@ -213,7 +211,7 @@ class LoaderRegistry:
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
-        read = [loader for loader in self if not loader.finished]
+        read = [loader for loader in self if not loader.exhausted_before]
         unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
         return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
 
@@ -273,7 +271,7 @@ class LoaderRegistry:
         if not loaders:
             return "the loop does not read its batches through healcore"
         trained = loaders[0]
-        last = max(bad, default=self.last_id)
+        last = max(bad, default=None)
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
         for loader in (loader for loader in loaders if loader.next_id == trained.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.

@@ -22,10 +22,10 @@ from healcore.runtime.data.loader_adapters import (
     MAX_ROWS,
     DataError,
     LoaderAdapter,
+    catch_unreadable,
     generators_of,
     is_type,
     samplers_of,
-    tolerant,
 )
 
 BEGUN = "_healcore_begun"
@@ -64,7 +64,7 @@ def _recorded(loader: Any) -> Any:
     if base is loader:
         return copied
     # Accelerate calls `__iter__` of the inner loader, in a generator that an exception would end.
-    vars(copied)["__iter__"] = lambda: tolerant(type(copied).__iter__(copied))
+    vars(copied)["__iter__"] = lambda: catch_unreadable(type(copied).__iter__(copied))
     return _with(loader, base_dataloader=copied)
 
 
@@ -113,7 +113,7 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
     def state(self, *, ended: bool) -> dict[str, Any]:
         """Random states before the epoch, and number and digest of the batches read from it."""
         order = self._order
-        if order.random is None:
+        if order.start_states is None:
             # A new iterator draws a seed for its workers, and running workers do not.
             running = self._base.persistent_workers and self._base._iterator is not None
             return {"generators": order.states()[_GLOBAL:], "begun": running or self._draws_first}
@@ -122,12 +122,12 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
     def state_before(self, index: int) -> dict[str, Any] | None:
         """The state before a batch that was read, if reading it has drawn random numbers."""
         order = self._order
-        known = order.reads_ahead and order.random is not None and order.planned is None
+        known = order.reads_ahead and order.start_states is not None and order.planned is None
         return self._state_before(index) if known and order.knows(index) else None
 
     def _state_before(self, index: int) -> dict[str, Any]:
         order = self._order
-        place = {"index": index, "random": order.random, "digest": order.digest(index)}
+        place = {"index": index, "random": order.start_states, "digest": order.digest(index)}
         return {**place, "ahead": order.states_ahead(index)} if order.reads_ahead else place
 
     def rows(self) -> list[int] | None:
@@ -152,8 +152,8 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
                 self._base._iterator = None  # ends workers that were started later
             return self, skip
         digest = (int(state["digest"][0]), int(state["digest"][1]))
-        at_index = self._reading is not None and order.random is not None and self._index == index
-        if at_index and not skip and order.digest(index) == digest:
+        at_index = self._reading is not None and self._index == index and not skip
+        if at_index and order.start_states and order.digest(index) == digest:
             return self, 0
         self._copy_settings()
         current = order.states()
@@ -239,7 +239,7 @@ class _Order:
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random: list[Any] | None = None  # the states before the order was drawn
+        self.start_states: list[Any] | None = None  # the states before the order was drawn
         self.planned: list[list[Any]] | None = None
         """After a resume: the states to set before each of the next items is read, else None."""
         self._before: deque[list[Any]] = deque(maxlen=_KEPT)
@@ -299,7 +299,7 @@ class _Order:
                 "the samplers do not give the same order again: they draw from a generator that is "
                 "neither a global one nor their attribute `generator`, or the dataset has changed"
             )
-        self.random = states
+        self.start_states = states
         self._count = skip
         self._recent = recent
         self._drawn = self._noted(chain(first, items))
@@ -317,7 +317,7 @@ class _Order:
 
     def _recorded(self) -> Iterator[Any]:
         self.begin()
-        self.random = self.states()
+        self.start_states = self.states()
         yield from self._noted(iter(self._sampler))
 
     def _noted(self, items: Iterator[Any]) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """Ends a run: saves the last state, writes the reports, and closes the files.
 
-After a kill, the next start writes the postmortem (`postmortem.of_killed`). Errors at the end are
-logged and not raised, because they would hide the error that has ended the run.
+After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
+end are logged and not raised, because they would hide the error that has ended the run.
 """
 
 from __future__ import annotations

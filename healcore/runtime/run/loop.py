@@ -130,7 +130,7 @@ class Loop:
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
-                begun.left = True
+                begun.left_by_break = True
                 if self.data.step > self._yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
                 raise

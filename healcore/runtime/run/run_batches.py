@@ -183,7 +183,7 @@ class RunBatches:
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
         if in_a_row >= limits.consecutive or len(failed) >= limits.count:
-            done = "skipped" if self._single_rank else "replaced by the batch before"
+            done = "skipped" if self._single_rank else "replaced by the previous batch"
             error.add_note(
                 f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
                 f"{limits.within} were {done}, which is the limit of [skip_batch]"
@@ -206,7 +206,7 @@ class RunBatches:
         if self._single_rank:
             loader.skipped_batch_ids.add(batch)
         else:
-            problem += "; the batch before comes again in its place"
+            problem += "; the previous batch is used in its place"
         if self._context.ranks.rank:  # only rank 0 has a log
             console.warning(f"rank {self._context.ranks.rank}: step {self.step}: {problem}")
         rows = batch.rows and [batch.rows]
@@ -266,7 +266,7 @@ class RunBatches:
 
     # -- the batches of a step ------------------------------------------------------------------
 
-    def observed(self, batch: Any, weight: float) -> bool:
+    def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
         Returns whether this is the first such batch.
@@ -295,12 +295,10 @@ class RunBatches:
             self._updates += 1  # more than 1: another update on the same batch
             self.loaders.last_trained = loader
         for each in self.loaders:  # a `break` has ended an evaluation
-            each.trains |= bool(each.pending_ids) and (each is loader or not each.left)
-        ids = self._last_ids
+            each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
         self._generators = None  # random numbers continue from this step
-        self.loaders.last_id = ids[-1] if ids else None
-        self._most_per_step = max(self._most_per_step, len(ids))
-        first = StepResult(self.step, [], tuple(ids), tuple(self._contents))
+        self._most_per_step = max(self._most_per_step, len(self._last_ids))
+        first = StepResult(self.step, [], tuple(self._last_ids), tuple(self._contents))
         self._forget_pending()  # a step may take batches of several loaders
         self.step += pending.count
         self.steps_taken += pending.count
@@ -338,7 +336,7 @@ class RunBatches:
 
         A restart from here would begin with the next batch, and lose these updates.
         """
-        in_use = (loader := self.last_read) is not None and (loader.in_use or loader.left)
+        in_use = (loader := self.last_read) is not None and (loader.in_use or loader.left_by_break)
         return in_use and self._updates < self._usual_updates
 
     @property

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.loader_adapters import UnreadableBatch, tolerant
+from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreadable
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run.loop import Loop
@@ -163,7 +163,7 @@ class CombinedBatches:
     def __iter__(self) -> Iterator[Any]:
         """Yields batches, and an `UnreadableBatch` where reading raises."""
         self.exhausted = False
-        fetched = tolerant(iter(self._combined))
+        fetched = catch_unreadable(iter(self._combined))
         batches = (each if isinstance(each, UnreadableBatch) else each[0] for each in fetched)
         if self._length is not None:
             yield from batches
