@@ -46,7 +46,8 @@ def error(line: str, console: Console = "auto") -> None:
 
 
 def _log(level: int, line: str, console: Console) -> None:
-    line, handlers = clean(line), _handlers()
+    line = clean(line)
+    handlers = _handlers()
     if handlers:
         formats = [getattr(each.formatter, "_fmt", None) or "" for each in handlers]
         prefix = (
@@ -117,6 +118,12 @@ def first_of(items: Sequence[str], most: int = 3, separator: str = ", ") -> str:
     """Joins the first items, and adds the number of the others: "a, b, c and 2 more"."""
     more = f"{separator.rstrip(', ')} and {len(items) - most} more" if len(items) > most else ""
     return separator.join(items[:most]) + more
+
+
+def first_lines(lines: Sequence[str], most: int, prefix: str = "") -> list[str]:
+    """The first lines, each with a prefix, and a line with the number of the others."""
+    more = [f"{prefix}and {len(lines) - most:,} more"] if len(lines) > most else []
+    return [f"{prefix}{line}" for line in lines[:most]] + more
 
 
 def is_logged(number: int) -> bool:

@@ -169,7 +169,8 @@ class Log:
         with self._lock:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
-            line, lost = self._line(seq, kind, step, fields), self.lost
+            line = self._line(seq, kind, step, fields)
+            lost = self.lost
             if self.path is not None:
                 durable, links = has(kind, Trait.DURABLE), self.follow_links
                 try:
@@ -265,7 +266,7 @@ def parse(line: bytes) -> Event | str:
 
 _METRICS_SCHEMA = 1
 
-_NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
+NUMBERS = ("threshold", "z", "z_loss", "grad_scale", "lr_scale")
 """Fields of a `StepRecord` that every line has."""
 COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
 """Fields of a `StepRecord` that are None where they are unknown."""
@@ -350,7 +351,7 @@ class Metrics:
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
         fields = {"engine": record.engine} if several else {}
         fields |= self._signals(record)
-        numbers = {name: getattr(record, name) for name in (*_NUMBERS, *COMPARED)}
+        numbers = {name: getattr(record, name) for name in (*NUMBERS, *COMPARED)}
         numbers["lr"] = None if record.lr in (0.0, 1.0) else record.lr
         fields |= {n: to_json(float(v)) for n, v in numbers.items() if v is not None}
         flags = {"cause": names(record.cause), "action": names(record.action)}

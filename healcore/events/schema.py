@@ -129,7 +129,7 @@ def lr_text(rollback: EventRecord) -> str:
     text = f"learning rate at most {limit:.3g}"
     if at_fault is not None:
         return f"{text} (it was {at_fault:.3g})"
-    return text if schedule is None else f"{text} (the schedule had come to {schedule:.3g})"
+    return text if schedule is None else f"{text} (the schedule's rate was {schedule:.3g})"
 
 
 def _lr(event: EventRecord) -> str:
@@ -197,13 +197,6 @@ class EventKind(NamedTuple):
     sentence: str | Callable[[EventRecord], str] = ""
     """Template or function of the sentence about an event; empty for a kind without sentences."""
     traits: Trait = Trait(0)
-
-    @property
-    def about(self) -> str:
-        """When the event is written, and what its `step` is."""
-        judged = " `step` is the step that was judged." if Trait.JUDGED in self.traits else ""
-        step = " `step` is the checkpoint's." if Trait.CHECKPOINT in self.traits else judged
-        return self.when + step
 
 
 KINDS: dict[str, EventKind] = {

@@ -51,7 +51,8 @@ def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.
     are few enough. For each curve, a bin keeps the rows of the smallest, the largest and the first
     non-finite value. Largest-triangle-three-buckets may drop a spike of one row.
     """
-    places, width = np.arange(len(index)), 1
+    places = np.arange(len(index))
+    width = 1
     most = max(limit, 3 * max(1, len(curves)) + 2)
     while len(places) > most:
         bins = (index[places] - index[0]) // width
@@ -104,8 +105,11 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     Of several optimizers, only the first has rows. An attempt begins with a process, or with a
     step that does not increase.
     """
-    rows, damage = array("d"), list[str]()
-    engine, last, attempt = None, ("", 0), -1
+    rows = array("d")
+    damage = list[str]()
+    engine = None
+    last = ("", 0)
+    attempt = -1
     for number, line in read_lines(path, parse_metrics):
         if isinstance(line, str):
             damage.append(f"line {number}: {line}")

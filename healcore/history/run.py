@@ -60,7 +60,6 @@ class Incident:
     declined: bool = False  # the last order was declined for lack of evidence or budget
     responses: tuple[EventRecord, ...] = ()  # events: rollbacks, hooks, declined, stop
     lr_path: tuple[float, ...] = ()  # learning-rate multipliers: the first, and after each cut
-    checkpoint: int | None = None  # step of the restored checkpoint
     batches: tuple[tuple[int, int], ...] = ()  # (epoch, index) of the batches of the first step
     rows: Sequence[list[int]] = ()  # for each of `batches` its first rows of the dataset, if known
     skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
@@ -203,7 +202,6 @@ class RunProcess:
 class RunAttempt(NamedTuple):
     """Steps between two of: a start, a resume, a rollback."""
 
-    number: int
     first_step: float
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
@@ -225,7 +223,6 @@ class Run:
         default_factory=lambda: {kind: deque(maxlen=_MAX_NEWEST) for kind in KINDS}
     )
     """Kind -> its newest events."""
-    numbers: Counter[str] = field(default_factory=Counter)  # kind -> number of events
     answers: Counter[str] = field(default_factory=Counter)  # response to faults -> faults
     settings: dict[str, Any] = field(default_factory=dict)  # of the program, newest values
     step: int | None = None  # steps done
@@ -276,16 +273,14 @@ class Run:
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
-            number = len(self.attempts)
-            origin = "process" if number else "start"
-            self.attempts.append(RunAttempt(number, step, origin, self.step))
+            origin = "process" if self.attempts else "start"
+            self.attempts.append(RunAttempt(step, origin, self.step))
             self.processes.append(RunProcess(record.run))
             self.step = self.lr_scale = None
         self.processes[-1].add(record)
         self._track_good(record)
         if kind in KINDS:
             self.newest[kind].append(record)
-            self.numbers[kind] += 1
         if record.step is not None and not has(kind, Trait.CHECKPOINT):
             self.step = record.step + has(kind, Trait.JUDGED)
         if record.lr_scale is not None:
@@ -345,12 +340,11 @@ class Run:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
-        last.checkpoint = target
         last.skipped_batches = batch_ids(event) or last.skipped_batches
         last.add_cut(event)
         self._undo(float(target))
-        number, skipped = len(self.attempts), len(batch_ids(event))
-        self.attempts.append(RunAttempt(number, float(target), "rollback", step, skipped))
+        skipped = len(batch_ids(event))
+        self.attempts.append(RunAttempt(float(target), "rollback", step, skipped))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)

@@ -230,7 +230,8 @@ def _close(wrong: Any, names: Any) -> str | None:
 
 def _instead(path: Path, default: Any, received: Any, choices: tuple[str, ...]) -> str:
     """A valid line to write: the closest choice, the number as an int, or the default."""
-    close, key = _close(received, choices), path[-1]
+    close = _close(received, choices)
+    key = path[-1]
     if isinstance(key, int):  # an entry of a list
         if received in choices:
             return "drop the second entry"

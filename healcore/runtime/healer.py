@@ -374,7 +374,7 @@ class Healer(Generic[State]):
         if run.own_snapshot:
             raise IncompleteRun(f"healcore: {run.own_snapshot}")
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
-        if batch is not None and run.data.observed(batch, weight):
+        if batch is not None and run.data.add_observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
         observe(loss, optimizer, weight=weight)
@@ -401,7 +401,7 @@ class Healer(Generic[State]):
         if update is None:
             raise HealerError("update is for the other framework: in torch the state is in place")
         if batch is not None:
-            self._live.data.observed(batch, 1.0)
+            self._live.data.add_observed(batch, 1.0)
         self._live.update(partial(update, state))
         return self.state
 

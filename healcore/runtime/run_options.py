@@ -114,7 +114,7 @@ class IncidentContext(NamedTuple):
     engine: str = ""
     """Name of the optimizer if the state has several, or an empty string."""
     evidence: tuple[SuspectGradient, ...] = ()
-    """Tensors whose gradients were not finite or stood out, the worst first."""
+    """Tensors whose gradients were not finite or unusual, the worst first."""
     batches: tuple[BatchKey, ...] = ()
     """Ids of the step's batches."""
 

@@ -103,7 +103,8 @@ def run_demo(
         attempts = run.report.attempts[1:] if run.report else ()
         rollbacks = ", ".join(f"{each.left:.0f} → {each.first_step:.0f}" for each in attempts)
         counts = map(str, run.skips_and_clips())
-        name, is_last = f"{run.framework} {run.arm}", run.arm == ARMS[-1]
+        name = f"{run.framework} {run.arm}"
+        is_last = run.arm == ARMS[-1]
         table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
     console.print(table, "")
     console.print(f"\npages and checkpoints: {out}", soft_wrap=True)

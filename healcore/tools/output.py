@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,7 +47,7 @@ def fail(why: str) -> NoReturn:
     raise typer.Exit(CANNOT_RUN)
 
 
-def reported(command: Callable[..., None]) -> Callable[..., None]:
+def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: prints an error of healcore or of the system as a sentence, and exits with 2."""
 
     @functools.wraps(command)
@@ -75,7 +73,7 @@ def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None
     """Checks that every output can be written and overwrites no input, before the work starts.
 
     Raises OutputError if an output is a folder or an input, or if its folder does not exist. All
-    files in a folder that is an input are inputs, except pages and pictures.
+    files in a folder that is an input are inputs, except pages.
     """
     folders = list(map(Path, inputs))
     for path in map(Path, outputs):
@@ -84,34 +82,27 @@ def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None
         if path.is_dir():
             raise OutputError(f"{path} is a folder: name a file in the folder")
         real = path.resolve()
-        written = path.is_file() and path.suffix not in (".html", ".png")
+        written = path.is_file() and path.suffix != ".html"
         for each in map(Path.resolve, folders):
             if real == each or (written and real.is_relative_to(each)):
                 raise OutputError(f"{path} is an input: write to another file")
 
 
-@contextlib.contextmanager
-def replacing(path: AnyPath) -> Iterator[Path]:
-    """Context manager: the path of a draft, which replaces `path` if the block raises no error.
+def write_output(path: AnyPath, text: str) -> None:
+    """Writes a text as UTF-8: the whole file or nothing.
 
     A device or a pipe is written directly. A link is replaced, because another user may have
-    created it.
-
-    Raises:
-        OutputError: `path` cannot be written.
+    created it. Raises OutputError if `path` cannot be written.
     """
+    from healcore.runtime.store import files
+
     target = Path(path)
+    data = text.encode("utf-8", "backslashreplace")
     try:
         if target.exists() and not target.is_file():
-            yield target
-            return
-        # The folder has an unpredictable name, so that no other user can create a link in it.
-        with tempfile.TemporaryDirectory(
-            prefix=".healcore-", dir=target.parent, ignore_cleanup_errors=True
-        ) as folder:
-            draft = Path(folder, target.name)  # matplotlib derives the format from the suffix
-            yield draft
-            draft.replace(target)
+            target.write_bytes(data)
+        else:
+            files.replace(target, data)
     except OSError as error:
         why = error.strerror or error
         raise OutputError(f"{target} cannot be written: {why}; name another file") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from healcore.events.models import EventRecord
-from healcore.events.schema import ENVELOPE, KINDS, SCHEMA
+from healcore.events.schema import ENVELOPE, KINDS, SCHEMA, EventKind, Trait
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"
 BEGIN = "<!-- kinds: begin (written by python -m tests.events.page_tables) -->"
@@ -17,11 +17,17 @@ HEAD = "kind | when; what `step` is", "---|---"
 JUDGED = " `step` is the step that was judged."  # a star stands for this sentence
 
 
+def about(kind: EventKind) -> str:
+    """When the event is written, and what its `step` is."""
+    of_checkpoint = " `step` is the checkpoint's." if Trait.CHECKPOINT in kind.traits else ""
+    return kind.when + of_checkpoint + (JUDGED if Trait.JUDGED in kind.traits else "")
+
+
 def written(page: str) -> str:
     """The page with the table of the present code between its two marks."""
     assert page.count(BEGIN) == page.count(END) == 1
     before, rest = page.split(BEGIN)
-    rows = (f"`{name}` | {kind.about.replace(JUDGED, ' *')}" for name, kind in KINDS.items())
+    rows = (f"`{name}` | {about(kind).replace(JUDGED, ' *')}" for name, kind in KINDS.items())
     table = "\n".join([*HEAD, *rows])
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.split(END)[1]}"
 
@@ -42,7 +48,7 @@ def json_schema() -> dict[str, Any]:
         "allOf": [
             {
                 "if": {"properties": {"kind": {"const": name}}, "required": ["kind"]},
-                "then": {"description": kind.about, "required": list(kind.required)},
+                "then": {"description": about(kind), "required": list(kind.required)},
             }
             for name, kind in KINDS.items()
         ],

@@ -31,7 +31,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "over": {"incident": 1, "onset": 4, "last": 6, "cause": Cause.LOSS_SPIKE, "readings": READINGS},
     "alert": {
         "incident": 1, "cause": Cause.LOSS_SPIKE, "action": Action.ALERT, "severity": "warning",
-        "diagnosis": "The loss left its level and stayed there.",
+        "diagnosis": "The loss rose far above its level.",
         "references": ["arXiv:2504.02507 (ZClip)"],
     },
     "order": {
@@ -57,7 +57,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "hook": {"hook": "mine.watch", "ordered": Action.ROLLBACK, "action": Action(0)},
     "fault": {
         "cause": ["NETWORK"], "sign": "HTTP 503", "answer": "retry", "attempt": 2, "wait_s": 1.5,
-        "problem": "upload failed (HTTP 503, attempt 2), again in 1.5 s",
+        "problem": "upload failed (HTTP 503, attempt 2), next attempt in 1.5 s",
     },
     "vote": {
         "outcome": "end", "why": "signal 15",

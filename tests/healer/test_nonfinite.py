@@ -159,7 +159,7 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
 SENTENCES = {
     "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight",
     "gradient": "the gradient is NaN or Inf since the start; the first tensor is the gradient of ",
-    "weights": "Inf since the start, because they were loaded so; the first tensor is 3.bias",
+    "weights": "the loaded weights are NaN or Inf; the first tensor is 3.bias",
 }
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from healcore.events import log
 from healcore.policy import PolicyError, dumps, load
 from healcore.tools.probe import checkpoint, optimizer
-from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, judged
+from healcore.tools.probe.checks import CheckpointInputs, OptimizerInputs, run_probe
 from healcore.tools.traces import open_traces
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.test_logs import EVENT, ROWS, tensorboard
@@ -29,8 +29,8 @@ def _traced(path: Path) -> None:
 
 
 def _checkpoint(path: Path) -> None:
-    judged("checkpoint", str(path), checkpoint.probe_checkpoint, path, CheckpointInputs())
-    judged("optimizer", str(path), optimizer.probe_optimizer, path, OptimizerInputs())
+    run_probe("checkpoint", str(path), checkpoint.probe_checkpoint, path, CheckpointInputs())
+    run_probe("optimizer", str(path), optimizer.probe_optimizer, path, OptimizerInputs())
 
 
 def _reads(read: Callable[[Path], object], error: type[Exception]) -> Callable[[Path], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -68,18 +69,18 @@ class Cursor:
         self._name = class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
-        self._between = False  # whether an epoch has ended, and the next one has not begun
-        self._resumed = False  # whether the epoch was restored from a state
+        self._between_epochs = False  # whether an epoch has ended, and the next one has not begun
+        self._epoch_restored = False  # whether the epoch was restored from a state
         self._exhausted = False  # whether the only epoch of an iterator has ended
-        self._ended: BatchId | None = None  # after the last batch of the last complete epoch
+        self._last_end: BatchId | None = None  # after the last batch of the last complete epoch
         self._error: Exception | None = None  # of the last read
         self._rewind_error: str | None = None
         self._skipped: list[BatchId] = []
         # The last positions, oldest first, with the ids of their next batches. After a first call
         # of `position` each epoch adds one.
         self._captures: deque[tuple[BatchId, dict[str, Any]]] = deque(maxlen=_MAX_POSITIONS)
-        self._requested = 0  # the epoch that the user's loop requested last
-        self._until: int | None = 0
+        self._requested_epoch: float = 0  # the epoch that the user's loop requested last
+        self._end_epoch: float = 0  # `next` ends before this epoch; infinity for no end
         self.extend(epochs)
 
     @functools.cached_property
@@ -103,11 +104,11 @@ class Cursor:
                 f"{self._name} is an iterator and has one epoch, not {epochs}: pass "
                 "the loader that created it, or epochs=1"
             )
-        if epochs is None or self._until is None:
-            self._until = None
-        else:
-            self._requested = self._until
-            self._until += epochs
+        if epochs is None:
+            self._end_epoch = math.inf
+        elif self._end_epoch < math.inf:
+            self._requested_epoch = self._end_epoch
+            self._end_epoch += epochs
 
     def read_only(self, epoch: int, *, resumes: bool = False) -> None:
         """Makes `next` end after this epoch, which is the epoch of the program's own loop.
@@ -128,7 +129,7 @@ class Cursor:
                 f"{at.index} of epoch {at.epoch}: write `for epoch in healer.epochs(n)`, and "
                 "healer.batches(loader, epoch=epoch) once in each epoch"
             )
-        self._requested, self._until = epoch, epoch + 1
+        self._requested_epoch, self._end_epoch = epoch, epoch + 1
 
     @property
     def length(self) -> int | None:
@@ -153,19 +154,19 @@ class Cursor:
     @property
     def at_end(self) -> bool:
         """Whether all batches of all epochs are read. False if the loader has no length."""
-        return self._until is not None and self.next_id.epoch == self._until - 1 and self.is_last()
+        return self.next_id.epoch == self._end_epoch - 1 and self.is_last()
 
     @property
     def beyond_last_epoch(self) -> bool:
         """Whether the loader stands within an epoch that the loop does not reach."""
         epoch, index = self.next_id
-        return self._until is not None and epoch >= self._until and index > 0
+        return epoch >= self._end_epoch and index > 0
 
     @property
     def break_place(self) -> str:
         """The place, if a `break` here leaves batches, or "" (also without epochs or a length)."""
         (epoch, index), length = self.next_id, self.length
-        if self._until is None or epoch >= self._until or length is None or self.at_end:
+        if not epoch < self._end_epoch < math.inf or length is None or self.at_end:
             return ""
         return f"a `break` in epoch {epoch}, before batch {index} of {length},"
 
@@ -174,7 +175,7 @@ class Cursor:
         if self.next_id.index > 0 and not isinstance(self.loader, Iterator):
             self.next_id = BatchId(self.next_id.epoch + 1, 0)
             # Not between two epochs: the loader's own state still belongs to this epoch.
-            self._batches, self._between = None, False
+            self._batches, self._between_epochs = None, False
 
     def close(self) -> None:
         """Releases the loader's iterator with its workers. Nothing can be read afterwards."""
@@ -196,9 +197,10 @@ class Cursor:
             EmptyLoader: an epoch has no batch.
         """
         self.unreadable = None
-        while not self._exhausted and (self._until is None or self.next_id.epoch < self._until):
+        while not self._exhausted and self.next_id.epoch < self._end_epoch:
             self._begin()  # an exception of iter() belongs to no batch
-            which, error = self.next_id, self._error
+            which = self.next_id
+            error = self._error
             try:
                 batch = self._read()
             except StopIteration:
@@ -233,18 +235,19 @@ class Cursor:
         """The batches of the epoch; begins the epoch if necessary."""
         if self._batches is None:
             epoch = self.next_id.epoch
-            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested)
-            self._between = self._resumed = False
+            self._sampler_epochs.begin(epoch, by_user=epoch == self._requested_epoch)
+            self._between_epochs = self._epoch_restored = False
             self._batches = self._adapter.start(epoch)
         return self._batches
 
     def _read(self) -> Any:
         """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch."""
-        batches, which = self._begin(), self.next_id
+        batches = self._begin()
+        which = self.next_id
         following = BatchId(which.epoch, which.index + 1)
         self._error = None
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
-            self._ended = which
+            self._last_end = which
             self.abandon()
             raise StopIteration
         try:
@@ -259,30 +262,30 @@ class Cursor:
             error.add_note(f"healcore: reading {which}")
             self._error, self.next_id = error, following  # torch loaders continue after it
             raise
-        which.rows, self.next_id = self._adapter.rows(), following
+        which.rows = self._adapter.rows()
+        self.next_id = following
         return batch
 
     def _end(self) -> None:
         epoch, index = self.next_id
-        if index == 0 and not self._resumed:
+        if index == 0 and not self._epoch_restored:
             raise EmptyLoader(epoch, self._name)
         if isinstance(self.loader, Iterator):
             self._exhausted = True
             return
         # A state between two epochs may lead to the end of the first: then the epoch begins again.
         if index > 0:
-            self._ended, self.next_id = self.next_id, BatchId(epoch + 1, 0)
-        self._batches, self._between = None, True
+            self._last_end, self.next_id = self.next_id, BatchId(epoch + 1, 0)
+        self._batches, self._between_epochs = None, True
 
     def _drop_until(self, goal: BatchId) -> None:
         """Reads and discards batches. An unreadable batch also counts as read."""
         while self.next_id < goal:
             try:
                 self._read()
-            except (StopIteration, DataError):
-                raise
-            except Exception:
-                continue
+            except Exception as error:
+                if error is not self._error:  # the end of the data, or an empty epoch
+                    raise
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -305,9 +308,9 @@ class Cursor:
         text = None
         try:
             # Beginning the next epoch for its state would read ahead.
-            if self.can_rewind and not self._between:
+            if self.can_rewind and not self._between_epochs:
                 self._begin()
-            text = state_to_text(self._adapter.state(ended=self._between))
+            text = state_to_text(self._adapter.state(ended=self._between_epochs))
         except Exception as error:  # the loader's code may raise anything
             why_not = f"the state of {self._name} cannot be taken: {error_text(error)}"
             self._adapter = LoaderAdapter(self.loader, why_not=why_not)
@@ -326,8 +329,8 @@ class Cursor:
             return self.position()
         if not self.can_rewind:
             return self._encoded(batch, None)
-        if batch.index == 0 and self._ended is not None and self._ended.epoch == batch.epoch - 1:
-            batch = self._ended  # the next epoch's order may be drawn when it begins
+        if batch.index == 0 and self._last_end and self._last_end.epoch == batch.epoch - 1:
+            batch = self._last_end  # the next epoch's order may be drawn when it begins
         same = batch.epoch == self.next_id.epoch
         if same and (state := self._adapter.state_before(batch.index)) is not None:
             return self._encoded(batch, state_to_text(state))
@@ -400,7 +403,7 @@ class Cursor:
             return f"batch {goal.index} of epoch {goal.epoch} is not ahead: nothing was dropped"
         if goal.epoch > self.next_id.epoch:
             self._sampler_epochs.restore(goal.epoch, target.sampler_epoch)
-            self._batches, self._between = None, False
+            self._batches, self._between_epochs = None, False
             self.next_id = BatchId(goal.epoch, 0)
         first = self.next_id.index
         with suppress(StopIteration):
@@ -418,11 +421,12 @@ class Cursor:
         """Moves the loader to a position. If the loader raises, its position is unknown."""
         (epoch, index), behind = target.batch, target.behind
         self._sampler_epochs.restore(epoch, target.sampler_epoch)
-        self._batches, self._between = None, True
+        self._batches, self._between_epochs = None, True
         if target.state is not None:
             self._batches, behind = self._adapter.resume(target.state, behind)
-            self._resumed, self._between = True, False
-        self._exhausted, self._error = False, None
+            self._epoch_restored, self._between_epochs = True, False
+        self._exhausted = False
+        self._error = None
         self.next_id = BatchId(epoch, index - behind)
         self._drop_until(target.batch)
         self._error = None

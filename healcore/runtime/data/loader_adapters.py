@@ -317,19 +317,16 @@ class UnreadableBatch:
     error: Exception
 
 
-class TolerantIterator(Iterator[Any]):
-    """Iterates over batches; yields an `UnreadableBatch` where reading raises."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-
-    def __next__(self) -> Any:
+def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yields batches, and an `UnreadableBatch` where reading raises."""
+    while True:
         try:
-            return next(self._batches)
+            batch = next(batches)
         except StopIteration:
-            raise
+            return
         except Exception as error:
-            return UnreadableBatch(error)
+            batch = UnreadableBatch(error)
+        yield batch
 
 
 def adapter_for(loader: Any) -> LoaderAdapter:
@@ -397,7 +394,7 @@ def _has_shuffle_buffer(loader: Any) -> bool:
 
 def class_name(thing: Any) -> str:
     """Name of an object's class, with its module except for builtins."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}".removeprefix("builtins.")
+    return values.class_name(type(thing)).removeprefix("builtins.")
 
 
 def is_type(thing: Any, package: str, *names: str) -> bool:

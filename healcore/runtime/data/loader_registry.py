@@ -26,12 +26,12 @@ class RunLoader(Cursor):
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
         first_epoch: the epoch of the program's loop in which the loader was first used.
-        finished: whether an earlier process has read all epochs.
+        exhausted_before: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
-        left: whether a `break` has followed the last batch.
+        left_by_break: whether a `break` has followed the last batch.
         trains: whether a step has used its batches. Others are read from the start after a restart.
         in_use: whether the loop is still using the last batch.
-        unused: ids of the batches since the last step.
+        pending_ids: ids of the batches since the last step.
         contents: the batches since the last step, if weights are compared.
         last_batch: the batch that replaces an unreadable batch, with several ranks.
     """
@@ -45,24 +45,27 @@ class RunLoader(Cursor):
         limit: Callable[[int], int] | None,
     ) -> None:
         super().__init__(loader, epochs=epochs)
-        self.number, self.limit, self.skipped_batch_ids = number, limit, skipped_batch_ids
-        self.start, self.first_epoch = self.position(), 0
-        self.finished = self.in_use = self.trains = self.left = False
+        self.number = number
+        self.limit = limit
+        self.skipped_batch_ids = skipped_batch_ids
+        self.start = self.position()
+        self.first_epoch = 0
+        self.exhausted_before = self.in_use = self.trains = self.left_by_break = False
         self.in_loop = True
-        self.unused: list[BatchId] = []
+        self.pending_ids: list[BatchId] = []
         self.contents: list[Any] = []
         self.last_batch: Any = None
 
     @property
-    def first_unused(self) -> BatchId | None:
+    def first_pending(self) -> BatchId | None:
         """The first batch that was read since the last step, also if reading it has raised."""
-        return self.unused[0] if self.unused else self.unreadable
+        return self.pending_ids[0] if self.pending_ids else self.unreadable
 
     def next(self) -> tuple[Any, BatchId]:
         """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs."""
-        if self.finished:
+        if self.exhausted_before:
             raise StopIteration
-        self.in_loop, self.left = True, False
+        self.in_loop, self.left_by_break = True, False
         return super().next()
 
 
@@ -71,9 +74,8 @@ class LoaderRegistry:
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
-        current: the loader of the last step, or the first loader. Rollbacks rewind it, and the
+        last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
-        last: id of the last batch of the last step, or None.
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
             after an epoch runs, this epoch, of which no batch is left.
         names_epochs: whether the program's loop passes the number of its epoch.
@@ -81,8 +83,7 @@ class LoaderRegistry:
 
     def __init__(self) -> None:
         self.notices: list[str] = []
-        self.current: RunLoader | None = None
-        self.last: BatchId | None = None
+        self.last_trained: RunLoader | None = None
         self.next_epoch = 0
         self.names_epochs = False
         self._loaders: list[RunLoader] = []  # in the order of their last use
@@ -97,9 +98,9 @@ class LoaderRegistry:
         return iter(self._loaders)
 
     @property
-    def unused(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether the run has used no loader, in this and in earlier processes."""
-        return self.current is None and not self._saved_count
+        return self.last_trained is None and not self._saved_count
 
     def find(self, loader: Any) -> RunLoader | None:
         """The cursor of a loader, or None before its first use."""
@@ -135,23 +136,24 @@ class LoaderRegistry:
             begun.extend(epochs)
             if begun.in_loop:
                 begun.abandon()
-            begun.finished, begun.in_loop = False, True
+            begun.exhausted_before, begun.in_loop = False, True
         self._loaders.append(begun)
-        self.current = self.current or begun
+        self.last_trained = self.last_trained or begun
         saved = self._saved.pop(str(begun.number), None)
         if saved is not None:
             self._continue_at(begun, saved)
         if epoch is not None:
             begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
-            self.next_epoch, self.names_epochs = epoch, True
+            self.next_epoch = epoch
+            self.names_epochs = True
         elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
-                f"the restart resumes in epoch {saved['epoch']}, before which batches(loader) has "
-                "none: a loop of epochs writes batches(loader, epoch=epoch), see healer.epochs, a "
-                "loop without epochs batches(loader, epochs=None)"
+                f"the restart resumes in epoch {saved['epoch']}, and batches(loader) ends before "
+                "it: a loop over epochs needs batches(loader, epoch=epoch), see healer.epochs; "
+                "any other loop needs batches(loader, epochs=None)"
             )
         while len(self._loaders) > _MAX_LOADERS:
-            others = (each for each in self._loaders if each is not self.current)
+            others = (each for each in self._loaders if each is not self.last_trained)
             self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
         return begun
 
@@ -162,7 +164,7 @@ class LoaderRegistry:
         number = self._number_in(epoch)
         new = RunLoader(number, loader, epochs, self._skipped[number], limit)
         new.first_epoch = epoch or 0
-        new.finished = self._saved_count > number and str(number) not in self._saved
+        new.exhausted_before = self._saved_count > number and str(number) not in self._saved
         self._count = number + 1
         notice = f"after rollbacks the data continues forward: {new.why_not}"
         if not new.can_rewind and notice not in self._noticed:
@@ -204,17 +206,18 @@ class LoaderRegistry:
     @property
     def can_rewind(self) -> bool:
         """Whether the loaders of the steps can be rewound."""
-        return self.current is not None and all(n.can_rewind for n in [self.current, *self._others])
+        loaders = self._of_steps()
+        return bool(loaders) and all(loader.can_rewind for loader in loaders)
 
     def position(self) -> dict[str, Any]:
         """The positions of all loaders, for a checkpoint."""
-        read = [loader for loader in self if not loader.finished]
+        read = [loader for loader in self if not loader.exhausted_before]
         unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
         return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
 
     def position_after_step(self) -> dict[str, Any] | None:
         """The positions after the last step, or None if a loader cannot be rewound to it."""
-        first = {loader: loader.first_unused for loader in self if loader.trains}
+        first = {loader: loader.first_pending for loader in self if loader.trains}
         before = {str(n.number): n.position_before(b) for n, b in first.items() if b is not None}
         return None if None in before.values() else {**self.position(), **before}
 
@@ -259,18 +262,18 @@ class LoaderRegistry:
 
         Batches to read `again` are no longer skipped. Loaders of which one cannot be rewound
         continue forward, past the bad batches. `position` is None if the checkpoint has none.
-        The ids are of the current loader, and of others at the same batch, as in a `zip`.
+        The ids are of the last trained loader, and of others at the same batch, as in a `zip`.
 
         Returns:
             Reason why the loaders were not rewound, or an empty string.
         """
-        current = self.current
-        if current is None:
+        loaders = self._of_steps()
+        if not loaders:
             return "the loop does not read its batches through healcore"
-        loaders = [current, *self._others]
-        last = max(bad, default=self.last)
+        trained = loaders[0]
+        last = max(bad, default=None)
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
-        for loader in (loader for loader in loaders if loader.next_id == current.next_id):
+        for loader in (loader for loader in loaders if loader.next_id == trained.next_id):
             # Earlier bad batches stay skipped, because a deeper rollback reads them again.
             end = loader.length
             loader.skipped_batch_ids.update(bad, (b for b in after if end is None or b.index < end))
@@ -285,10 +288,12 @@ class LoaderRegistry:
                 loader.next_id = BatchId(loader.first_epoch, 0)
             loader.in_loop = False  # a `break` came after this position
         ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
-        if str(current.number) not in position and any(at and at["index"] for at in ended):
+        if str(trained.number) not in position and any(at and at["index"] for at in ended):
             return "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
         return ""
 
-    @property
-    def _others(self) -> list[RunLoader]:
-        return [n for n in self if n is not self.current and n.trains and n.in_loop]
+    def _of_steps(self) -> list[RunLoader]:
+        """The last trained loader, and the other loaders that a loop reads for steps."""
+        last = self.last_trained
+        others = [each for each in self if each is not last and each.trains and each.in_loop]
+        return [] if last is None else [last, *others]

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from healcore.runtime.data.loader_adapters import (
     MAX_ROWS,
     DataError,
     LoaderAdapter,
-    TolerantIterator,
+    catch_unreadable,
     generators_of,
     is_type,
     samplers_of,
@@ -30,7 +30,6 @@ from healcore.runtime.data.loader_adapters import (
 
 BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
-_END = object()
 _KEPT = 64  # number of recent batches to whose beginning a rewind is exact
 _FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
 _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
@@ -39,7 +38,8 @@ _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 def is_replayable(loader: Any) -> bool:
     """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`."""
     loader = _without_fabric(loader)
-    package, base = "torch.utils.data", _base(loader)
+    package = "torch.utils.data"
+    base = _base(loader)
     if not is_type(base, package, "DataLoader") or not getattr(base, "in_order", True):
         return False
     own = type(base).__iter__ is not sys.modules[package].DataLoader.__iter__
@@ -64,7 +64,7 @@ def _recorded(loader: Any) -> Any:
     if base is loader:
         return copied
     # Accelerate calls `__iter__` of the inner loader, in a generator that an exception would end.
-    vars(copied)["__iter__"] = lambda: TolerantIterator(type(copied).__iter__(copied))
+    vars(copied)["__iter__"] = lambda: catch_unreadable(type(copied).__iter__(copied))
     return _with(loader, base_dataloader=copied)
 
 
@@ -113,7 +113,7 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
     def state(self, *, ended: bool) -> dict[str, Any]:
         """Random states before the epoch, and number and digest of the batches read from it."""
         order = self._order
-        if order.random is None:
+        if order.start_states is None:
             # A new iterator draws a seed for its workers, and running workers do not.
             running = self._base.persistent_workers and self._base._iterator is not None
             return {"generators": order.states()[_GLOBAL:], "begun": running or self._draws_first}
@@ -122,12 +122,12 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
     def state_before(self, index: int) -> dict[str, Any] | None:
         """The state before a batch that was read, if reading it has drawn random numbers."""
         order = self._order
-        known = order.reads_ahead and order.random is not None and order.planned is None
+        known = order.reads_ahead and order.start_states is not None and order.planned is None
         return self._state_before(index) if known and order.knows(index) else None
 
     def _state_before(self, index: int) -> dict[str, Any]:
         order = self._order
-        place = {"index": index, "random": order.random, "digest": order.digest(index)}
+        place = {"index": index, "random": order.start_states, "digest": order.digest(index)}
         return {**place, "ahead": order.states_ahead(index)} if order.reads_ahead else place
 
     def rows(self) -> list[int] | None:
@@ -142,7 +142,8 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         Raises:
             DataError: the samplers give another order. The loader stays where it is.
         """
-        order, index = self._order, state.get("index")
+        order = self._order
+        index = state.get("index")
         if index is None:
             self.start(0)
             order.set_states(state["generators"])
@@ -151,8 +152,8 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
                 self._base._iterator = None  # ends workers that were started later
             return self, skip
         digest = (int(state["digest"][0]), int(state["digest"][1]))
-        at_index = self._reading is not None and order.random is not None and self._index == index
-        if at_index and not skip and order.digest(index) == digest:
+        at_index = self._reading is not None and self._index == index and not skip
+        if at_index and order.start_states and order.digest(index) == digest:
             return self, 0
         self._copy_settings()
         current = order.states()
@@ -166,7 +167,8 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
             current[_GLOBAL:] = after[_GLOBAL:]
         finally:
             order.set_states(current)
-        self._index, self._draws_first = index + skip, False
+        self._index = index + skip
+        self._draws_first = False
         return self, 0
 
     def __next__(self) -> Any:
@@ -205,10 +207,8 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
 
     def _begin(self) -> Iterator[Any]:
         batches = iter(self._copy)
-        if not self._accelerated:
-            return batches
-        first = next(batches, _END)  # Accelerate begins, and draws numbers, with the first batch
-        return batches if first is _END else chain([first], batches)
+        # Accelerate begins, and draws numbers, with the first batch.
+        return chain([*islice(batches, 1)], batches) if self._accelerated else batches
 
 
 class _Order:
@@ -239,7 +239,7 @@ class _Order:
 
     def begin(self) -> None:
         """Begins a new epoch, whose order is drawn when its first index is read."""
-        self.random: list[Any] | None = None  # the states before the order was drawn
+        self.start_states: list[Any] | None = None  # the states before the order was drawn
         self.planned: list[list[Any]] | None = None
         """After a resume: the states to set before each of the next items is read, else None."""
         self._before: deque[list[Any]] = deque(maxlen=_KEPT)
@@ -286,20 +286,23 @@ class _Order:
         the order of `digest`; the current order is then unchanged.
         """
         self.set_states(states)
-        items, recent = iter(self._sampler), deque([(None, 0)], maxlen=self._ahead + _KEPT)
+        items = iter(self._sampler)
+        recent = deque([(None, 0)], maxlen=self._ahead + _KEPT)
         matches = not digest[0]
         for number in range(1, skip + 1):
             recent.append(_digested(next(items, None), recent))
             matches |= (number, recent[-1][1]) == digest
         # Samplers draw when their first item is read. Some draw at each item: not before its turn.
-        first = _END if skip else next(items, _END)
+        first = [] if skip else [*islice(items, 1)]
         if not matches:
             raise DataError(
                 "the samplers do not give the same order again: they draw from a generator that is "
                 "neither a global one nor their attribute `generator`, or the dataset has changed"
             )
-        self.random, self._count, self._recent = states, skip, recent
-        self._drawn = self._noted(items if first is _END else chain([first], items))
+        self.start_states = states
+        self._count = skip
+        self._recent = recent
+        self._drawn = self._noted(chain(first, items))
         return self.states()
 
     def states(self) -> list[Any]:
@@ -314,7 +317,7 @@ class _Order:
 
     def _recorded(self) -> Iterator[Any]:
         self.begin()
-        self.random = self.states()
+        self.start_states = self.states()
         yield from self._noted(iter(self._sampler))
 
     def _noted(self, items: Iterator[Any]) -> Iterator[Any]:

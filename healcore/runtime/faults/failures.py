@@ -81,8 +81,8 @@ FAILURES: dict[Cause, Failure] = {
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
-        "The loss left its level and stayed there: the data of those steps first, then the "
-        "learning rate and the second-moment decay (a lower beta2 forgets sooner).",
+        "The loss rose far above its level and stayed high: the data of those steps first, then "
+        "the learning rate and the second-moment decay (a lower beta2 forgets sooner).",
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A change of the data can also raise the

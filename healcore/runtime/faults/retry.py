@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar, cast
 
 from healcore import console
 from healcore.core.decision import Cause
@@ -17,6 +17,9 @@ from healcore.policy import PolicyLike
 from healcore.policy.document import Retry
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.run_options import HostPolicy
+
+if TYPE_CHECKING:
+    from healcore.runtime.healer import Healer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,13 +37,7 @@ class CallAttempt(NamedTuple):
     wait_s: float | None = None  # until the next attempt, or None for the last attempt
 
 
-class _HasRetries(Protocol):
-    """An open Healer."""
-
-    def _retries(self, name: str) -> Retries: ...
-
-
-def retrying(call: Callable[P, T], policy: PolicyLike | _HasRetries = "default") -> Callable[P, T]:
+def retrying(call: Callable[P, T], policy: PolicyLike | Healer = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)
@@ -82,7 +79,7 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _HasRetries = "default")
                 if not attempts.wait_after(error):
                     raise
             else:
-                attempts.succeeded()
+                attempts.report_success()
                 return result
 
     return again
@@ -105,7 +102,8 @@ class Retries:
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits. Returns whether to call again."""
-        fault, rules = classify(error), self.policy.retry
+        fault = classify(error)
+        rules = self.policy.retry
         if fault.cause is not Cause.NETWORK:
             return False
         self.failed += 1
@@ -115,7 +113,7 @@ class Retries:
         # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
         delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
         wait_s = max(delay, asked) if again else None
-        then = "gives up" if wait_s is None else f"again in {wait_s:.1f} s"
+        then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
         line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: "
         line += f"{type(error).__name__}: {error}"[:300]
         self.report(CallAttempt(line, self.failed, fault, wait_s))
@@ -123,7 +121,7 @@ class Retries:
             self.sleep(wait_s)
         return again
 
-    def succeeded(self) -> None:
+    def report_success(self) -> None:
         """Reports a success after failures."""
         if self.failed:
             number = self.failed + 1

@@ -1,7 +1,7 @@
 """Ends a run: saves the last state, writes the reports, and closes the files.
 
-After a kill, the next start writes the postmortem (`postmortem.of_killed`). Errors at the end are
-logged and not raised, because they would hide the error that has ended the run.
+After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
+end are logged and not raised, because they would hide the error that has ended the run.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class Shutdown:
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
     data, untrained = loop.data, loop.record.ledger.untrained
-    unread, skipped = len(data.unused), data.skipped_steps
+    unread, skipped = len(data.pending_ids), data.skipped_steps
     total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:

@@ -75,7 +75,7 @@ class Loop:
         for epoch in range(loaders.next_epoch, total):
             self.data.begin_pass()
             # An exception after the step of epoch 0 leaves a checkpoint of step 1 in epoch 0.
-            counted = loaders.unused and (epoch > 0 or self.data.resumed_here)
+            counted = loaders.is_empty and (epoch > 0 or self.data.resumed_here)
             if counted and self.data.step + self.driver.has_stepped() == max(epoch, 1):
                 self._step_is_epoch = True
                 for number in self.steps(total):
@@ -130,9 +130,9 @@ class Loop:
                 yield batch
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
-                begun.left = True
+                begun.left_by_break = True
                 if self.data.step > self._yielded_step and not begun.trains:
-                    begun.unused = []  # an evaluation: no step uses its batches
+                    begun.pending_ids = []  # an evaluation: no step uses its batches
                 raise
             finally:
                 begun.in_use = False
@@ -161,7 +161,7 @@ class Loop:
         if self.own_snapshot:
             raise IncompleteRun(f"healcore: {self.own_snapshot}")
         take_state()
-        loader = self.data.loaders.current
+        loader = self.data.loaders.last_trained
         rolled_back = self._between_steps()
         if not rolled_back and loader is not None and loader.in_use and loader.at_end:
             rolled_back = self._roll_back_at_end(loader)
@@ -186,9 +186,9 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        unread, unseen = len(data.unused), False
+        unread, unseen = len(data.pending_ids), False
         may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
-        trains = data.current is not None and (data.current.trains or not data.step)
+        trains = data.last_read is not None and (data.last_read.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
             unseen = self.driver.settings()[WEIGHTS] != self.record.settings.get(WEIGHTS)
         if trains and (unseen or unread == _MAX_ITERATIONS):
@@ -204,11 +204,11 @@ class Loop:
             return
         self._has_stepped = True
         self.after_update = self.has_trainer
-        loader = self.data.loaders.current
+        loader = self.data.loaders.last_trained
         first = self.data.take(pending)
         if self._step_is_epoch:
             self.data.loaders.next_epoch = self.data.step
-        if loader != self.data.loaders.current:
+        if loader != self.data.loaders.last_trained:
             self.recovery.monitor.loader_start = first.index
         self.recovery.reader.push(pending, first)
         self.guard.stepped(self.data.step)
@@ -216,7 +216,7 @@ class Loop:
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
-        alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.current)
+        alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.last_trained)
         self.queue_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
@@ -296,10 +296,10 @@ class Loop:
     @property
     def break_place(self) -> str:
         """Place at which a `break` has left the loop before its last epoch ended, or ""."""
-        current = self.data.loaders.current
-        if self.has_trainer or current is None or not current.in_loop:
+        loader = self.data.loaders.last_trained
+        if self.has_trainer or loader is None or not loader.in_loop:
             return ""
-        return current.break_place
+        return loader.break_place
 
     # -- reports --------------------------------------------------------------------------------
 

@@ -100,7 +100,7 @@ class OutOfMemory:
                     if part.failed:
                         break
                 else:
-                    self._retries.succeeded()
+                    self._retries.report_success()
                     return
                 self.part, done = None, 0
                 clear_cache = "clear_cache" in self._answers

@@ -340,7 +340,7 @@ class Recovery:
             last_good=good,
             last_good_path=path,
             probation=self.context.policy.rollback.probation if saves else None,
-            not_finite=tuple(self.saver.nonfinite),
+            nonfinite_saves=tuple(self.saver.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,
         )

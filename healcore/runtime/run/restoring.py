@@ -86,7 +86,7 @@ class Restorer:
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
         self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
-        extra = self.context.policy.rollback.skip_batches if order.batches else 0
+        extra = self.context.policy.rollback.skip_batches
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.data.host.put_back(saved.host)

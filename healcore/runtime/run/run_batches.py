@@ -44,7 +44,7 @@ class RunBatches:
         steps_taken: steps of this process, including steps that a rollback has undone.
         had_completed: whether the run in the store had completed, and this process has its last
             state.
-        current: the loader of the last batch, or None before the first batch.
+        last_read: the loader of the last batch, or None before the first batch.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RunBatches:
         self.step = self.steps_taken = 0
         self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
-        self.current: RunLoader | None = None
+        self.last_read: RunLoader | None = None
         self._context, self._termination = context, termination
         self._single_rank = context.ranks.world == 1
         self._reads = self._consecutive_failures = 0
@@ -65,7 +65,7 @@ class RunBatches:
         self._last_ids: list[BatchId] = []  # of the last step's batches
         # Largest number of batches of a step so far. No more contents are kept, because an
         # evaluation takes no step.
-        self._most = 1
+        self._most_per_step = 1
         # Updates on the last batch and on the one before, in a loop that calls `update` in JAX.
         self._updates = self._usual_updates = 0
         self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
@@ -75,8 +75,10 @@ class RunBatches:
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
         """Continues an earlier process's checkpoint; `completed` is whether its run had ended."""
-        self._resumed, self.had_completed = True, completed
-        self.step, self._generators = step, generators
+        self._resumed = True
+        self.had_completed = completed
+        self.step = step
+        self._generators = generators
 
     @property
     def resumed_here(self) -> bool:
@@ -104,21 +106,22 @@ class RunBatches:
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
             self._resumed_evaluation = None if begun.trains else begun
-        settings, log = self._context.record.settings, self._context.log
+        settings = self._context.record.settings
+        log = self._context.log
         before = {*settings}
         change = change_of_batch_size(settings, begun.number, loader)
         if new := {n: v for n, v in settings.items() if n not in before}:
             log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
-            self._context.log.problem(
+            log.problem(
                 self.step,
                 f"{change} (saved -> given): the loader continues at the same number of batches, "
                 "which is another position in the data; to start from the first batch, pass an "
                 "empty directory",
             )
         for line in self.loaders.notices:
-            self._context.log.event("data", step=self.step, outcome=line)
-            self._context.log.info(f"data: {line}")
+            log.event("data", step=self.step, outcome=line)
+            log.info(f"data: {line}")
         self.loaders.notices.clear()
         return begun
 
@@ -127,11 +130,11 @@ class RunBatches:
         alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._read(loader)
-        self.current = loader
+        self.last_read = loader
         self._generators = self._generators if loader is self._resumed_evaluation else None
-        loader.unused.append(batch_id)
+        loader.pending_ids.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
-        if keeps and len(loader.unused) <= self._most:
+        if keeps and len(loader.pending_ids) <= self._most_per_step:
             loader.contents.append(ObservedBatch(batch))
         loader.in_use = True
         return batch
@@ -174,12 +177,13 @@ class RunBatches:
         skips = "skip_batch" in self._context.policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        limits, failed = self._context.policy.skip_batch, self._failed_reads
+        limits = self._context.policy.skip_batch
+        failed = self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
             failed.popleft()
         if in_a_row >= limits.consecutive or len(failed) >= limits.count:
-            done = "skipped" if self._single_rank else "replaced by the batch before"
+            done = "skipped" if self._single_rank else "replaced by the previous batch"
             error.add_note(
                 f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
                 f"{limits.within} were {done}, which is the limit of [skip_batch]"
@@ -202,7 +206,7 @@ class RunBatches:
         if self._single_rank:
             loader.skipped_batch_ids.add(batch)
         else:
-            problem += "; the batch before comes again in its place"
+            problem += "; the previous batch is used in its place"
         if self._context.ranks.rank:  # only rank 0 has a log
             console.warning(f"rank {self._context.ranks.rank}: step {self.step}: {problem}")
         rows = batch.rows and [batch.rows]
@@ -212,10 +216,10 @@ class RunBatches:
 
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
         """Ends the loop over a loader that has no further batch."""
-        if evaluates and loader is self.loaders.current:
-            self.loaders.current = self.current = None  # the loop of `steps` has none
-        if loader is not self.loaders.current:  # an evaluation, whose batches belong to no step
-            loader.unused = []
+        if evaluates and loader is self.loaders.last_trained:
+            self.loaders.last_trained = self.last_read = None  # the loop of `steps` has none
+        if loader is not self.loaders.last_trained:  # an evaluation: its batches are of no step
+            loader.pending_ids = []
             loader.contents.clear()
         if not evaluates:
             self.begin_pass(ended=True)
@@ -262,14 +266,15 @@ class RunBatches:
 
     # -- the batches of a step ------------------------------------------------------------------
 
-    def observed(self, batch: Any, weight: float) -> bool:
+    def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
         Returns whether this is the first such batch.
         """
         if not self._keeps_batches:
             return False
-        first, self._loop_names_batches = not self._loop_names_batches, True
+        first = not self._loop_names_batches
+        self._loop_names_batches = True
         if first:
             self._forget_contents()
         self._contents.append(ObservedBatch(batch, weight))
@@ -282,20 +287,19 @@ class RunBatches:
 
     def take(self, pending: PendingDispatch) -> StepResult:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
-        current = self.current
-        if current is not None:
-            if current.unused or not current.in_use:
-                self._last_ids = current.unused
+        loader = self.last_read
+        if loader is not None:
+            if loader.pending_ids or not loader.in_use:
+                self._last_ids = loader.pending_ids
                 self._usual_updates, self._updates = self._updates, 0
             self._updates += 1  # more than 1: another update on the same batch
-            self.loaders.current = current
-        for loader in self.loaders:  # a `break` has ended an evaluation
-            loader.trains |= bool(loader.unused) and (loader is current or not loader.left)
-        ids, self._generators = self._last_ids, None  # random numbers continue from this step
-        self.loaders.last = ids[-1] if ids else None
-        self._most = max(self._most, len(ids))
-        first = StepResult(self.step, [], tuple(ids), tuple(self._contents))
-        self._forget_unused()  # a step may take batches of several loaders
+            self.loaders.last_trained = loader
+        for each in self.loaders:  # a `break` has ended an evaluation
+            each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
+        self._generators = None  # random numbers continue from this step
+        self._most_per_step = max(self._most_per_step, len(self._last_ids))
+        first = StepResult(self.step, [], tuple(self._last_ids), tuple(self._contents))
+        self._forget_pending()  # a step may take batches of several loaders
         self.step += pending.count
         self.steps_taken += pending.count
         return first
@@ -304,17 +308,17 @@ class RunBatches:
         """Forgets the batches of the steps from `target` on."""
         self.step = target
         self._last_ids = []
-        self._forget_unused()
+        self._forget_pending()
 
-    def _forget_unused(self) -> None:
+    def _forget_pending(self) -> None:
         self._forget_contents()
         for loader in self.loaders:
-            loader.unused = []
+            loader.pending_ids = []
 
     @property
     def _contents(self) -> list[ObservedBatch]:
-        """The batches since the last step of the current loader, or of a loop without a loader."""
-        return self._own_batches if self.current is None else self.current.contents
+        """The batches since the last step: of the loader read last, or of a loop without one."""
+        return self._own_batches if self.last_read is None else self.last_read.contents
 
     def _forget_contents(self) -> None:
         self._own_batches.clear()
@@ -324,7 +328,7 @@ class RunBatches:
     @property
     def between_steps(self) -> bool:
         """Whether no batch was read since the last step: state and loader positions match."""
-        return not (self.unused or self.within_batch)
+        return not (self.pending_ids or self.within_batch)
 
     @property
     def within_batch(self) -> bool:
@@ -332,13 +336,13 @@ class RunBatches:
 
         A restart from here would begin with the next batch, and lose these updates.
         """
-        in_use = (loader := self.current) is not None and (loader.in_use or loader.left)
+        in_use = (loader := self.last_read) is not None and (loader.in_use or loader.left_by_break)
         return in_use and self._updates < self._usual_updates
 
     @property
-    def unused(self) -> tuple[BatchId, ...]:
-        """Ids of the current loader's batches since the last step."""
-        return () if self.current is None else tuple(self.current.unused)
+    def pending_ids(self) -> tuple[BatchId, ...]:
+        """Ids of the batches since the last step of the loader read last."""
+        return () if self.last_read is None else tuple(self.last_read.pending_ids)
 
     @property
     def skipped_steps(self) -> int:

@@ -449,9 +449,9 @@ class Saver:
         changes by these batches cannot be undone.
         """
         loaders = self.data.loaders
-        unused = any(loader.first_unused is not None for loader in loaders)
-        in_body = loaders.current is not None and loaders.current.in_use
-        if not self._resumes_exactly or (in_body and not unused):
+        pending = any(loader.first_pending is not None for loader in loaders)
+        in_body = loaders.last_trained is not None and loaders.last_trained.in_use
+        if not self._resumes_exactly or (in_body and not pending):
             yield
             return
         if why_not := self.context.driver.undo_window():
@@ -461,7 +461,7 @@ class Saver:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
         with self.data.host.before_batches(position):
             yield
-        if unused:
+        if pending:
             line = "batches that were read for the next step come again after a restart"
             self.context.log.event("data", step=self.data.step, outcome=line)
             self.context.log.info(f"step {self.data.step}: {line}")

@@ -191,8 +191,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     log, policy, group, store = loop.log, loop.policy, loop.group, loop.saver.store
     restorer = loop.recovery.restorer
     events = log.events.path
-    previous = None if events is None else postmortem.last_run(events)
-    after_kill = bool(events and previous and postmortem.of_killed(events, previous))
+    previous = None if events is None else postmortem.read_last_run(events)
+    after_kill = bool(events and previous and postmortem.write_for_killed(events, previous))
     if any(group.gather(group.stop_file.found)):
         log.info(f"nothing was done: {group.stop_file.why} exists; remove the file to train")
         raise EndRequested(group.stop_file.why)

@@ -67,7 +67,7 @@ class RunEnd(NamedTuple):
     last_good_path: str | None = None  # directory of the checkpoint `last_good`
     probation: int | None = None
     """Healthy steps after which a checkpoint is known-good, or None if unknown."""
-    not_finite: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Step and array names of each checkpoint with disallowed NaN or Inf."""
     metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
 
@@ -100,7 +100,7 @@ def explain(end: RunEnd) -> str:
     for name, sentences in sections.items():
         if text := " ".join(sentences(end)):
             parts.append(_wrapped(text, first=f"{name}: ", then="  "))
-    if end.ending != Ending.COMPLETED or end.open or end.not_finite or end.fault:
+    if end.ending != Ending.COMPLETED or end.open or end.nonfinite_saves or end.fault:
         hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
         parts += ["Look at:"] if hints else []
         parts += [_wrapped(hint, first="  - ", then="    ") for hint in hints]
@@ -126,7 +126,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
         yield f"At the first alarm: {text}{limit}."
     if last.evidence:
         norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
-        yield f"Gradients that stood out: {first_of(norms, _SHOWN)}."
+        yield f"Unusual gradients: {first_of(norms, _SHOWN)}."
     if last.batches:
         yield f"Its data: {first_of(batch_names(last.batches, last.rows), _SHOWN)}."
     if counts.incidents > 1:
@@ -134,13 +134,13 @@ def _seen(end: RunEnd) -> Iterator[str]:
 
 
 def _state(end: RunEnd) -> Iterator[str]:
-    if not end.not_finite:
+    if not end.nonfinite_saves:
         return
-    step, arrays = end.not_finite[0]
-    many = len(end.not_finite)
+    step, arrays = end.nonfinite_saves[0]
+    many = len(end.nonfinite_saves)
     saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
     yield f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves}."
-    if end.not_finite[-1][0] == end.step:
+    if end.nonfinite_saves[-1][0] == end.step:
         yield "The run ends in that state."
 
 
@@ -158,7 +158,8 @@ def _tried(end: RunEnd) -> Iterator[str]:
 def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
-    clips, lowered = counts.clips or 0, end.lr_scale < 1 and not end.run.observes
+    clips = counts.clips or 0
+    lowered = end.lr_scale < 1 and not end.run.observes
     phrases = [
         (counts.skips, f"skipped {counted(counts.skips, 'step')}"),
         (clips, f"clipped {counted(clips, 'step')}"),
@@ -193,7 +194,7 @@ def _no_good_checkpoint(end: RunEnd) -> str:
     text = "none" + why_no_good_checkpoint(end.step, end.probation)
     if end.ending == Ending.COMPLETED:
         return f"{text}."
-    if end.counts.incidents or end.not_finite:
+    if end.counts.incidents or end.nonfinite_saves:
         return f"{text}; resume from the start, or check a checkpoint by hand."
     text += "; the run had no incident: the next start resumes from the newest checkpoint on disk"
     return f"{text}, if any."
@@ -212,7 +213,8 @@ def why_no_good_checkpoint(step: int, probation: int | None) -> str:
 
 def last_line(end: RunEnd, newest: int | None) -> str:
     """The last line of a run on the console; `newest` is the newest checkpoint on disk, or None."""
-    would, done = "would have " if end.run.observes else "", interventions(end)
+    would = "would have " if end.run.observes else ""
+    done = interventions(end)
     if end.counts.rollbacks:
         done.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
     last_good = "none" if end.last_good is None else f"step {end.last_good}"
@@ -242,13 +244,11 @@ def nonfinite_streak_text(
     `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
     parameter, so a run without a finite step has the parameters that it was started with.
     """
-    which, since, loaded = "last", "", ""
-    if from_start:
-        which, since, loaded = "first", " since the start", ", because they were loaded so"
+    which, since = ("first", " since the start") if from_start else ("last", "")
     text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
     if weights:
-        found = f"the weights are NaN or Inf{since}{loaded}"
-        return f"{text}: {found}; the first tensor is {weights[0]}"
+        loaded = "loaded " if from_start else ""
+        return f"{text}: the {loaded}weights are NaN or Inf; the first tensor is {weights[0]}"
     if not record.taken:
         return f"{text}: the training step has kept its old state{since}"
     named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]

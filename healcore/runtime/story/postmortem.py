@@ -25,7 +25,8 @@ SCHEMA = 2
 
 def path_for(events: str | os.PathLike[str], run: str) -> Path:
     """The file `run.postmortem.<run id>.json` of a run, next to `run.events.jsonl`."""
-    path, safe = Path(events), re.sub(r"[^\w.-]", "_", run)
+    path = Path(events)
+    safe = re.sub(r"[^\w.-]", "_", run)
     return path.with_name(f"{stem(path)}.postmortem.{safe}.json")
 
 
@@ -102,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 # -- a killed run ---------------------------------------------------------------------------------
 
 
-def last_run(events: Path) -> Run | None:
+def read_last_run(events: Path) -> Run | None:
     """The run whose process began last in an events file, or None without one. Never raises."""
     try:
         runs = runs_of(log.read(events).runs()) if events.is_file() else []
@@ -112,7 +113,7 @@ def last_run(events: Path) -> Run | None:
     return runs[-1] if runs else None
 
 
-def of_killed(events: Path, run: Run) -> bool:
+def write_for_killed(events: Path, run: Run) -> bool:
     """Writes the postmortem of a run that was killed. Returns whether it was written.
 
     The next process calls this function before it writes its own `start`.
@@ -126,7 +127,7 @@ def of_killed(events: Path, run: Run) -> bool:
         Ending.KILLED,
         run.step or 0,
         run.counts(),
-        why="" if gone else f"it ran on {process.host}, which cannot be seen from here",
+        why="" if gone else f"it ran on {process.host}, whose processes this host cannot see",
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
     )

@@ -102,7 +102,7 @@ class RunLog:
 
     def report_trackers(self, step: int) -> None:
         """Logs the failures of trackers since the last call."""
-        for problem in self.trackers.problems():
+        for problem in self.trackers.take_problems():
             self.problem(step, problem)
 
     def close(self) -> None:

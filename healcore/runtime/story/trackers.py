@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from healcore.adapter_registry import MissingExtraError
 from healcore.core.decision import StepRecord
-from healcore.events.log import COMPARED
+from healcore.events.log import COMPARED, NUMBERS
 from healcore.events.models import validate
 from healcore.events.process import Process
 from healcore.events.schema import ENVELOPE, Trait, flag_names, has, sentence
@@ -23,10 +23,7 @@ MAX_PENDING = 10_000  # limit of pending records of a slow tracker, which then l
 _INTERVAL = 0.5
 """Seconds between two deliveries, because delivery at every step would compete for the GIL."""
 
-_FIELDS = (
-    *("loss", "grad_norm", "threshold", "z", "z_loss", "grad_scale", "lr_scale", "skip"),
-    *COMPARED,
-)
+_FIELDS = ("loss", "grad_norm", *NUMBERS, "skip", *COMPARED)
 
 
 @runtime_checkable
@@ -111,7 +108,7 @@ class Trackers:
             self._config = {name: event[name] for name in event if name not in omitted}
         self._send("event", event)
 
-    def problems(self) -> list[str]:
+    def take_problems(self) -> list[str]:
         """The failures since the last call. A tracker reports only its first failure."""
         return [each.problems.popleft() for each in self._deliveries for _ in tuple(each.problems)]
 
@@ -119,13 +116,14 @@ class Trackers:
         """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
         for delivery in self._deliveries:
             delivery.ended.set()
-        deadline, late = time.monotonic() + MAX_WAIT, f"within {MAX_WAIT:g} s: it loses records"
+        deadline = time.monotonic() + MAX_WAIT
         for delivery in self._deliveries:
             if delivery.ident is not None:
                 delivery.join(max(0.0, deadline - time.monotonic()))
             if delivery.is_alive():
-                delivery.problems.append(f"{delivery.name} has not finished {late}")
-        problems, self._deliveries = self.problems(), []
+                late = f"has not finished within {MAX_WAIT:g} s: it loses records"
+                delivery.problems.append(f"{delivery.name} {late}")
+        problems, self._deliveries = self.take_problems(), []
         return problems
 
     def _send(self, method: str, *arguments: Any) -> None:
@@ -269,7 +267,9 @@ class _TensorBoard:
         # protobuf creates the classes at run time: unknown to type checkers
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
-        self._text, self._directory, self._last_step = text_pb, directory, -1
+        self._text = text_pb
+        self._directory = directory
+        self._last_step = -1
 
     def start(self, run: TrackedRun) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -5,17 +5,16 @@ Exit status of the demo: 0 the runs ended, 2 the demo could not run.
 
 from __future__ import annotations
 
-import enum
 import io
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 import healcore
 from healcore.tools.cli import events, policy, probe, replay
-from healcore.tools.output import echo, reported
+from healcore.tools.output import echo, report_errors
 
 __all__ = ["app", "main"]
 
@@ -32,16 +31,12 @@ app.add_typer(events.app, name="events")
 app.add_typer(probe.app, name="probe")
 
 
-class _Framework(enum.StrEnum):
-    TORCH = "torch"
-    JAX = "jax"
-    BOTH = "both"
-
-
 @app.command()
-@reported
+@report_errors
 def demo(
-    framework: Annotated[_Framework, typer.Option(help="Framework of the runs.")] = _Framework.BOTH,
+    framework: Annotated[
+        Literal["torch", "jax", "both"], typer.Option(help="Framework of the runs.")
+    ] = "both",
     steps: Annotated[
         int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
     ] = 300,
@@ -52,13 +47,13 @@ def demo(
     """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
     from healcore.tools.demo import run_demo
 
-    frameworks = ("torch", "jax") if framework is _Framework.BOTH else (framework.value,)
+    frameworks = ("torch", "jax") if framework == "both" else (framework,)
     run_demo(out, frameworks=frameworks, steps=steps)
 
 
-app.command()(reported(replay.replay))
-app.command()(reported(events.report))
-app.command()(reported(replay.sweep))
+app.command()(report_errors(replay.replay))
+app.command()(report_errors(events.report))
+app.command()(report_errors(replay.sweep))
 
 
 def _print_version(wanted: bool) -> None:

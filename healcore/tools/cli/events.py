@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, replacing, reported
+from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 OK, DAMAGED = 0, 1
 
@@ -24,7 +24,7 @@ app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
 
 
 @app.command()
-@reported
+@report_errors
 def show(
     file: Annotated[str, typer.Argument(metavar="RUN", help="A run's events file or folder.")],
     follow: Annotated[
@@ -41,11 +41,13 @@ def show(
     if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     events: list[dict[str, Any]] = []
-    reported, gone = 0, False
+    listed = 0
+    gone = False
     while True:
         while follow and not path.exists():
             time.sleep(POLL_INTERVAL)
-        seen, history = events, read(path)
+        seen = events
+        history = read(path)
         events = history.events
         # The start of another file: the file that was read before has been replaced.
         new = events if events[:1] != seen[:1] else events[len(seen) :]
@@ -54,9 +56,9 @@ def show(
         damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
         if damaged and not (events or follow):
             fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
-        for problem in damaged[reported:]:
+        for problem in damaged[listed:]:
             echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
-        reported = len(damaged)
+        listed = len(damaged)
         if not follow:
             raise typer.Exit(DAMAGED if damaged else OK)
         run = runs_of(history.runs())[-1] if events else None
@@ -109,17 +111,17 @@ def report(
 ) -> None:
     """Write an HTML page about a run: curves, incidents, policy. The page needs no network."""
     from healcore.events.log import stem
+    from healcore.tools.report import run_report
     from healcore.tools.report.page import render
-    from healcore.tools.report.run_report import ReportError, RunReport, find_events, read_reports
 
-    reports: list[RunReport] = []
+    reports: list[run_report.RunReport] = []
     files: list[Path] = []
     for path in events:
         try:
-            file = find_events(path)
-            reports += read_reports(file)
+            file = run_report.find_events_file(path)
+            reports += run_report.read_reports(file)
             files.append(file)
-        except ReportError as error:
+        except run_report.ReportError as error:
             echo(str(error), err=True)
     if not files:
         raise typer.Exit(CANNOT_RUN)
@@ -129,7 +131,6 @@ def report(
     # Metrics and postmortems are next to the events file.
     inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
     check_outputs([page], inputs)
-    with replacing(page) as draft:
-        draft.write_text(render(reports), encoding="utf-8", errors="backslashreplace")
+    write_output(page, render(reports))
     echo(f"page: {page}")
     raise typer.Exit(OK if len(files) == len(events) else DAMAGED)

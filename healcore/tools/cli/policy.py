@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from healcore.tools.cli.options import SetOption
-from healcore.tools.output import CANNOT_RUN, console, echo, reported
+from healcore.tools.output import CANNOT_RUN, console, echo, report_errors
 
 OK, INVALID = 0, 1
 
@@ -45,7 +45,7 @@ def list_() -> None:
 
 
 @app.command()
-@reported
+@report_errors
 def show(policy: _Named, set_: SetOption = None) -> None:
     """Show a policy as TOML: a preset with its comments, or every key with --set."""
     from healcore.policy import dumps, load, preset_names, preset_text, recipe_names
@@ -85,7 +85,7 @@ def check(
 
 
 @app.command("diff")
-@reported
+@report_errors
 def diff_(left: _Named, right: _Named) -> None:
     """Show the keys in which two policies differ, including defaults."""
     from healcore.policy import diff, load

@@ -27,7 +27,7 @@ from healcore.tools.probe.checks import (
     OptimizerInputs,
     ProbeResult,
     dumps,
-    judged,
+    run_probe,
     worst,
 )
 
@@ -59,13 +59,14 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
     def keyword(name: str, kind: Any, **settings: Any) -> inspect.Parameter:
         option = typer.Option(f"--{name.replace('_', '-')}", **settings)
         kind, default = (kind, False) if kind is bool else (kind | None, None)
-        annotation, way = Annotated[kind, option], inspect.Parameter.KEYWORD_ONLY
+        annotation = Annotated[kind, option]
+        way = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(name, way, default=default, annotation=annotation)
 
     options = []
     for name, field in model.model_fields.items():
         if isinstance(field.default, dict):  # a table, which only a file can have
-            help_ = f"TOML file with these options as keys, and the score's [{name}]."
+            help_ = f"TOML file with these options as keys, and a table '{name}' for the score."
             options.append(keyword("spec", Path, metavar="FILE", help=help_))
             continue
         types = {field.annotation, *get_args(field.annotation)}
@@ -103,7 +104,7 @@ def _add_command(model: type[BaseModel]) -> Callable[[Callable[..., list[Any]]],
 def loss(
     traces: _Traces, inputs: LossInputs, column: ColumnOption = None, join: JoinOption = False
 ) -> list[Any]:
-    """Judge a loss curve: does it fall, does it stay low, does it end well?"""
+    """Judge a loss curve: does it fall, does it stay low, is its end finite?"""
     from healcore.tools.probe.loss import probe_loss
     from healcore.tools.traces import TraceError, open_traces, parse_columns
 
@@ -114,7 +115,9 @@ def loss(
     unreadable = [
         ProbeResult("loss", each.path, (Check("readable", ERROR, each.problem),)) for each in failed
     ]
-    return unreadable + [judged("loss", trace.name, probe_loss, trace, inputs) for trace in opened]
+    return unreadable + [
+        run_probe("loss", trace.name, probe_loss, trace, inputs) for trace in opened
+    ]
 
 
 @_add_command(OptimizerInputs)

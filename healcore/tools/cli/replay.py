@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from healcore.console import first_lines
 from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
-from healcore.tools.output import check_outputs, console, echo, fail, replacing
+from healcore.tools.output import check_outputs, console, echo, fail, write_output
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # local imports, so that other commands start fast
 
     from healcore.policy import Policy
     from healcore.tools.replay import Summary
-    from healcore.tools.report.run_report import RunReport
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
@@ -68,7 +68,7 @@ def replay(
     policies = {name: load(name, **values) for name in names}
     if len(policies) < len(names):
         fail("a policy is repeated: name each --policy once")
-    _replay(_Options(traces, policies, jsonl, report, column, join))
+    _replay(traces, policies, jsonl, report, column, join)
 
 
 def sweep(
@@ -96,29 +96,26 @@ def sweep(
     from healcore.policy.loader import parse_overrides, variants
 
     base = load(policy, **parse_overrides(set_ or (), "--set"))
-    _replay(_Options(traces, variants(base, vary), jsonl, None, column, join, sums_only=True))
+    _replay(traces, variants(base, vary), jsonl, None, column, join, sums_only=True)
 
 
-class _Options(NamedTuple):
-    """What both commands replay, and where the results go."""
-
-    traces: list[str]
-    policies: dict[str, Policy]
-    jsonl: str | None
-    report: Path | None
-    column: list[str] | None
-    join: bool
-    sums_only: bool = False
-
-
-def _replay(options: _Options) -> NoReturn:
+def _replay(
+    traces: list[str],
+    policies: dict[str, Policy],
+    jsonl: str | None,
+    report: Path | None,
+    column: list[str] | None,
+    join: bool,
+    *,
+    sums_only: bool = False,
+) -> NoReturn:
     """Replays each policy over each trace; prints and writes the results."""
     from healcore.adapter_registry import require
     from healcore.tools.replay import ReplayError
     from healcore.tools.replay import replay as replay_trace
+    from healcore.tools.report import page
     from healcore.tools.traces import open_traces, parse_columns
 
-    traces, policies, jsonl, report, column, join, _ = options
     if report:
         require("report", "jinja2")
     check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *policies])
@@ -137,8 +134,18 @@ def _replay(options: _Options) -> NoReturn:
         if report:
             reports.append(result.report())
     if summaries:
-        _write(options, lines, reports)  # before the table, whose reader may end early (`| head`)
-        _print(options, opened, summaries)
+        # Files before the table, whose reader may end early (`| head`).
+        if jsonl == "-":
+            sys.stdout.writelines(lines)
+        elif jsonl:
+            write_output(jsonl, "".join(lines))
+        if report:
+            write_output(report, page.render(reports))
+        known = sys.stdout.isatty() or os.environ.get("COLUMNS")
+        printer = console(stderr=jsonl == "-", width=None if known else _PIPE_WIDTH)
+        _print(printer, opened, summaries, sums_only)
+        if report:
+            printer.print(f"page: {report}", markup=False, highlight=False)
     for problem in dict.fromkeys(problems):
         echo(problem, err=True)
     if not summaries:
@@ -146,31 +153,16 @@ def _replay(options: _Options) -> NoReturn:
     raise typer.Exit(PARTIAL if problems else OK)
 
 
-def _write(options: _Options, lines: list[str], reports: list[RunReport]) -> None:
-    from healcore.tools.report import page
-
-    if options.jsonl == "-":
-        sys.stdout.writelines(lines)
-    elif options.jsonl:
-        with replacing(options.jsonl) as draft:
-            draft.write_text("".join(lines), encoding="ascii", newline="\n")
-    if options.report:
-        with replacing(options.report) as draft:
-            draft.write_text(page.render(reports), encoding="utf-8")
-
-
-def _print(options: _Options, traces: Sequence[Trace], summaries: list[Summary]) -> None:
+def _print(
+    printer: Console, traces: Sequence[Trace], summaries: Sequence[Summary], sums_only: bool
+) -> None:
     from healcore.tools.replay import table
 
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-    printer = console(stderr=options.jsonl == "-", width=None if known else _PIPE_WIDTH)
-    _print_whole(printer, table.summary_table(summaries, sums_only=options.sums_only))
+    _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
     _print_first(printer, [each for trace in traces for each in trace.problems], "yellow")
     _print_first(printer, table.notes(summaries), "")
     _print_first(printer, [each for trace in traces for each in trace.notes], "dim")
     printer.print(table.LEGEND, style="dim", highlight=False)
-    if options.report:
-        printer.print(f"page: {options.report}", markup=False, highlight=False)
 
 
 def _print_whole(printer: Console, table: Table) -> None:
@@ -183,8 +175,5 @@ def _print_whole(printer: Console, table: Table) -> None:
 
 
 def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
-    shown = list(lines[:MAX_PRINTED])
-    if len(lines) > len(shown):
-        shown.append(f"and {len(lines) - len(shown):,} more like these")
-    for line in shown:
+    for line in first_lines(lines, MAX_PRINTED):
         printer.print(line, style=style, markup=False, highlight=False)

@@ -46,7 +46,9 @@ def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     damage = damaged_archives(path)
-    checks, facts, notes = [], {"known_good": None}, ()
+    checks = []
+    facts = {"known_good": None}
+    notes = ()
     try:
         contents = open_contents(path)
         found = _count_nonfinite(contents)

@@ -27,7 +27,7 @@ from healcore import adapter_registry, regular_file
 from healcore.adapter_registry import require
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
 from healcore.runtime.store import manifest
-from healcore.tools.probe.checks import ERROR, Check, NothingToProbe, ProbeResult, judged
+from healcore.tools.probe.checks import ERROR, Check, NothingToProbe, ProbeResult, run_probe
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
 _MAX_JSON_BYTES = 1 << 24
@@ -272,7 +272,8 @@ def probe_paths(
     probe: str, judge: Callable[[Path, Any], ProbeResult], paths: Sequence[str | Path], inputs: Any
 ) -> list[ProbeResult]:
     """Calls `judge`, a function of a module, with each path and inputs in the child process."""
-    paths, results = [Path(path) for path in paths], []
+    paths = [Path(path) for path in paths]
+    results = []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     while len(results) < len(paths):
         child = subprocess.run(
@@ -288,7 +289,8 @@ def probe_paths(
             while len(results) < len(paths):
                 results.append(pickle.load(answers))
         if len(results) < len(paths):
-            path, status = str(paths[len(results)]), child.returncode
+            path = str(paths[len(results)])
+            status = child.returncode
             why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
             message = f"{path}: the reader process ended while reading it ({why})"
             results.append(ProbeResult(probe, path, (Check("readable", ERROR, message),)))
@@ -302,7 +304,7 @@ def serve() -> None:
     probe, judge, paths, inputs = pickle.load(sys.stdin.buffer)
     for path in paths:
         _set_limits(path)
-        pickle.dump(judged(probe, str(path), judge, path, inputs), answers)
+        pickle.dump(run_probe(probe, str(path), judge, path, inputs), answers)
         answers.flush()
 
 

@@ -170,7 +170,7 @@ def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
     return max(verdicts, key=list(ProbeVerdict).index, default=SKIP)
 
 
-def judged(
+def run_probe(
     probe: str, subject: str, judge: Callable[..., ProbeResult], *arguments: Any
 ) -> ProbeResult:
     """Calls a probe. Damaged files can raise any exception, and each exception becomes a result."""

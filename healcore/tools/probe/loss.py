@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import counted
+from healcore.console import counted, first_lines
 from healcore.history.curves import thin
 from healcore.tools.probe.checks import (
     FAIL,
@@ -47,12 +47,12 @@ class Column(NamedTuple):
         return self.value[np.isfinite(self.value)]
 
     @property
-    def nonfinite(self) -> int:
+    def nonfinite_count(self) -> int:
         """Number of NaN and Inf."""
         return len(self.value) - len(self.finite)
 
     @property
-    def trailing(self) -> int:
+    def trailing_count(self) -> int:
         """Number of consecutive NaN and Inf at the end."""
         finite = np.isfinite(self.value)
         return int(finite[::-1].argmax()) if finite.any() else len(finite)
@@ -75,7 +75,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     finite = curve.finite
-    steps, sigmas = curve.step[np.isfinite(curve.value)], inputs.event_sigmas
+    steps = curve.step[np.isfinite(curve.value)]
+    sigmas = inputs.event_sigmas
     events, jumps, unfinished = find_events(steps, finite, sigmas, inputs.rolling_window)
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
@@ -85,7 +86,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "first_step": float(curve.step[0]),
         "last_step": float(curve.step[-1]),
         "best": float(finite.min()) if len(finite) else None,
-        "nonfinite": curve.nonfinite,
+        "nonfinite": curve.nonfinite_count,
         "events": events,
         "jumps": jumps,
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
@@ -119,17 +120,15 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _events(events, jumps, unfinished, inputs),
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
-    notes = list(trace.problems[:100])
-    if more := trace.problems[100:]:
-        notes.append(f"{len(more)} further problems in this trace")
-    if trace.stale:
-        notes.append(f"{trace.stale} rows were repeated by a resume; the last value counts")
+    notes = first_lines(trace.problems, 100)
+    if repeated := np.count_nonzero(trace.replaced):
+        notes.append(f"{repeated} rows were repeated by a resume; the last value counts")
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
 def _finite(column: Column, inputs: LossInputs) -> Check:
     """Counts NaN and Inf: FAIL at the end of the curve, WARN if the run recovered."""
-    bad, total, trailing = column.nonfinite, len(column.value), column.trailing
+    bad, total, trailing = column.nonfinite_count, len(column.value), column.trailing_count
     verdict = FAIL if trailing else WARN if bad > inputs.max_nonfinite else PASS
     message = f"{bad} of {total} values are NaN or Inf" if bad else f"all {total} values are finite"
     if trailing:
@@ -142,7 +141,7 @@ def _finite(column: Column, inputs: LossInputs) -> Check:
 
 def _gradient_norm(norms: Column) -> Check:
     """Counts norms that are NaN or Inf: FAIL for several at the end, WARN if they are not rare."""
-    bad, total, last = norms.nonfinite, len(norms.value), norms.trailing
+    bad, total, last = norms.nonfinite_count, len(norms.value), norms.trailing_count
     verdict = FAIL if last >= _LASTING_NORMS else WARN if bad > _RARE_NORMS * total else PASS
     message = f"{bad} of {total} are NaN or Inf; at the end, {last} in a row"
     return Check("gradient_norm", verdict, message, bad, _RARE_NORMS)
@@ -153,9 +152,10 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
     untrained = (curve.value == 0) & ~np.isin(curve.step, trained)
     nonzero = Column(curve.step, np.where(untrained, np.nan, curve.value))
     sudden = len(nonzero.finite) > 0 and nonzero.finite[-1] > _NEAR_ZERO * shape.start
-    verdict = FAIL if sudden and nonzero.trailing >= inputs.min_steps else PASS
-    message = f"the last {nonzero.trailing} losses are exactly 0 or not finite, without a gradient"
-    return Check("zero_loss", verdict, message, nonzero.trailing, inputs.min_steps)
+    count = nonzero.trailing_count
+    verdict = FAIL if sudden and count >= inputs.min_steps else PASS
+    message = f"the last {count} losses are exactly 0 or not finite, without a gradient"
+    return Check("zero_loss", verdict, message, count, inputs.min_steps)
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
@@ -167,7 +167,9 @@ def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
 
 def _progress(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
     """Checks that the curve falls, by its trend or by its two ends."""
-    bound, trend, end = inputs.trend_sigmas, shape.trend, f"{shape.end:.4g}"
+    bound = inputs.trend_sigmas
+    trend = shape.trend
+    end = f"{shape.end:.4g}"
     if not _variance(finite) > 0:
         message = f"the curve is constant: {end} at every step"
         return Check("progress", WARN, message, trend, bound)
@@ -211,7 +213,8 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
     if not shape.start > shape.best:
         message = "the curve was never better than at its start"
         return Check("regret", SKIP, message, None, bound, decides=False)
-    lost, best = shape.regret / (shape.start - shape.best), f"{shape.best:.4g}"
+    lost = shape.regret / (shape.start - shape.best)
+    best = f"{shape.best:.4g}"
     # The bound is doubled, because noise alone puts the lowest of many medians below the curve.
     if shape.regret <= 2 * inputs.trend_sigmas * shape.noise:
         message = f"the end, {shape.end:.4g}, differs from the best, {best}, by noise only"
@@ -244,7 +247,9 @@ def _variance(values: np.ndarray) -> float:
 
 def _events(events: list[Event], jumps: int, unfinished: bool, inputs: LossInputs) -> Check:
     """Judges the number of instability events, and whether the curve ends in one."""
-    count, bound, message = len(events), inputs.max_events, "none"
+    count = len(events)
+    bound = inputs.max_events
+    message = "none"
     if events:
         message = (
             f"{counted(count, 'event')} far above the level before, the first at step "

@@ -177,7 +177,9 @@ def find_events(
 
 def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Heights in standard deviations and sustained flags, each (n,)."""
-    state, rows, update = map_leaves(_scalar, config.init()), [], None
+    state = map_leaves(_scalar, config.init())
+    rows = []
+    update = None
     true, false = np.bool_(True), np.bool_(False)
     blank = Observed._make([None] * len(Observed._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)

@@ -77,8 +77,8 @@ class Moments:
     """Key for comparisons: equal for the same parameter of similar layers, "" if unknown."""
 
     size: int = 0
-    nonfinite: int = 0  # number of NaN and Inf in all moments
-    negative: int = 0  # number of second moments below 0, which no average of squares can be
+    nonfinite: bool = False  # whether any moment is NaN or Inf
+    negative: bool = False  # whether a second moment is below 0, as no average of squares can be
     dead: bool = False  # whether every gradient so far was exactly 0
     mean: float = math.nan  # mean of the finite second moments
 
@@ -97,8 +97,8 @@ class Moments:
         finite = second[np.isfinite(second)]
         others = [array.read() for array in self.others if array is not None]
         self.size = len(second)
-        self.nonfinite = sum(int(np.count_nonzero(~np.isfinite(m))) for m in (second, *others))
-        self.negative = int(np.count_nonzero(finite < 0))
+        self.nonfinite = not all(np.isfinite(each).all() for each in (second, *others))
+        self.negative = bool((finite < 0).any())
         self.dead = len(second) > 0 and not second.any()
         self.mean = float(finite.mean(dtype=np.float64)) if len(finite) else math.nan
 

@@ -251,7 +251,8 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     known = [moment.step for moment in moments if moment.step is not None]
-    bound, undecided = inputs.min_step, FAIL if inputs.fail_young else SKIP
+    bound = inputs.min_step
+    undecided = FAIL if inputs.fail_young else SKIP
     if not known:
         message = "the state does not contain its step: pass --global-step"
         return Check("step", undecided, message, None, bound)
@@ -273,7 +274,8 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     layers = {moment.layer for moment in moments}
     dead = [moment.name for moment in moments if moment.dead]
     dead_layers = {moment.layer for moment in moments if moment.dead}
-    fraction, bound = len(dead_layers) / len(layers), inputs.fail_dead
+    fraction = len(dead_layers) / len(layers)
+    bound = inputs.fail_dead
     if not dead:
         return Check("dead", PASS, "every parameter has had gradients", 0.0, bound)
     message = (

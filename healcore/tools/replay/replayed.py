@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.console import first_lines
 from healcore.core.decision import Action, Cause, names
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.errors import HealcoreError
@@ -29,7 +30,7 @@ from healcore.history.curves import thinned
 from healcore.history.run import MOST_ALARMS, RunAttempt, count_incidents
 from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.loader import resolve
-from healcore.tools.report.run_report import RunReport, first_lines
+from healcore.tools.report.run_report import MAX_LINES, RunReport
 from healcore.tools.traces.columns import JUDGED, Rows, Trace
 
 _DECIDED = np.dtype(
@@ -179,13 +180,10 @@ class Replay:
             ),
             # The fields of the summary's line of JSON, by the same names.
             facts={name: str(value) for name, value in summary._asdict().items() if value},
-            notes=(*notes, *first_lines("not read", trace.problems), *trace.notes),
-            attempts=tuple(
-                RunAttempt(number, attempt.first_step, attempt.source)
-                for number, attempt in enumerate(trace.attempts)
-            ),
+            notes=(*notes, *first_lines(trace.problems, MAX_LINES, "not read: "), *trace.notes),
+            attempts=tuple(RunAttempt(each.first_step, each.source) for each in trace.attempts),
             alarms_outside=shown,
-            stop=summary.stopped_step,
+            stopped_step=summary.stopped_step,
         )
 
 

@@ -91,9 +91,9 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     """Describes first alarms, inactive parts of the policies, and rows that were not judged."""
     unjudged = {summary.trace: summary.unjudged for summary in summaries}
     policies = len({summary.policy for summary in summaries})
-    several, traces = policies > 1, len(summaries) // max(policies, 1)
+    traces = len(summaries) // max(policies, 1)
     counts = Counter(
-        (f"{each.policy}: " if several else "") + inactive_line(signal, parts)
+        (f"{each.policy}: " if policies > 1 else "") + inactive_line(signal, parts)
         for each in summaries
         for signal, parts in each.inactive.items()
     )

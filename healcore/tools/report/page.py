@@ -162,7 +162,8 @@ def draw(report: RunReport, width: float) -> str:
 
 def to_svg(figure: Any) -> str:
     """An SVG element of a figure, whose style sheet has the colours for a dark page too."""
-    file, metadata = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    file = io.StringIO()
+    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", metadata=metadata)
     svg = file.getvalue().partition("<svg")[2]
     svg = re.sub(r"; font-family: [^;\"]*", "; font-family: system-ui, sans-serif", svg)
@@ -187,7 +188,8 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
             _plot(axis, curves, line, ~curves.undone(), color=_TEXT, ls=":", label=name)
         axis.set_ylabel(label)
     if curves.nonfinite is not None and curves.nonfinite.any():
-        at, edge = curves.step[curves.nonfinite], axes[1].get_xaxis_transform()
+        at = curves.step[curves.nonfinite]
+        edge = axes[1].get_xaxis_transform()
         style = {"color": _BAD, "ms": 5, "transform": edge, "label": "NaN or Inf"}
         axes[1].plot(at, np.full(len(at), 0.95), "x", **style)
     legend: dict[str, Any] = {}
@@ -219,7 +221,8 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
 def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
     """Kind of event -> its events."""
     near = np.ptp(report.curves.step) / 100 if len(report.curves.step) else 0.0
-    outside, incidents = report.alarms_outside.items(), report.incidents
+    outside = report.alarms_outside.items()
+    incidents = report.incidents
     marks = [_Mark(step, step, flag_names(cause), _QUIET) for step, cause in outside]
     marks += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
     alarms, skips, rollbacks = list[_Mark](), list[_Mark](), list[_Mark]()
@@ -230,9 +233,9 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
             alarms.append(mark)
     for incident in incidents:
         if incident.skipped:
-            text = f"would skip {_skipped(incident)}" if report.would else _skipped(incident)
+            text = ("would skip " if report.is_hypothetical else "") + _skipped(incident)
             skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
-        if report.would and incident.rolled_back:
+        if report.is_hypothetical and incident.rolled_back:
             rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
     for each in report.attempts:
         if each.left is not None:
@@ -246,7 +249,7 @@ def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
         _Mark(e.step or 0, e.step or 0, _VERDICTS.get(str(e.verdict), str(e.verdict)), _LOSS)
         for e in report.assessments
     ]
-    end = report.curves.step[-1:].tolist() if report.stop is None else [report.stop]
+    end = report.curves.step[-1:].tolist() if report.stopped_step is None else [report.stopped_step]
     ends = [_Mark(step, step, report.ending(), _TEXT) for step in end if report.ending()]
     lanes = {"alarms": alarms, "skipped": skips, "compared": compared, "rollbacks": rollbacks}
     return {**lanes, "end": ends}
@@ -259,13 +262,16 @@ def _draw_timeline(
 
     Returns the height in inches.
     """
-    names, arc, y = dict[str, float](), np.linspace(0, np.pi, 33), 0.0
+    names = dict[str, float]()
+    arc = np.linspace(0, np.pi, 33)
+    y = 0.0
     for name, marks in kinds.items():
         ends: list[float] = []  # of each row
         row_height = 0.34 if any(mark.to is not None for mark in marks) else 0.2
         for mark in sorted(marks[:_MAX_MARKS], key=lambda mark: mark.first):
             first, last = mark.first if mark.to is None else min(mark.first, mark.to), mark.last
-            size, room = (len(mark.text) * _CHARACTER + 0.15) * per_inch, limits[1] - last
+            size = (len(mark.text) * _CHARACTER + 0.15) * per_inch
+            room = limits[1] - last
             is_left = room < min(size, first - limits[0])
             most = int((first - limits[0] if is_left else room) / per_inch / _CHARACTER) - 3
             text = mark.text if len(mark.text) <= most + 1 else f"{mark.text[: max(most, 0)]}…"
@@ -304,7 +310,9 @@ def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[s
     rate, scale = curves.lr, curves.lr_scale
     if rate is not None and scale is not None:
         scaled = rate * np.where(np.isnan(scale), 1.0, scale)
-        shown, name, other = (rate, "with", scaled) if report.would else (scaled, "without", rate)
+        shown, name, other = (
+            (rate, "with", scaled) if report.is_hypothetical else (scaled, "without", rate)
+        )
         dotted = {f"rate {name} healcore": np.where(scaled == rate, np.nan, other)}
         panels.append(("learning\nrate", shown, _RATE, 1.1, dotted))
     elif scale is not None and (scale < 1).any():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.console import first_lines
 from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.log import metrics_path
@@ -22,7 +23,7 @@ from healcore.history.run import RunAttempt, count_incidents
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import STATES
 
-_MAX_LINES = 20
+MAX_LINES = 20
 """Limit of the lines of one kind that a report lists."""
 _NO_CURVES = Curves(np.zeros(0), np.zeros(0))
 _WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes run.metrics.jsonl."
@@ -53,27 +54,21 @@ class RunReport(NamedTuple):
     alarms_outside: dict[float, tuple[str, ...]] = {}  # noqa: RUF012 -- never changed
     """Step -> causes, of the first alarms outside of incidents."""
     assessments: tuple[EventRecord, ...] = ()  # newest verdicts on the weights
-    stop: float | None = None
+    stopped_step: float | None = None
     """Step at which a replay would stop, or None."""
     diagnosis: str = ""
     """The diagnosis of the postmortem, or an empty string."""
 
     @property
-    def would(self) -> bool:
+    def is_hypothetical(self) -> bool:
         """Whether the report shows what the policy would have done, in mode OBSERVE or REPLAY."""
         return self.mode is not Mode.HEAL
-
-    @property
-    def row_count(self) -> str:
-        """Number of rows of the run, as text."""
-        rows = self.curves.rows
-        return f"{len(self.curves.step) if rows is None else rows:,}"
 
     def ending(self) -> str:
         """How the run ended, the step of a replay's stop, or an empty string."""
         if self.state is not None:
             return STATES[self.state]
-        return "" if self.stop is None else f"would stop at step {self.stop:.0f}"
+        return "" if self.stopped_step is None else f"would stop at step {self.stopped_step:.0f}"
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
@@ -82,13 +77,6 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     short = {title: "/".join(title.split("/")[-2:]) for title in titles}
     counts = Counter(short.values())
     return [short[title] if counts[short[title]] == 1 else title for title in titles]
-
-
-def first_lines(prefix: str, lines: Sequence[str]) -> list[str]:
-    """The first few lines, each with the prefix, and a line with the number of others."""
-    shown = [f"{prefix}: {line}" for line in lines[:_MAX_LINES]]
-    more = len(lines) - len(shown)
-    return shown + ([f"{prefix}: {more} more"] if more > 0 else [])
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -102,7 +90,7 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     Raises:
         ReportError: the file has no event or cannot be read.
     """
-    path = find_events(Path(events))
+    path = find_events_file(Path(events))
     try:
         history = read(path)
     except OSError as error:
@@ -115,7 +103,7 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
             "For a training log type `healcore probe loss` or `healcore replay --report`"
         )
     runs = runs_of(history.runs())
-    notes = first_lines(f"{path.name}: damaged", damage)
+    notes = first_lines(damage, MAX_LINES, f"{path.name}: damaged: ")
     reports = []
     for run in runs:
         report = _report_on(path, run)
@@ -124,7 +112,7 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     return reports
 
 
-def find_events(path: Path) -> Path:
+def find_events_file(path: Path) -> Path:
     """A file itself, or the only events file in a directory. Raises ReportError."""
     if not path.is_dir():
         return path
@@ -163,10 +151,10 @@ def _report_on(path: Path, run: Run) -> RunReport:
         facts=_facts(run, state, written),
         state=state,
         notes=(
-            *first_lines("fields of the wrong type, ignored", malformed),
+            *first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: "),
             *filter(None, (problem, *curve_notes)),
             *lost,
-            *first_lines("reported by the run", problems),
+            *first_lines(problems, MAX_LINES, "reported by the run: "),
         ),
         attempts=tuple(run.attempts),
         alarms_outside=run.alarms_outside,
@@ -183,7 +171,7 @@ def _read_curves(path: Path, run: Run) -> tuple[Curves, list[str]]:
         return _NO_CURVES, [_WITHOUT_METRICS]
     except OSError as error:
         return _NO_CURVES, [f"{path}: the metrics cannot be read: {error.strerror or error}"]
-    notes = first_lines(f"{path.name}: damaged", damage)
+    notes = first_lines(damage, MAX_LINES, f"{path.name}: damaged: ")
     if not len(rows.step):
         return _NO_CURVES, [*notes, _WITHOUT_METRICS]
     return thinned(rows), notes

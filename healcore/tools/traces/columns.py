@@ -39,7 +39,7 @@ _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
 _MAX_NUMERALS = 12
-"""Damaged numbers in a file, and in 20 rows one more. More are no accident of single lines."""
+"""Limit of damaged numbers in a file, and one more per 20 rows. More mean another notation."""
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
 _JUDGED_BITS = ((), (1,), (2,), (1, 2))
@@ -153,7 +153,8 @@ def parse_rows(
                 if name in SIGNALS:
                     logged[name].append(number is not None)
     if len(numerals) > _MAX_NUMERALS + len(columns[min(columns)]) // 20:
-        (line, text), count = numerals[0], counted(len(numerals), "number")
+        (line, text) = numerals[0]
+        count = counted(len(numerals), "number")
         raise TraceError(f"{count} cannot be read, first in line {line}: {text}. Write 1234.5")
     arrays = {name: np.array(column) for name, column in columns.items()}
     masks = {name: np.array(mask, bool) for name, mask in logged.items()}
@@ -226,11 +227,6 @@ class Trace:
         """Signals that some row logs."""
         return frozenset(name for name, logged in self.rows.logged.items() if logged.any())
 
-    @property
-    def stale(self) -> int:
-        """Number of rows that a later attempt replaced."""
-        return int(np.count_nonzero(self.replaced))
-
 
 def lineage(trace: Trace) -> Rows:
     """The rows of the final run: without stale tails and repeated steps.
@@ -260,7 +256,9 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
             f"{name}: the steps begin again in each epoch, and are counted over all epochs"
         )
     row, first, starts = _merge(numbers[STEP], masks, begins)
-    step, values, logged = numbers[STEP][first], {}, {}
+    step = numbers[STEP][first]
+    values = {}
+    logged = {}
     for signal in SIGNALS:
         if any(signal in log.logged for log in logs):
             mask = masks[signal]

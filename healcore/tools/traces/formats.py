@@ -75,18 +75,16 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
                 problems.append((number, f"not a JSON object: {quote_excerpt(text)}: skipped"))
 
 
-def printed_lines(parse: Callable[[str], Fields | None]) -> Callable[..., Records]:
-    """Makes a reader: yields line number and record of each line in which `parse` finds one."""
-
-    def read(path: str, problems: list[Problem]) -> Records:
-        with open_text(path) as file:
-            for number, line in enumerate(file, 1):
-                if record := parse(line):
-                    yield number, record
-                elif parse is printed_record and "{'" in line:
-                    problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
-
-    return read
+def printed_lines(
+    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
+) -> Records:
+    """Yields line number and record of each line in which `parse` finds a record."""
+    with open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            if record := parse(line):
+                yield number, record
+            elif parse is printed_record and "{'" in line:
+                problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
 
 
 def printed_record(line: str) -> Fields | None:
@@ -152,7 +150,8 @@ def scalars(path: str, problems: list[Problem]) -> Records:
         open(path, "rb", opener=regular_file.opener) as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        end, size = 0, len(data)
+        end = 0
+        size = len(data)
         for end, record in _events(data):
             try:
                 event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from healcore.tools.traces import formats
@@ -185,9 +186,9 @@ _DOCUMENT = Format("trainer_state.json", formats.json_document, formats.is_no_su
 _TABLE = Format("CSV")
 _PLAIN = Format("JSON Lines", formats.json_lines)
 _TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
-_DICTS = formats.printed_lines(formats.printed_record)
+_DICTS = partial(formats.printed_lines, formats.printed_record)
 _CONSOLE = Format("console output", _DICTS, formats.is_no_summary)
-_NAMED = Format("lines with named numbers", formats.printed_lines(formats.named_numbers))
+_NAMED = Format("lines with named numbers", partial(formats.printed_lines, formats.named_numbers))
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 """Formats by preference. In a directory only the first format with a usable log is read."""
 

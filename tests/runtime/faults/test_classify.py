@@ -291,5 +291,5 @@ def test_retrying_without_a_healer_waits_and_logs(monkeypatch, caplog):
         healcore.retrying(by_requests, "observe")(server.url)
     assert server.requests == 1, "a policy that does not repeat"
     lines = [each.getMessage() for each in caplog.records][:3]
-    assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), again in 0.5 s: HTTPErr")
+    assert lines[0].startswith("by_requests failed (HTTP 503, attempt 1), next attempt in 0.5 s:")
     assert lines[-1] == "by_requests has succeeded at attempt 3"

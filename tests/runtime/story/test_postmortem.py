@@ -137,8 +137,8 @@ def test_a_full_and_a_read_only_disk(tmp_path):
 
 
 def of_killed(path: Path) -> Any:
-    run = postmortem.last_run(path)
-    if run is None or not postmortem.of_killed(path, run):
+    run = postmortem.read_last_run(path)
+    if run is None or not postmortem.write_for_killed(path, run):
         return None
     return postmortem.read(path_for(path, run.processes[-1].id))
 

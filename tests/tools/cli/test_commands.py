@@ -15,7 +15,7 @@ import healcore
 from healcore.events import Log
 from healcore.policy import load, loads, preset_names, preset_text, recipe_names
 from healcore.tools.cli import app
-from healcore.tools.output import OutputError, check_outputs, replacing
+from healcore.tools.output import OutputError, check_outputs, write_output
 from tests.events.sample_events import SAMPLES
 from tests.packaging.test_pages import text
 
@@ -144,8 +144,9 @@ def test_the_pages_name_every_command_and_options_that_exist():
         *group, word = name.split()
         row = rf"`{' '.join(group)} (\w+`, `)?[^`]*\b{word}\b|`{word}`|`{word} "
         assert re.search(row, PAGES[0]), name
-    known = {flag for each in COMMANDS.values() for param in each.params for flag in param.opts}
-    known |= {"--help", "--version"}
+    params = [param for each in COMMANDS.values() for param in each.params]
+    known = {flag for param in params for flag in param.opts} | {"--help", "--version"}
+    assert not re.search(r"\[[a-z]", " ".join(param.help or "" for param in params)), "rich markup"
     for line in "\n".join(PAGES).splitlines():
         if line.lstrip("|` ").startswith("healcore "):
             assert set(re.findall(r"(?<= )--[a-z-]+", line)) <= known, line
@@ -167,20 +168,13 @@ def test_an_output_may_not_be_an_input(tmp_path):
     check_outputs([tmp_path / "runs" / "new.html"], [log.parent, tmp_path / "not there"])
 
 
-def test_the_old_file_stays_until_all_is_written(tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_text("old")
-
-    def interrupted() -> None:
-        with replacing(path) as draft:
-            draft.write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert path.read_text() == "old"
-    with replacing(path) as draft:
-        draft.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert os.listdir(tmp_path) == ["out.jsonl"]
+def test_an_output_replaces_a_link_and_leaves_no_other_file(tmp_path):
+    path, linked = tmp_path / "out.jsonl", tmp_path / "linked"
+    linked.write_text("old")
+    path.symlink_to(linked)
+    write_output(path, "new \udc80\n")
+    assert not path.is_symlink()
+    assert (path.read_text(), linked.read_text()) == ("new \\udc80\n", "old")
+    with pytest.raises(OutputError, match="name another file"):
+        write_output(path / "below a file", "new")
+    assert sorted(os.listdir(tmp_path)) == ["linked", "out.jsonl"]

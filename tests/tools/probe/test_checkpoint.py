@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.runtime.store.claim import claim
 from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, judged
+from healcore.tools.probe.checks import CheckpointInputs, ProbeResult, run_probe
 from tests.runtime.store.store_cases import DISKS, TIERS, StoreCase, mark_good, over
 from tests.tools.probe.trained_networks import verdicts
 
 
 def probe(path: Path, **inputs: object) -> ProbeResult:
     given = CheckpointInputs.model_validate(inputs)
-    return judged("checkpoint", str(path), probe_checkpoint, path, given)
+    return run_probe("checkpoint", str(path), probe_checkpoint, path, given)
 
 
 def filled(case: StoreCase, root: Path, *statuses: str) -> list[Path]:

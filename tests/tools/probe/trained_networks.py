@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from healcore.tools.probe.checks import OptimizerInputs, ProbeResult, judged
+from healcore.tools.probe.checks import OptimizerInputs, ProbeResult, run_probe
 from healcore.tools.probe.optimizer import probe_optimizer
 
 torch.set_num_threads(1)  # more of them only wait for each other in nets of this size
@@ -63,7 +63,7 @@ def saved(folder: Path, net: nn.Module, optimizer: Any, name: str = "checkpoint.
 
 
 def probe(path: Path, **inputs: Any) -> ProbeResult:
-    return judged("optimizer", str(path), probe_optimizer, path, OptimizerInputs(**inputs))
+    return run_probe("optimizer", str(path), probe_optimizer, path, OptimizerInputs(**inputs))
 
 
 def unjudged(path: Path, verdict: str, reason: str, **inputs: Any) -> None:

@@ -80,7 +80,6 @@ def test_every_incident_and_rollback_is_reported(run, request):
         assert {*event["cause"]} <= {*case.cause}, "the report names causes that only alert, too"
     back = [case for case in report.incidents if "ROLLBACK" in case.action]
     for case, event in zip(back, of_kind(events, "rollback"), strict=True):
-        assert case.checkpoint == event["checkpoint"]
         assert case.lr_path[-1] == event["lr_scale"]
         assert [list(batch) for batch in case.skipped_batches] == event["batches"]
     skips = sum(event["skip"] for event in of_kind(events, "alarm") if event["incident"])
@@ -106,8 +105,8 @@ def test_curves_are_the_metrics_row_by_row(run, request):
     assert any(expected)
     assert series.attempt is not None
     assert len(report.attempts) == len(np.unique(series.attempt))
-    for part in report.attempts:
-        assert step[series.attempt == part.number][0] == part.first_step
+    for number, part in enumerate(report.attempts):
+        assert step[series.attempt == number][0] == part.first_step
     left = [part.left for part in report.attempts if part.origin == "rollback"]
     assert left == [event["step"] for event in of_kind(events, "rollback")]
 
@@ -251,7 +250,7 @@ def hostile() -> RunReport:
     step = np.arange(50.0)
     case = Incident(
         number=1, attempt=0, onset_step=20.0, step=22.0, cause=(EVIL,), action=(EVIL, "ROLLBACK"),
-        skipped=2, responses=(EventRecord(kind="stop", why=EVIL),), checkpoint=10,
+        skipped=2, responses=(EventRecord(kind="stop", why=EVIL),),
         evidence=(EvidenceRecord(name=EVIL, grad_norm=1.0),),
     )  # fmt: skip
     return RunReport(
@@ -259,7 +258,7 @@ def hostile() -> RunReport:
         curves=Curves(step, np.exp(-step / 10), attempt=np.zeros(50, int)),
         incidents=(case,), counts=count_incidents((case,)), facts={EVIL: EVIL},
         state=RunState.UNKNOWN, notes=(EVIL,),
-        attempts=(RunAttempt(0, 0.0, EVIL), RunAttempt(1, 0.0, EVIL, 9.0)),
+        attempts=(RunAttempt(0.0, EVIL), RunAttempt(0.0, EVIL, 9.0)),
         alarms_outside={3.0: (EVIL,)},
         diagnosis=f"{EVIL}\n  - {EVIL}\n    {EVIL}",
     )  # fmt: skip

@@ -172,7 +172,7 @@ def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps,
             ancestors.append(run[-1][1] if run else None)
         run.append((step, index))
     assert [attempt.resumes_after for attempt in trace.attempts] == ancestors
-    assert trace.stale == replaced
+    assert trace.replaced.sum() == replaced
     notes = [note for note in trace.notes if "the run was resumed: attempt " in note]
     assert bool(notes) == (len(ancestors) > 1)
     last = dict(run)  # of a repeated step the last row stays

@@ -137,7 +137,7 @@ class HealedEpochs:
             if not self._pending:
                 self._pending = [next(self._batches, _END)]
             batch = self._pending[0]
-            if batch is _END or (epoch := loop_of(self._healer).data.unused[-1].epoch) > last:
+            if batch is _END or (epoch := loop_of(self._healer).data.pending_ids[-1].epoch) > last:
                 break
             self.set_counts()
             trainer.epoch_idx = epoch

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from healcore.core.errors import AttachError
 from healcore.runtime.data import EmptyLoader
-from healcore.runtime.data.loader_adapters import TolerantIterator, UnreadableBatch
+from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreadable
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run.loop import Loop
@@ -102,13 +102,13 @@ class Feed:
             limit = None if self._length is None else self._length_of
             self._batches = self._progress.run.batches(self._loader, None, None, limit)
         batch = next(self._batches)
-        if len(data.unused) == 1:
+        if len(data.pending_ids) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
-        is_last = data.current.is_last() or getattr(self._loader, "exhausted", False)
+        is_last = data.last_read.is_last() or getattr(self._loader, "exhausted", False)
         # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
         # epoch, because Lightning's last step and validation have to follow a batch.
-        epoch, index = data.unused[-1]
+        epoch, index = data.pending_ids[-1]
         before = 0 if epoch else self._done_before
         self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
@@ -163,7 +163,8 @@ class CombinedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches, and an `UnreadableBatch` where reading raises."""
-        fetched, self.exhausted = TolerantIterator(iter(self._combined)), False
+        self.exhausted = False
+        fetched = catch_unreadable(iter(self._combined))
         batches = (each if isinstance(each, UnreadableBatch) else each[0] for each in fetched)
         if self._length is not None:
             yield from batches
@@ -254,7 +255,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.run is not None and self.run.data.unused:
+        if self.run is not None and self.run.data.pending_ids:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
