@@ -208,9 +208,8 @@ class JaxFormat(ArrayFormat):
 
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
-        digests = {
-            name: leaf.digests for name, leaf in copy.flat.leaves.items() if not leaf.layout.spans
-        }
+        leaves = copy.flat.leaves.values()
+        digests = {leaf.name: leaf.digests for leaf in leaves if not leaf.layout.spans}
         gathered = self._ranks.gather(digests)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):

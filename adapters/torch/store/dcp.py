@@ -183,9 +183,7 @@ class TorchFormat(ArrayFormat):
         for leaf in target.flat.leaves.values():
             if leaf.layout.spec is not None:
                 sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
-        arrays = {
-            name: _empty(node, *sharded.get(name, (None, None))) for name, node in nodes.items()
-        }
+        arrays = {name: _empty(node, sharded.get(name)) for name, node in nodes.items()}
         if any(ranks.gather(bool(arrays))):
             try:
                 load(arrays, storage_reader=reader, **self._options)
@@ -259,15 +257,15 @@ def _moments_of_dtensors(
     return sharded
 
 
-def _empty(node: Mapping[str, Any], part: Tensor | None, spec: Any) -> Tensor:
+def _empty(node: Mapping[str, Any], sharded: tuple[Tensor, Any] | None) -> Tensor:
     """New memory to read an array into: a DTensor if the local part and spec of one are given."""
     dtype, shape = _stored_type(node)
-    if part is None or tuple(spec.shape) != shape:
-        return (
-            torch.from_numpy(allocate(dtype.itemsize * math.prod(shape))).view(dtype).reshape(shape)
-        )
+    if sharded is None or tuple(sharded[1].shape) != shape:
+        memory = allocate(dtype.itemsize * math.prod(shape))
+        return torch.from_numpy(memory).view(dtype).reshape(shape)
     from torch.distributed.tensor import DTensor
 
+    part, spec = sharded
     if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
         spec = copy.copy(spec)
         spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)

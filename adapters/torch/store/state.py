@@ -210,9 +210,7 @@ def _overwritten(old: Any, new: Any) -> Any:
 
 # -- values of torch in JSON, for `healcore.runtime.store.values` ----------------------------------
 
-DTYPES = {
-    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
-}
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 """Name in files, such as "float32", -> dtype."""
 
 

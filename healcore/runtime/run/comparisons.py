@@ -113,7 +113,7 @@ class Comparisons:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
-    def keep(self, step: int, restorable: Container[int]) -> None:
+    def add_anchor(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.

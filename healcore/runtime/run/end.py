@@ -97,7 +97,7 @@ class Shutdown:
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", saver.read_nonfinite)
+            self.collect("the last saves", saver.checkpoints.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
@@ -176,8 +176,7 @@ class Shutdown:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
         loop, answer, why_not = self.loop, None, ""
         # The ranks that have not raised do not take part in a save; memory ends with the process.
-        alone = self.group.world == 1 and self.saver.store.durable
-        if alone and "save" in loop.policy.answers(fault.cause):
+        if self.saver.resumes_exactly and "save" in loop.policy.answers(fault.cause):
             why_not = "the exception interrupted the updates of a step"
             try:
                 if loop.count_last_step():

@@ -258,7 +258,7 @@ class Loop:
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
-        if not self.saver.due() or self.data.within_batch:
+        if not self.saver.schedule.due() or self.data.within_batch:
             return False
         training = [each for each in self.data.loaders if each.trains and each.in_loop]
         ends = any(each.at_end and each.next_id.index > 1 for each in training)
@@ -268,7 +268,7 @@ class Loop:
         # them costs no extra time, because the save waits for the device anyway.
         if self.read_and_act(all=True):
             return True
-        if not self.saver.delayed:
+        if not self.saver.schedule.delayed:
             if self._note_rollback(self.recovery.roll_back_if_nonfinite()):
                 return True
             self.saver.save("regular")

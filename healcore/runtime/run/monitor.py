@@ -20,7 +20,8 @@ from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.record import IncidentRecord
-from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.rollback_rates import Rates
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 
@@ -61,8 +62,9 @@ class IncidentMonitor:
             rollback.
     """
 
-    def __init__(self, saver: Saver, hooks: Hooks) -> None:
-        self.context, self.hooks = saver.context, hooks
+    def __init__(self, context: RunContext, hooks: Hooks, every: int) -> None:
+        """Takes the hooks, and the steps between two saves."""
+        self.context, self.hooks = context, hooks
         config = self.context.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
@@ -71,7 +73,7 @@ class IncidentMonitor:
         self.nonfinite_streak = self.last_trained = -1
         self.nonfinite_record: StepRecord | None = None
         self.never_finite, self.has_micro_steps = True, False
-        several = _MIN_INTERVALS_REMEMBERED * saver.every
+        several = _MIN_INTERVALS_REMEMBERED * every
         self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self.loader_start = 0
@@ -168,6 +170,11 @@ class IncidentMonitor:
     def lr_scale(self) -> float:
         """The learning-rate multiplier, the smallest of all engines."""
         return min(self.lr_scales.values(), default=1.0)
+
+    def rates_in_force(self) -> Rates:
+        """Engine name -> learning rate with the multiplier, or None if it is unknown."""
+        rates = self.context.driver.learning_rates().items()
+        return {name: rate and rate * self.lr_scales.get(name, 1.0) for name, rate in rates}
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.

@@ -28,7 +28,6 @@ from healcore.runtime.run.rollback_rates import (
     limit_rates,
     with_lr_states,
 )
-from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
@@ -40,6 +39,7 @@ from healcore.runtime.store.saved import (
     Saved,
     StateMismatch,
     StoreError,
+    choose_checkpoints,
 )
 from healcore.runtime.store.values import attribute
 
@@ -78,11 +78,11 @@ class Restorer:
         """
         saver, step = self.saver, self.data.step
         saver.wait()
-        saver.end_probation(before=order.onset)
+        saver.checkpoints.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
         live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
-        order = replace(order, lr_at_fault=self._rates_at_fault(order, live, rates))
+        order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
         self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
@@ -105,13 +105,11 @@ class Restorer:
             onset=order.onset,
             depth=order.depth,
             tried=[each.target for each in past],
-            initial=(self.context.record.first_step, self.saver.started_from),
+            initial=(self.context.record.first_step, self.saver.checkpoints.started_from),
             sound_until_onset=order.sound_until_onset,
         )
 
-    def _rates_at_fault(
-        self, order: Order, live: Engines, rates: Rates
-    ) -> Mapping[str, float] | None:
+    def _fault_rates(self, order: Order, live: Engines, rates: Rates) -> Mapping[str, float] | None:
         """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
         if order.lr_at_fault is None:
             return None
@@ -205,9 +203,8 @@ class Restorer:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
-        vars(self.context.record).update(
-            vars(newest or own), completed=False, ledger=self.context.ledger
-        )
+        record = self.context.record
+        vars(record).update(vars(newest or own), completed=False, ledger=record.ledger)
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
@@ -240,7 +237,7 @@ class Restorer:
 
     def saves(self) -> list[Saved]:
         """The checkpoints that every rank lists, as rank 0 sees them."""
-        listed: list[list[Saved]] = self.context.ranks.gather(self.saver.listed())
+        listed: list[list[Saved]] = self.context.ranks.gather(self.saver.checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in listed))
         return [saved for saved in listed[0] if saved.step in common]
 
@@ -250,7 +247,7 @@ class Restorer:
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.saver.store.damaged()
         for error in agreed(self.context.ranks, damaged):
-            self.saver.report_damage(error)
+            self.saver.checkpoints.report_damage(error)
 
     def _load_first_intact(
         self, steps: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
@@ -265,7 +262,7 @@ class Restorer:
 
         def damaged(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.saver.report_damage(error)
+            self.saver.checkpoints.report_damage(error)
 
         for step in steps:
             restored = saved = loaded = failure = None
@@ -315,9 +312,8 @@ class Restorer:
             if host is None and record.world == self.context.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
             self.data.loaders.check(record.forward)
-        engines, problem = compatible_states(
-            self.context.policy.engine, record.engines if record else {}
-        )
+        stored = record.engines if record else {}
+        engines, problem = compatible_states(self.context.policy.engine, stored)
         saved = _Checkpoint(step, restored.state, record, engines, problem, host)
         self.data.loaders.check(saved.position or {})
         return saved

@@ -15,9 +15,7 @@ Rates = Mapping[str, float | None]
 """Engine name -> the schedule's learning rate, or None if it is unknown."""
 
 
-def engines_after_rollback(
-    engine: Engine, live: Engines, saved: Engines | None
-) -> dict[str, dict[str, Any]]:
+def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
     """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
     merged = {}
     for name, state in live.items():
@@ -34,7 +32,7 @@ def limit_rates(
     rates: Rates,
     *,
     healthy: bool,
-) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+) -> tuple[Engines, dict[str, float], dict[str, float]]:
     """Engine states with learning rates that fit the schedule at the restored step.
 
     With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
@@ -83,9 +81,7 @@ def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
 
 
-def with_lr_states(
-    engines: Engines, before: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
+def with_lr_states(engines: Engines, before: Engines) -> Engines:
     """Engine states with the learning-rate part of `lr_states` where it has the engine."""
     return {
         name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}

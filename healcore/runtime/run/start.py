@@ -15,12 +15,15 @@ from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
+from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
@@ -145,9 +148,18 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     loss_fn = options.loss_fn if policy.rolls_back else None
     context = RunContext(policy, driver, store, ranks, log, RunRecord())
     data = RunBatches(context, group.termination, keeps_batches=loss_fn is not None)
-    restorer = Restorer(Saver(context, data, options.checkpoints))
+    schedule = SaveSchedule(context, data, options.checkpoints.every)
+    monitor = IncidentMonitor(context, options.hooks, schedule.every)
+    comparisons = Comparisons(
+        context,
+        loss_fn,
+        interval=schedule.every,
+        warn=lambda problem: log.problem(data.step, problem),
+        rates=monitor.rates_in_force,
+    )
+    saver = Saver(context, data, schedule, comparisons, options.checkpoints.keep)
     return Loop(
-        recovery=Recovery(restorer, options.hooks, loss_fn),
+        recovery=Recovery(Restorer(saver), monitor),
         group=group,
         claim=own_claim,
         has_trainer=bool(run_settings.trainer_settings(options.state)),
@@ -217,7 +229,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         framework=loop.driver.framework,
         rank=group.rank,
         world=group.world,
-        save_every=loop.saver.every,
+        save_every=loop.saver.schedule.every,
         store=str(store.root or type(store).__name__),
         settings=run_settings.named(settings, next(iter(loop.driver.learning_rates().values()))),
         resumes=bool(saves),
@@ -297,7 +309,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
     if resume:
         _resume(loop, newest)
     else:
-        if saver.damage:
+        if saver.checkpoints.damage:
             raise _no_usable_checkpoint(loop, {})
         record.run = agreed(loop.group.ranks, loop.log.events.run)
         record.first_step = data.step
@@ -345,7 +357,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
 
 def _damage(loop: Loop) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.damage}
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.checkpoints.damage}
 
 
 def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:

@@ -130,9 +130,8 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
 def sync_and_digest(folder: Path) -> dict[str, Digest]:
     """Waits until all files below a folder are on disk; returns relative path -> digest."""
     inner = [(Path(parent), names) for parent, _, names in os.walk(folder)]
-    paths = sorted(
-        (path / name).relative_to(folder).as_posix() for path, names in inner for name in names
-    )
+    found = [path / name for path, names in inner for name in names]
+    paths = sorted(path.relative_to(folder).as_posix() for path in found)
     # Concurrently: a file system flushes simultaneous requests together.
     with ThreadPoolExecutor(threads()) as pool:
         digests = pool.map(lambda path: digest_of(folder / path, sync=True), paths)

@@ -27,6 +27,8 @@ from healcore.runtime.store.saved import (
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
 
+Record = Mapping[str, Any]
+"""The record of a run, JSON-safe."""
 Entries = Mapping[str, Mapping[str, Any]]
 """Name in the state -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and
 "identity" (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node}
@@ -197,9 +199,7 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def copy(
-        self, step: int, state: Mapping[str, Any], record: Mapping[str, Any] | None
-    ) -> HostCopy:
+    def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
         step, sealed = checked_step(step), None if record is None else sealed_record(record)
         spare, self._spare = self._spare, None
@@ -351,8 +351,8 @@ class Ring:
     def prune(self, nonfinite_ok: Collection[str]) -> None:
         """Removes superfluous copies."""
         saves = AttemptHistory.newest(self.records()).with_status(self.listed(nonfinite_ok))
-        surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
-        for step in {*surplus} - self.protected:
+        stay = self.protected
+        for step in superfluous(saves, self.keep, nonfinite=0, stay=stay) if self.keep else ():
             self.forget(step)
 
     def forget(self, step: int) -> None:
@@ -376,7 +376,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def sealed_record(record: Mapping[str, Any]) -> bytes:
+def sealed_record(record: Record) -> bytes:
     """The record as JSON bytes with a digest; StoreError if it is not JSON-safe."""
     try:
         return files.seal(record)

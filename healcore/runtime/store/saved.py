@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which belong to the run, which can be deleted; errors of stores.
+"""The checkpoints of a run: which are restored and which are deleted; errors of stores.
 
 Each start, resume and rollback begins an attempt at a step. A checkpoint is abandoned if a later
 attempt began below its step. The record of a checkpoint has the first steps of all attempts so far;
@@ -185,6 +185,53 @@ class AttemptHistory(NamedTuple):
         return "good" if saved.finite and saved.step <= self.known_good_up_to else "candidate"
 
 
+def choose_checkpoints(
+    saves: Sequence[Saved],
+    *,
+    onset: int,
+    depth: int = 1,
+    tried: Sequence[int] = (),
+    initial: Sequence[int] = (),
+    sound_until_onset: bool = False,
+) -> tuple[int, ...]:
+    """Chooses the known-good checkpoint of a rollback, or as a last resort an initial one.
+
+    Returns the steps to try: the choice, then older ones in case it is damaged. The checkpoint of
+    the onset's step holds the last state before the trouble.
+
+    Args:
+        saves: the checkpoints.
+        onset: step of the incident's first alarm.
+        depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
+        tried: steps of the checkpoints that were restored for the same trouble. The choice is
+            older, because newer known-good checkpoints lead into the same trouble.
+        initial: steps of the snapshot that the run began with, and of the checkpoint that this
+            process resumed from, which need not be known-good.
+        sound_until_onset: whether the state is known to be sound up to the onset, or its weights
+            have been compared. Then each finite checkpoint up to the onset can be restored.
+
+    Raises:
+        NoGoodCheckpoint: there is no such checkpoint.
+    """
+    usable = [save for save in saves if save.finite and save.step <= onset]
+    known_good = {save.step for save in usable if save.status == "good"}
+    candidates = {save.step for save in usable if save.status == "candidate"}
+    good = sorted(known_good | candidates if sound_until_onset else known_good, reverse=True)
+    choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
+    if not choices:
+        listed = [f"{s.step} ({s.status if s.finite else 'not finite'})" for s in saves[-5:]]
+        raise NoGoodCheckpoint(
+            f"no known-good checkpoint from before the onset at step {onset}, and no initial "
+            f"snapshot; there: {', '.join(listed) or 'none, and a rollback needs a store'}"
+        )
+    older = [step for step in choices if step < min(tried, default=onset + 1)]
+    start = min(max(depth, 1), len(good) or 1) - 1
+    chosen = choices[start]
+    if tried and chosen >= min(tried):
+        chosen = older[0] if older else min(choices)
+    return tuple(step for step in choices if step <= chosen)
+
+
 class Keep(NamedTuple):
     """Number of checkpoints of each kind to keep."""
 
@@ -218,12 +265,14 @@ IN_MEMORY = Keep(good=1, candidates=2)
 """In host memory: one known-good copy, the next candidate, and the newest copy."""
 
 
-def superfluous(saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2) -> list[int]:
+def superfluous(
+    saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2, stay: Collection[int] = ()
+) -> list[int]:
     """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
 
     The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
     stays, because it is the first that can become known-good. The newest `nonfinite` checkpoints
-    with NaN or Inf stay: a run may end in such a state.
+    with NaN or Inf stay: a run may end in such a state. The steps in `stay` stay in any case.
     """
     keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
@@ -236,7 +285,7 @@ def superfluous(saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2) -> li
         *bad[: max(0, len(bad) - nonfinite)],
         *_surplus_candidates(candidates, keep.candidates),
     }
-    return sorted(dropped)
+    return sorted(dropped - {*stay})
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:

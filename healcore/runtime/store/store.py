@@ -22,6 +22,7 @@ from healcore.runtime.store.host_copy import (
     MEMORY,
     ArrayFormat,
     HostCopy,
+    Record,
     Ring,
     Target,
     checked_step,
@@ -112,9 +113,7 @@ class CheckpointStore(Writer):
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def save(
-        self, step: int, state: Mapping[str, Any], *, record: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
         Changing the state afterwards, in place or by donation, does not change the save. The call
@@ -246,7 +245,7 @@ class CheckpointStore(Writer):
             arrays = self.format.read(stored, target)
             return Restored(self.format.assemble(target, arrays), stored.record)
 
-    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
+    def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
 
         Raises:

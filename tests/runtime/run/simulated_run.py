@@ -18,8 +18,9 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run_options import Checkpoints, HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.saved import (
     AttemptHistory,
@@ -138,9 +139,9 @@ class Process:
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         driver: Any = Nothing()
         context = RunContext(POLICY, driver, store, Alone(), log, facts)
-        self.saver = Saver(context, self.data, Checkpoints(every=EVERY, keep=KEEP))
+        schedule = SaveSchedule(context, self.data, EVERY)
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
-        self.saver.comparisons = no_comparisons
+        self.saver = Saver(context, self.data, schedule, no_comparisons, KEEP)
         self.restorer = Restorer(self.saver)
         self.incident, self._goes_on = 0, False
 

@@ -24,12 +24,11 @@ from healcore.runtime.run.orders import (
     next_trial,
 )
 from healcore.runtime.run.record import Ledger, RunRecord
-from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status
+from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status, choose_checkpoints
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
@@ -129,8 +128,7 @@ def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(learning_rates=dict)
     context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
-    saver: Any = SimpleNamespace(context=context, every=0)
-    return IncidentMonitor(saver, Hooks())
+    return IncidentMonitor(context, Hooks(), 0)
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:

@@ -82,7 +82,7 @@ class History(RuleBasedStateMachine):
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         process = self.process
-        process.saver.end_probation(before=self.onset)
+        process.saver.checkpoints.end_probation(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
@@ -116,11 +116,14 @@ class History(RuleBasedStateMachine):
 
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
-        saves = self.process.saver.listed()
+        saves = self.process.saver.checkpoints.listed()
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.restorer.context.record.first_step, self.process.saver.started_from
+        begun = (
+            self.process.restorer.context.record.first_step,
+            self.process.saver.checkpoints.started_from,
+        )
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -140,7 +143,7 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        saves = self.process.saver.listed()
+        saves = self.process.saver.checkpoints.listed()
         deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
@@ -166,7 +169,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def what_is_good(self) -> None:
-        saves = self.process.saver.listed()
+        saves = self.process.saver.checkpoints.listed()
         good = {s.step: s for s in saves if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
@@ -188,7 +191,7 @@ class History(RuleBasedStateMachine):
         assert ledger.skips >= len(self.skipped)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.saver.on_probation
+        on_probation = self.process.saver.checkpoints.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert RunRecord.of(RunRecord(ledger=ledger).to_dict()).ledger == ledger
@@ -293,7 +296,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
     goes_well(process, EVERY - 1)
     process.take(alarm=True, skip=True, is_open=False)
     for _ in range(3):
-        delayed.append(process.saver.delayed)
+        delayed.append(process.saver.schedule.delayed)
         goes_well(process, 1)
     assert delayed == [True, True, False]
 
@@ -301,7 +304,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
 def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
     process = begun()
     for process.data.step in range(1, 25 * EVERY):
-        assert not process.saver.due()
+        assert not process.saver.schedule.due()
     assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 
 
