@@ -175,7 +175,7 @@ def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     for name, mutant in [*chosen, *every[-len(NO_JSON) :]]:
         runs.rewrite(newest, file, mutant)
         try:
-            found = [each.step for each in store.steps()]
+            found = [each.step for each in store.checkpoints()]
             assert found in ([1], [1, 2]), name
             assert all(str(error).isprintable() for error in store.damaged()), name
             store.verify(1)

@@ -22,7 +22,7 @@ from healcore.runtime.store import files, manifest, values
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, on_each
+from healcore.runtime.store.ranks import Alone, run_on_each
 from healcore.runtime.store.saved import IN_MEMORY, Keep, StoreError, UnsavableState
 from healcore.runtime.store.store import CheckpointStore
 
@@ -201,7 +201,7 @@ class JaxFormat(ArrayFormat):
                 _thread.saves = False
 
         if saved:
-            on_each(self._ranks, save)
+            run_on_each(self._ranks, save)
             if self._ranks.rank == 0:  # after all processes have written
                 self._handler.finalize(item)
                 files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
@@ -225,13 +225,10 @@ class JaxFormat(ArrayFormat):
 
         An array that is not committed to a device is read as NumPy's, and put there afterwards.
         """
-        nodes = {name: node for name, node in target.arrays.items() if math.prod(node["shape"])}
-        live = target.flat.leaves
-        shardings = {
-            name: live[name].layout.sharding
-            for name in target.arrays
-            if name in live and live[name].layout.committed
-        }
+        saved, live = target.arrays, target.flat.leaves
+        nodes = {name: node for name, node in saved.items() if math.prod(node["shape"])}
+        layouts = {name: leaf.layout for name, leaf in live.items() if name in saved}
+        shardings = {name: each.sharding for name, each in layouts.items() if each.committed}
         read = {}
         if nodes:
             args = {
@@ -245,7 +242,7 @@ class JaxFormat(ArrayFormat):
             folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
             read = self._handler.restore(folder, args=wanted)
         arrays = {}
-        for name, node in target.arrays.items():
+        for name, node in saved.items():
             shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
             array = read[_escaped(name)] if name in nodes else np.empty(shape, dtype)
             if (array.shape, array.dtype) != (shape, dtype):

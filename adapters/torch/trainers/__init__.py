@@ -73,7 +73,7 @@ class TrainerCheckpoints(MemoryStore):
 def has_checkpoint(store: Any) -> bool:
     """Whether a store, or the directory of a store, has a complete checkpoint."""
     if isinstance(store, CheckpointStore):
-        return bool(store.steps())
+        return bool(store.checkpoints())
     is_path = isinstance(store, str | os.PathLike)
     return is_path and Path(store).is_dir() and bool(scan(Path(store)).complete)
 

@@ -22,7 +22,7 @@ from healcore.runtime.run.orders import (
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.store.ranks import agreed
+from healcore.runtime.store.ranks import broadcast
 
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
@@ -93,7 +93,7 @@ class BetterWeights:
         tried = [Trial(each.trial) for each in past]
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = agreed(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
+        unusual = broadcast(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
         policy = self._context.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(
@@ -104,12 +104,12 @@ class BetterWeights:
             may_limit=cuts,
             can_rewind=self._data.loaders.can_rewind,
         )
-        trial = agreed(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
+        trial = broadcast(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            highest = agreed(self._context.ranks, highest)
+            highest = broadcast(self._context.ranks, highest)
             states = lr_states(self._context.driver.engines())
             return replace(order, lr_at_fault=highest, lr_states=states)
         if trial == Trial.SKIP_BATCHES:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from healcore.runtime.driver import LossFn, Rates
 from healcore.runtime.run.evidence import (
     HEARTBEAT,
     MAX_CREDIT,
@@ -29,7 +30,6 @@ from healcore.runtime.run.evidence import (
     Verdict,
 )
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.rollback_rates import Rates
 from healcore.runtime.run.run_context import RunContext
 
 MAX_ANCHORS = 3
@@ -71,7 +71,7 @@ class Comparisons:
     def __init__(
         self,
         context: RunContext,
-        loss_fn: Callable[..., Any] | None,
+        loss_fn: LossFn | None,
         *,
         interval: int,
         warn: Callable[[str], object],
@@ -359,9 +359,8 @@ class Comparisons:
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
             self._context.log.assessment(index, onset, "recovered")
-            self._context.log.info(
-                f"step {index}: the run has recovered from the damage of step {onset}"
-            )
+            recovered = f"the run has recovered from the damage of step {onset}"
+            self._context.log.info(f"step {index}: {recovered}")
             self._forget_trouble()
         return None
 

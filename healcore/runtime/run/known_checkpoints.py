@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.saved import CheckpointDamaged, Saved
+from healcore.runtime.store.saved import CheckpointDamaged, CheckpointInfo
 
 
 class KnownCheckpoints:
@@ -33,9 +33,9 @@ class KnownCheckpoints:
         self._lost: set[int] = set()
         """Steps of damaged checkpoints without another copy."""
 
-    def listed(self) -> list[Saved]:
+    def listed(self) -> list[CheckpointInfo]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self._context.record.attempt_history.with_status(self._context.store.steps())
+        saves = self._context.record.attempt_history.with_status(self._context.store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
@@ -80,8 +80,6 @@ class KnownCheckpoints:
         """Removes deleted or lost checkpoints."""
         self._finite = {at: each for at, each in self._finite.items() if at not in steps}
 
-    # -- known-good -----------------------------------------------------------------------------
-
     def end_due_probation(self) -> None:
         """Extends the known-good checkpoints if a probation may be over. Called once per step."""
         ledger, on_probation = self._context.ledger, self.on_probation
@@ -102,8 +100,6 @@ class KnownCheckpoints:
             self.read_nonfinite(step)
             if self._finite[step]:
                 self._context.log.event("good", step=step)
-
-    # -- NaN and Inf, damage --------------------------------------------------------------------
 
     def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.

@@ -16,11 +16,11 @@ from healcore.core.engine.incidents import incident_causes
 from healcore.events.schema import sentence
 from healcore.history.run import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
+from healcore.runtime.driver import Rates
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.record import IncidentRecord
-from healcore.runtime.run.rollback_rates import Rates
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
@@ -79,7 +79,7 @@ class IncidentMonitor:
         self.loader_start = 0
         """First step of the current loader: ids of earlier loaders have no meaning in it."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
-        self._alarms_outside = self._last_incident = 0
+        self._alarms_outside = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
@@ -99,7 +99,7 @@ class IncidentMonitor:
         if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(record.judged for record in records)
-        begins = incident is not None and incident.number > self._last_incident
+        begins = incident is not None and incident.alarms == 1
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
@@ -219,7 +219,6 @@ class IncidentMonitor:
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
-        self._last_incident = incident.number
         self._begun.append(incident)
         first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
         if first.rank_signals is not None and self.context.ranks.world > 1:
@@ -355,9 +354,8 @@ class IncidentMonitor:
         step, record, _ = judged
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         about = record.cause, record.decision, record.readings, record.engine, record.evidence
-        action, hook, problems = self.hooks.run(
-            IncidentContext(judged.number, step.index, onset, *about, batches)
-        )
+        context = IncidentContext(judged.number, step.index, onset, *about, batches)
+        action, hook, problems = self.hooks.run(context)
         for problem in problems:
             self.context.log.event("hook", step=step.index, hook="", problem=problem)
         if action is None or self.context.policy.observes:

@@ -16,14 +16,9 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, StateMismatch, StoreError
-from healcore.runtime.story.diagnosis import (
-    FROM_START,
-    IN_A_ROW,
-    RunEnd,
-    explain,
-    nonfinite_streak_text,
-)
+from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, StateMismatch, StoreError
+from healcore.runtime.story import diagnosis
+from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 
 _SERIOUS = Action.ROLLBACK | Action.STOP
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
@@ -79,7 +74,7 @@ class Recovery:
             return
         weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
-            self.stop(nonfinite_streak_text(record, row, weights, from_start))
+            self.stop(diagnosis.nonfinite_streak_text(record, row, weights, from_start))
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -309,7 +304,7 @@ class Recovery:
         """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
-        text, good, cause = explain(end), end.last_good, fault or None
+        text, good, cause = diagnosis.explain(end), end.last_good, fault or None
         self.context.log.event(
             "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
         )
@@ -336,7 +331,7 @@ class Recovery:
             **fields,
         )
 
-    def listed(self) -> list[Saved]:
+    def listed(self) -> list[CheckpointInfo]:
         """The checkpoints, or none if the store cannot be read."""
         try:
             return self.saver.checkpoints.listed()

@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 
 from healcore.core.engine import Engine, StateError
-
-Engines = Mapping[str, Mapping[str, Any]]
-"""Engine name -> `Engine.to_dict`."""
-Rates = Mapping[str, float | None]
-"""Engine name -> the schedule's learning rate, or None if it is unknown."""
+from healcore.runtime.driver import Engines, Rates
 
 
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
@@ -56,11 +52,8 @@ def limit_rates(
     known = {name: np.float32(rate) for name, rate in rates.items() if rate is not None}
     at = {name: known.get(name) if engine.limits_lr else None for name in states}
     if at_fault is not None:
-        before = {
-            name: rate * float(states[name].lr.scale)
-            for name, rate in rates.items()
-            if healthy and rate and at[name] is not None
-        }
+        usable = {n: rate for n, rate in rates.items() if healthy and rate and at[n] is not None}
+        before = {n: rate * float(states[n].lr.scale) for n, rate in usable.items()}
         factor = float(engine.config.lr.factor)
         lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
         for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():

@@ -66,7 +66,7 @@ class DelayedReader:
         return correction
 
     def _read(self, pending: PendingDispatch, first: StepResult) -> Iterator[StepResult]:
-        steps = pending.steps()
+        steps = pending.read()
         more = len(steps) - pending.count
         if more:
             self._correction += more

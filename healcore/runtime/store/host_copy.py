@@ -16,8 +16,8 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointDamaged,
+    CheckpointInfo,
     Keep,
-    Saved,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -359,9 +359,9 @@ class Ring:
         """Removes the copy of a step, if there is one."""
         self.copies = {at: copy for at, copy in self.copies.items() if at != step}
 
-    def listed(self, nonfinite_ok: Collection[str]) -> list[Saved]:
+    def listed(self, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
         """The entries of the copies in a list of checkpoints, without a status."""
-        return [Saved.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
+        return [CheckpointInfo.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
 
     def records(self) -> dict[int, dict[str, Any]]:
         """The records of the run by step."""

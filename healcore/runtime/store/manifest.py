@@ -31,7 +31,12 @@ import healcore
 from healcore import regular_file
 from healcore.runtime.store import files, values
 from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import AttemptHistory, CheckpointDamaged, Saved, StoreError
+from healcore.runtime.store.saved import (
+    AttemptHistory,
+    CheckpointDamaged,
+    CheckpointInfo,
+    StoreError,
+)
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -219,10 +224,10 @@ def scan(root: Path | None) -> Scan:
     return Scan({each.manifest.step: each for each in found}, records, damaged)
 
 
-def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
-    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
+    """The entries of the complete checkpoints; `nonfinite_ok` has patterns of names."""
     saves = found.complete.values()
-    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    entries = [CheckpointInfo.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
     return AttemptHistory.newest(found.records).with_status(entries)
 
 

@@ -105,8 +105,8 @@ Status = Literal["candidate", "good", "abandoned"]
 rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
-class Saved(NamedTuple):
-    """One complete checkpoint, as `steps` lists it."""
+class CheckpointInfo(NamedTuple):
+    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it."""
 
     step: int
     status: Status
@@ -123,20 +123,17 @@ class Saved(NamedTuple):
     """Names of the arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
     @classmethod
-    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
+    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> CheckpointInfo:
         """The entry of a manifest or a copy in memory. `AttemptHistory` has the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
         return cls(saved.step, "candidate", not bad, *numbers, path, bad)
 
 
-def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
     """The names that no pattern of `nonfinite_ok` (`model.*.mask`) matches."""
-    return tuple(
-        name
-        for name in names
-        if name not in nonfinite_ok and not any(fnmatchcase(name, each) for each in nonfinite_ok)
-    )
+    allowed = {n for n in names for each in nonfinite_ok if n == each or fnmatchcase(n, each)}
+    return tuple(name for name in names if name not in allowed)
 
 
 class Restored(NamedTuple):
@@ -175,18 +172,18 @@ class AttemptHistory(NamedTuple):
         """Whether an attempt after `attempt` began below `step`."""
         return any(start < step for start in self.starts[attempt:])
 
-    def with_status(self, saves: Iterable[Saved]) -> list[Saved]:
+    def with_status(self, saves: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         """The checkpoints with their statuses."""
         return [saved._replace(status=self._status(saved)) for saved in saves]
 
-    def _status(self, saved: Saved) -> Status:
+    def _status(self, saved: CheckpointInfo) -> Status:
         if self.abandons(saved.step, saved.attempt):
             return "abandoned"
         return "good" if saved.finite and saved.step <= self.known_good_up_to else "candidate"
 
 
 def choose_checkpoints(
-    saves: Sequence[Saved],
+    saves: Sequence[CheckpointInfo],
     *,
     onset: int,
     depth: int = 1,
@@ -225,8 +222,7 @@ def choose_checkpoints(
             f"snapshot; there: {', '.join(listed) or 'none, and a rollback needs a store'}"
         )
     older = [step for step in choices if step < min(tried, default=onset + 1)]
-    start = min(max(depth, 1), len(good) or 1) - 1
-    chosen = choices[start]
+    chosen = choices[min(max(depth, 1), len(good) or 1) - 1]
     if tried and chosen >= min(tried):
         chosen = older[0] if older else min(choices)
     return tuple(step for step in choices if step <= chosen)
@@ -266,7 +262,7 @@ IN_MEMORY = Keep(good=1, candidates=2)
 
 
 def superfluous(
-    saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2, stay: Collection[int] = ()
+    saves: Iterable[CheckpointInfo], keep: Keep, *, nonfinite: int = 2, stay: Collection[int] = ()
 ) -> list[int]:
     """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
 

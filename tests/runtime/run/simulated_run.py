@@ -25,10 +25,10 @@ from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointDamaged,
+    CheckpointInfo,
     CheckpointNotFound,
     Keep,
     Restored,
-    Saved,
 )
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
@@ -54,7 +54,7 @@ class Listed(CheckpointStore):
     def __init__(self) -> None:
         copier: Any = None
         super().__init__(copier)
-        self.saves: dict[int, Saved] = {}
+        self.saves: dict[int, CheckpointInfo] = {}
         self.stored: dict[int, Any] = {}
         self.corrupt: set[int] = set()
         self.bad: list[tuple[int, tuple[str, ...]]] = []
@@ -73,12 +73,12 @@ class Listed(CheckpointStore):
     def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
         attempt = max(1, len(AttemptHistory.of(record).starts))
-        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
+        self.saves[step] = CheckpointInfo(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
         self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
-    def steps(self) -> list[Saved]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         history = AttemptHistory.newest(self.stored)
         return history.with_status(self.saves[step] for step in sorted(self.saves))
 
@@ -151,7 +151,7 @@ class Process:
 
     def begin(self) -> None:
         """The same steps as `start.begin`."""
-        usable = [s.step for s in self.store.steps() if s.finite and s.status != "abandoned"]
+        usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
             self.data.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
         else:

@@ -28,14 +28,19 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status, choose_checkpoints
+from healcore.runtime.store.saved import (
+    CheckpointInfo,
+    NoGoodCheckpoint,
+    Status,
+    choose_checkpoints,
+)
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
 
 
-def saved(step: int, status: Status = "good", finite: bool = True) -> Saved:
-    return Saved(step, status, finite, 1, 0.0, 1, None)
+def saved(step: int, status: Status = "good", finite: bool = True) -> CheckpointInfo:
+    return CheckpointInfo(step, status, finite, 1, 0.0, 1, None)
 
 
 GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]
@@ -191,7 +196,7 @@ def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     reader, found = DelayedReader(), list[StepResult]()
     for judged in (False, True):
-        read: Any = SimpleNamespace(steps=lambda j=judged: [[record(judged=j)]], count=1)
+        read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
         reader.push(read, StepResult(0, [], (BatchId(0, int(judged)),)))
         found = [*reader.due(all=True)]

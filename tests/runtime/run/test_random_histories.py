@@ -152,7 +152,7 @@ class History(RuleBasedStateMachine):
         """A new process, with what the one before has left on disk."""
         self.what_is_good()
         self.process = Process(self.store)
-        saves = self.store.steps()
+        saves = self.store.checkpoints()
         newest = [s.step for s in saves if s.finite and s.status != "abandoned"]
         # What has become known-good since the last save has to do so again.
         self.good = self.recorded
@@ -176,7 +176,7 @@ class History(RuleBasedStateMachine):
             assert sum(self.healthy[step:]) >= PROBATION
         assert good or not self.good, "there was a known-good one"
         self.good = {*good}
-        recorded = {s.step for s in self.store.steps() if s.status == "good"}
+        recorded = {s.step for s in self.store.checkpoints() if s.status == "good"}
         assert recorded or not self.recorded, "a restart would know a known-good one"
         self.recorded = recorded
 
@@ -205,7 +205,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def not_too_much(self) -> None:
-        good = [s for s in self.store.steps() if s.status == "good"]  # at the last save
+        good = [s for s in self.store.checkpoints() if s.status == "good"]  # at the last save
         # Where it went and the next deeper one besides; more only after a kill before the
         # deletion, until the first save of the next process.
         saved = any(event["kind"] == "save" for event in self.process.events)
@@ -251,7 +251,7 @@ def goes_well(process: Process, steps: int) -> None:
 
 
 def good(process: Process) -> list[int]:
-    return [each.step for each in process.store.steps() if each.status == "good"]
+    return [each.step for each in process.store.checkpoints() if each.status == "good"]
 
 
 @pytest.mark.parametrize("bad", [STEPS[-1:], STEPS[-3:-1], STEPS[1:], STEPS], ids=str)
