@@ -123,8 +123,6 @@ class JaxFormat(ArrayFormat):
                 )
             flat.entries[name]["per_rank"] = True
 
-    # -- copies ---------------------------------------------------------------------------------
-
     def on_cpu(self, part: Any) -> bool:
         """Whether a shard is in host memory. Empty shards count as such."""
         on_device = isinstance(part, jax.Array) and part.size
@@ -171,8 +169,6 @@ class JaxFormat(ArrayFormat):
         if node["kind"] == "key":
             return jax.random.wrap_key_data(array, impl=node["impl"])
         return array[()] if node["kind"] == "scalar" and isinstance(array, np.ndarray) else array
-
-    # -- files ----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _handler(self) -> ocp.PyTreeCheckpointHandler:

@@ -104,8 +104,6 @@ class TorchFormat(ArrayFormat):
         """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
         add_entry(flat, name, value, self._ranks.rank)
 
-    # -- copies ---------------------------------------------------------------------------------
-
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
@@ -146,8 +144,6 @@ class TorchFormat(ArrayFormat):
         if live is not None and node["kind"] == "tensor":
             array = array.to(live.parts[""].device)
         return decoded(node, array)
-
-    # -- files ----------------------------------------------------------------------------------
 
     @property
     def _options(self) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class BetterWeights:
         monitor: IncidentMonitor,
         roll_back: Callable[[Order], RollbackRecord | None],
     ) -> None:
-        self._context, self._data, self._monitor = restorer.context, restorer.data, monitor
+        self._context, self._data = restorer.context, restorer.data
+        self._monitor = monitor
         self._roll_back = roll_back
         self.comparisons = restorer.saver.comparisons
 

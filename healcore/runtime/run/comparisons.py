@@ -96,8 +96,6 @@ class Comparisons:
         self._mean_quiet_until = 0
         """Step before which a high mean loss is no reason to compare: it was compared."""
 
-    # -- what the loop calls --------------------------------------------------------------------
-
     @property
     def is_enabled(self) -> bool:
         """Whether weights are compared, which requires a `loss_fn`."""
@@ -258,8 +256,6 @@ class Comparisons:
         self.state = replace(saved, anchors=anchors, verdict=verdict)
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
-
-    # -- within ---------------------------------------------------------------------------------
 
     def _anchor_of(self, step: int) -> Anchor | None:
         return next((anchor for anchor in self.anchors if anchor.step == step), None)

@@ -158,8 +158,6 @@ class Shutdown:
         if self.completed:
             self.collect(failed, loop.report_last_steps)
 
-    # -- the last state -------------------------------------------------------------------------
-
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
         """Saves the last state, and sets the ending of a loop that has ended by itself."""
         completed, saved = self.completed, True
@@ -179,7 +177,8 @@ class Shutdown:
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop, answer, why_not = self.loop, None, ""
+        loop, why_not = self.loop, ""
+        answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         if self.saver.resumes_exactly and "save" in loop.policy.answers(fault.cause):
             why_not = "the exception interrupted the updates of a step"
@@ -223,8 +222,6 @@ class Shutdown:
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
             f"({why}). Remove the cause and start the program again: it {target}"
         )
-
-    # -- reports --------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Writes the postmortem and the last event.

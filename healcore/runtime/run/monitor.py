@@ -70,9 +70,11 @@ class IncidentMonitor:
         self._quiet_steps = int(config.incident.quiet_steps)
         per_tensor, observes = self.context.policy.engine.per_tensor, self.context.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.nonfinite_streak = self.last_trained = -1
+        self.nonfinite_streak = -1
         self.nonfinite_record: StepRecord | None = None
-        self.never_finite, self.has_micro_steps = True, False
+        self.never_finite = True
+        self.has_micro_steps = False
+        self.last_trained = -1
         several = _MIN_INTERVALS_REMEMBERED * every
         self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}

@@ -119,8 +119,6 @@ class OutOfMemory:
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         return f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
 
-    # -- the window -----------------------------------------------------------------------------
-
     def _begin(self, split_obstacle: str) -> None:
         """Begins a new window, unless the current window still waits for its optimizer step."""
         accumulating = self._gradients.accumulating()
@@ -184,8 +182,6 @@ class OutOfMemory:
         while -(-samples // parts) > limit:
             parts = min(2 * parts, samples)
         return parts
-
-    # -- out of memory --------------------------------------------------------------------------
 
     def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window.

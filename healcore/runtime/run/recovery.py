@@ -40,8 +40,6 @@ class Recovery:
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
 
-    # -- reading --------------------------------------------------------------------------------
-
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
@@ -75,8 +73,6 @@ class Recovery:
         weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
             self.stop(diagnosis.nonfinite_streak_text(record, row, weights, from_start))
-
-    # -- orders ---------------------------------------------------------------------------------
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order. Returns the rollback, or None without one.
@@ -253,8 +249,6 @@ class Recovery:
         self._host_rules.restart()
         self.monitor.read_engines()
         return done
-
-    # -- reports --------------------------------------------------------------------------------
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""

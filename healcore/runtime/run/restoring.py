@@ -67,8 +67,6 @@ class Restorer:
     def __init__(self, saver: Saver) -> None:
         self.saver, self.context, self.data = saver, saver.context, saver.data
 
-    # -- rollback -------------------------------------------------------------------------------
-
     def restore(self, order: Order) -> tuple[RollbackRecord, str]:
         """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
 
@@ -159,8 +157,6 @@ class Restorer:
             self.context.log.problem(done.step, f"{problem} repeats it")
         saver.report_failures()
 
-    # -- after a start --------------------------------------------------------------------------
-
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays."""
         found: list[RunRecord] = []
@@ -231,8 +227,6 @@ class Restorer:
             if all(self.context.ranks.gather(weights is not None)):
                 copies[step] = weights
         return copies
-
-    # -- the checkpoints ------------------------------------------------------------------------
 
     def saves(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them."""

@@ -74,15 +74,15 @@ class RunBatches:
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
         """Continues an earlier process's checkpoint; `completed` is whether its run had ended."""
-        self._resumed, self.had_completed = True, completed
-        self.step, self._generators = step, generators
+        self._resumed = True
+        self.had_completed = completed
+        self.step = step
+        self._generators = generators
 
     @property
     def resumed_here(self) -> bool:
         """Whether this process has resumed a run and taken no step since."""
         return self._resumed and not self.steps_taken
-
-    # -- reading --------------------------------------------------------------------------------
 
     @property
     def repeated_all_passes(self) -> bool:
@@ -257,8 +257,6 @@ class RunBatches:
         """
         if self._generators is not None:
             self.host.put_back(self._generators)
-
-    # -- the batches of a step ------------------------------------------------------------------
 
     def observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.

@@ -57,8 +57,6 @@ class Saver:
         self._failures = 0
         self._saved_once = False
 
-    # -- what a checkpoint holds ----------------------------------------------------------------
-
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
         return {**self.context.driver.state(), HOST_ITEM: self.data.host}
@@ -78,8 +76,6 @@ class Saver:
     def replace_record(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
         self.store.replace_record(step, self.record_of(step))
-
-    # -- saving ---------------------------------------------------------------------------------
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned."""
@@ -129,8 +125,6 @@ class Saver:
             self.context.log.event("save", step=step, why=why, seconds=seconds)
         self._deletions.queue(step)
 
-    # -- after a save ---------------------------------------------------------------------------
-
     def poll(self) -> None:
         """Reports results of the background, and computes the known-good checkpoints.
 
@@ -168,8 +162,6 @@ class Saver:
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
         return sorted(disallowed(self.store.nonfinite_in(self.items()), self.store.nonfinite_ok))
-
-    # -- the last state -------------------------------------------------------------------------
 
     def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""

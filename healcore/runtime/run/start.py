@@ -95,9 +95,6 @@ def open_run(options: Options) -> Loop:
     return loop
 
 
-# -- the parts -----------------------------------------------------------------------------------
-
-
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     """Claims the store's directory for this run, and removes partial files of killed processes.
 
@@ -190,9 +187,6 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
             f"remove it, or name the file that it leads to with {option}="
         )
     return path
-
-
-# -- the start -----------------------------------------------------------------------------------
 
 
 def _start(loop: Loop, options: Options, warning: str | None) -> None:

@@ -108,9 +108,6 @@ def new_temporary() -> str:
     return f".tmp-healcore-{secrets.token_hex(8)}"
 
 
-# -- digests ----------------------------------------------------------------------------------
-
-
 class Digest(NamedTuple):
     """The size and digest of a file."""
 
@@ -157,9 +154,6 @@ def threads() -> int:
     """Number of threads to read with, at most four: more make neither disk nor memory faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, cores or 1))
-
-
-# -- small JSON files with their own digest -----------------------------------------------------
 
 
 class ChecksumError(ValueError):

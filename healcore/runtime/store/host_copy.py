@@ -145,8 +145,6 @@ class ArrayFormat(ABC):
     """Format of the files, for the manifest."""
     _spare: Flat | None = None
 
-    # -- the framework's part -------------------------------------------------------------------
-
     @abstractmethod
     def add(self, flat: Flat, name: str, value: Any) -> None:
         """Adds the entry of a value and its arrays, not copied, to `flat`.
@@ -183,8 +181,6 @@ class ArrayFormat(ABC):
     @abstractmethod
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
         """Reads the arrays of verified files into fresh memory, on every rank; name -> array."""
-
-    # -- copies ---------------------------------------------------------------------------------
 
     def flatten(self, state: Mapping[str, Any]) -> Flat:
         """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
@@ -242,8 +238,6 @@ class ArrayFormat(ABC):
             return self.inspect(copy)
         finally:
             self.release(copy)  # the first save reuses it
-
-    # -- restoring ------------------------------------------------------------------------------
 
     def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
         """The part of the saved entries for the live values `like`.

@@ -270,7 +270,6 @@ def superfluous(
     stays, because it is the first that can become known-good. The newest `nonfinite` checkpoints
     with NaN or Inf stay: a run may end in such a state. The steps in `stay` stay in any case.
     """
-    keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]

@@ -111,8 +111,6 @@ class CheckpointStore(Writer):
         """Whether the checkpoints outlive the process."""
         return self.root is not None
 
-    # -- saving ---------------------------------------------------------------------------------
-
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
@@ -164,8 +162,6 @@ class CheckpointStore(Writer):
             self.join()  # the save in progress exchanges messages with the other ranks too
         found = ranks.gather_results(self.ranks, lambda: self.format.nonfinite_in(state))
         return tuple(sorted(set().union(*found)))
-
-    # -- the checkpoints ------------------------------------------------------------------------
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, ascending by step. Reads no arrays.
@@ -282,8 +278,6 @@ class CheckpointStore(Writer):
         if self.busy:  # never in a forked child
             self._inspected.wait()
 
-    # -- saving, in the background --------------------------------------------------------------
-
     def _complete(self, copy: HostCopy, inspected: Event, written: Event) -> None:
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
@@ -357,8 +351,6 @@ class CheckpointStore(Writer):
 
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.run_on_each(self.ranks, fail)
-
-    # -- the directory --------------------------------------------------------------------------
 
     def _on_disk(self) -> manifest.Scan:
         """The checkpoints in the directory; nothing if only memory can be read."""

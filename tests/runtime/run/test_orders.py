@@ -28,18 +28,13 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import (
-    CheckpointInfo,
-    NoGoodCheckpoint,
-    Status,
-    choose_checkpoints,
-)
+from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
 
 
-def saved(step: int, status: Status = "good", finite: bool = True) -> CheckpointInfo:
+def saved(step: int, status: Any = "good", finite: bool = True) -> CheckpointInfo:
     return CheckpointInfo(step, status, finite, 1, 0.0, 1, None)
 
 
