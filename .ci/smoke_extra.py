@@ -73,7 +73,7 @@ def jax_extra(folder: Path) -> None:
     store = healcore.jax.OrbaxStore(folder / "run")
     store.save(1, {"params": params, "opt_state": state})
     store.wait()
-    assert [each.step for each in store.steps()] == [1]
+    assert [each.step for each in store.checkpoints()] == [1]
 
 
 def huggingface_extra(folder: Path) -> None:

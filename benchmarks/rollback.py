@@ -83,7 +83,7 @@ def emptied(store: Any) -> Callable[[], None]:
     """Removes what was saved before, untimed."""
 
     def clear() -> None:
-        for saved in store.steps():
+        for saved in store.checkpoints():
             store.delete(saved.step)
 
     return clear
@@ -210,7 +210,7 @@ def blocking(store: Any, state: dict[str, Any]) -> tuple[Callable[[], None], Cal
 
 def newest(store: Any) -> int:
     """The step to restore."""
-    return store.steps()[-1].step
+    return store.checkpoints()[-1].step
 
 
 def disk_rounds(rounds: int) -> int:

@@ -20,19 +20,26 @@ from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 
+Engines = Mapping[str, Mapping[str, Any]]
+"""Engine name -> `Engine.to_dict`."""
+Rates = Mapping[str, float | None]
+"""Engine name -> the schedule's learning rate, or None if it is unknown."""
+LossFn = Callable[..., Any]
+"""The user's function of a batch, or of state and batch if the state is a value."""
+
 
 class PendingDispatch(Protocol):
     """A step, or a compiled loop of several steps, whose records are being copied to the host."""
 
     count: int
-    """Expected number of steps; the result of `steps` has the actual number."""
+    """Expected number of steps; the result of `read` has the actual number."""
     vote_requested: bool
     """Whether a rank requested a vote (`Driver.request_vote`) before the last of these steps.
 
-    The same on every rank. Valid after a call of `steps`.
+    The same on every rank. Valid after a call of `read`.
     """
 
-    def steps(self) -> list[list[StepRecord]]:
+    def read(self) -> list[list[StepRecord]]:
         """Waits for the records of each step, and returns them, oldest step first.
 
         A step has one record per engine, or more if an engine judged several times in the step.
@@ -69,12 +76,12 @@ class Driver(Protocol):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def steps(self) -> PendingDispatch | None:
+    def take_dispatch(self) -> PendingDispatch | None:
         """Starts to copy the records of the dispatch since the last call. None without one."""
         ...
 
     def has_stepped(self) -> int:
-        """Steps of each optimizer, rounded up, that `steps` has not returned. 0 in JAX."""
+        """Steps of each optimizer, rounded up, that `take_dispatch` has not returned. 0 in JAX."""
         return 0
 
     def request_vote(self) -> None:
@@ -108,9 +115,9 @@ class Driver(Protocol):
     ) -> None:
         """Replaces the live state, unless it is None, and the named engine states.
 
-        Drops steps that `steps` has not returned. A new state zeroes accumulated gradients, also in
-        optax.MultiSteps: no step has used them. `reset_moments` resets moments and bias correction
-        to their initial values and leaves schedules unchanged.
+        Drops steps that `take_dispatch` has not returned. A new state zeroes accumulated gradients,
+        also in optax.MultiSteps: no step has used them. `reset_moments` resets moments and bias
+        correction to their initial values and leaves schedules unchanged.
 
         Raises:
             StateMismatch: the state does not fit; the live state is unchanged.
@@ -160,12 +167,7 @@ class Driver(Protocol):
         ...
 
     def losses_of(
-        self,
-        loss_fn: Callable[..., Any],
-        batches: Iterable[Any],
-        weights: Any = None,
-        *,
-        redraw: bool = False,
+        self, loss_fn: LossFn, batches: Iterable[Any], weights: Any = None, *, redraw: bool = False
     ) -> list[Any]:
         """The result of `loss_fn` for each batch, on the host, in training mode.
 
@@ -174,7 +176,7 @@ class Driver(Protocol):
         weights only; with `redraw` other numbers. The run's state is unchanged afterwards.
 
         Args:
-            loss_fn: the user's function of a batch, or of state and batch if the state is a value.
+            loss_fn: the user's function.
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Everything else
                 in the state stays: buffers, averages of the weights, teachers.

@@ -371,8 +371,8 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        if run.own_snapshot:
-            raise IncompleteRun(f"healcore: {run.own_snapshot}")
+        if run.own_count_error:
+            raise IncompleteRun(f"healcore: {run.own_count_error}")
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.add_observed(batch, weight):
             run.recovery.comparisons.loss_function.gives_loss = True

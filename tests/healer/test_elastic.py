@@ -113,7 +113,7 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
 def check(root: Path) -> None:
     """Every checkpoint that the last start has left is intact, and of one step."""
     store = DCPStore(root / "store")
-    for saved in store.steps():
+    for saved in store.checkpoints():
         store.verify(saved.step)
         parts = sorted(Path(str(saved.path)).glob("state-rank-*.json"))
         trees = [json.loads(part.read_text())["own"]["tree"]["dict"] for part in parts]

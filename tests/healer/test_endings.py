@@ -69,7 +69,7 @@ def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_th
 
     def ask(healer):
         path.touch()
-        while not healer._loop.group.stop_file.found:
+        while not healer._loop.end_requests.stop_file.found:
             time.sleep(0.01)
 
     def run(**options: Any) -> None:

@@ -59,7 +59,7 @@ def check(framework: str, root: Path) -> None:
     """All checkpoints are intact; once there is a usable or known-good one, there always is."""
     store: Any = (DCPStore if framework == "torch" else OrbaxStore)(root / "store")
     had = root / "had"
-    saves = [each for each in store.steps() if each.status != "abandoned" and each.finite]
+    saves = [each for each in store.checkpoints() if each.status != "abandoned" and each.finite]
     for each in saves:
         store.verify(each.step)
     assert store.damaged() == [], store.damaged()

@@ -46,7 +46,7 @@ class Rows(Corrupt, Sequence):
 
 def does_not_list(healer: Any) -> None:
     """This rank's view of the checkpoints lacks one."""
-    store, steps = healer._loop.saver.store, healer._loop.saver.store.steps
+    store, steps = healer._loop.saver.store, healer._loop.saver.store.checkpoints
     store.steps = lambda: [saved for saved in steps() if saved.step != 15]
 
 
@@ -76,11 +76,11 @@ def loses_a_shard(healer: Any) -> None:
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._loop.group.propose(termination.Proposal(why))
+        healer._loop.end_requests.propose(termination.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
-    found = healer._loop.group.stop_file
+    found = healer._loop.end_requests.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)

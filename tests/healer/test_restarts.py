@@ -35,7 +35,7 @@ def end_without_log(end: Shutdown) -> None:
     """Ends a run as its process's death does, without a word in its log."""
     run = end.loop
     run.saver.wait()
-    run.group.termination.stop()
+    run.end_requests.signals.stop()
     run.driver.close()
     assert run.claim is not None
     run.claim.release()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from healcore import Healer, Keep
 from healcore.errors import StateMismatch
 from healcore.jax import protect
-from healcore.runtime.run import saver
+from healcore.runtime.run import save_schedule
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.run.termination import AlreadyCompleted, LastStateNotSaved
 from healcore.runtime.store.saved import NoGoodCheckpoint
@@ -59,7 +59,7 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     def tick(healer, number):
         now[0] += 1.0
 
-    monkeypatch.setattr(saver, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(DCPStore, "save", slow)
     options = {"store": tmp_path, "before": tick, "save_every": every}
     train(loop_of("torch"), rules(), range(40 if every else 900), **options)

@@ -55,7 +55,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
     (folder,) = root.glob("step-*")
     (folder / name).unlink()
     os.mkfifo(folder / name)
-    code = "store = DCPStore(root); print(store.steps(), list(map(str, store.damaged())))"
+    code = "store = DCPStore(root); print(store.checkpoints(), list(map(str, store.damaged())))"
     assert name in in_time(f"from healcore.torch.store import DCPStore; {code}", root)
     with pytest.raises((CheckpointNotFound, StoreError)):
         store.verify(1)

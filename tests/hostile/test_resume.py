@@ -54,7 +54,7 @@ def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, tmp_
             for name in PARTS if "healcore" in entries else ():
                 assert "bytes" not in str(runs.item_of(entries["healcore"], name)[1])[:12]
     pickled = runs.base64_of(runs.code(ran))
-    crafted = [(part, {"bytes": pickled}, "healcore did not write it") for part in PARTS]
+    crafted = [(part, {"bytes": pickled}, "healcore (did|does) not write") for part in PARTS]
     for state in ({"bytes": pickled}, json.dumps({"pickle": pickled})):
         crafted.append(("data", loader(state), r"cannot be read|damaged"))
     for number, (part, node, message) in enumerate(crafted):
@@ -175,7 +175,7 @@ def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     for name, mutant in [*chosen, *every[-len(NO_JSON) :]]:
         runs.rewrite(newest, file, mutant)
         try:
-            found = [each.step for each in store.steps()]
+            found = [each.step for each in store.checkpoints()]
             assert found in ([1], [1, 2]), name
             assert all(str(error).isprintable() for error in store.damaged()), name
             store.verify(1)

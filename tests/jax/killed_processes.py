@@ -68,7 +68,7 @@ def one_process(process: int, port: str, root: Path, killed: int, save: int, del
         sweep(root)  # as the next Healer does
     store = OrbaxStore(root)
     assert store.damaged() == [], store.damaged()
-    found = [each.step for each in store.steps()]
+    found = [each.step for each in store.checkpoints()]
     for step in found:
         store.verify(step)
         restored = store.restore(step, {"run": state_of(0, mesh)}).state["run"]
@@ -84,7 +84,7 @@ def one_process(process: int, port: str, root: Path, killed: int, save: int, del
         store.wait()
         lasted = time.monotonic() - began
     assert killed < 0, "the kill came too late"
-    assert store.steps()[-1].step == first + SAVES - 1
+    assert store.checkpoints()[-1].step == first + SAVES - 1
     assert store.damaged() == []
     assert not list(root.glob(".tmp*"))
     jax.distributed.shutdown()  # the other one may still be reading, and needs process 0

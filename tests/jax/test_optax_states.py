@@ -228,7 +228,7 @@ def test_the_parameters_move_by_the_cut_rate(inner, wrap, rate):
     advance(driver, run, [batch(seed) for seed in range(4)])
     store.save(4, driver.state(), record=driver.engines())
     *_, cut = advance(driver, run, [batch(4), batch(5, bad=True)])
-    assert cut.steps()[-1][0].lr_scale == 0.25
+    assert cut.read()[-1][0].lr_scale == 0.25
     # The user's own rate, of the last step that was taken, is reported where it is known.
     (found,) = driver.learning_rates().values()
     assert found == (None if rate is None else pytest.approx(float(rate)))

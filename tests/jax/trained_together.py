@@ -185,7 +185,7 @@ def saved_and_restored(kind: str, params: Any, state: Any, root: Path) -> dict[s
     params, state, *_ = advance(kind, params, state, range(7))
     store.wait()
     store.verify(7)
-    (saved,) = store.steps()
+    (saved,) = store.checkpoints()
     moved = digest((params, state)) != before
     found = store.restore(7, {"params": params, "opt_state": state})
     same = digest((found.state["params"], found.state["opt_state"])) == before

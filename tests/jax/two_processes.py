@@ -122,7 +122,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "rollbacks": healer.rollbacks,
         "order": order,
         "state": digest(held),
-        "listed": [save.step for save in healer._loop.saver.store.steps()],
+        "listed": [save.step for save in healer._loop.saver.store.checkpoints()],
         "traced": len(traces),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }
@@ -166,6 +166,6 @@ def refused(root: Path) -> dict[str, Any]:
     except StoreError as error:
         outcome["said"] = str(error)
     multihost_utils.sync_global_devices("removed")  # what the other one had written, too
-    outcome["steps"] = [save.step for save in store.steps()]
+    outcome["steps"] = [save.step for save in store.checkpoints()]
     outcome["left"] = [str(e) for e in store.damaged()] + sorted(p.name for p in root.glob(".tmp*"))
     return outcome

@@ -273,7 +273,7 @@ def evaluated(kind: str) -> dict[str, Any]:
             loss.backward()
             loop.optimizer.step()
             loop.optimizer.zero_grad()
-            driver.steps()
+            driver.take_dispatch()
             if kept is not None:
                 found["again"] += [driver.losses_of(loop.loss, [KEPT], kept) for _ in range(2)]
                 driver.losses_of(loop.loss, [i])

@@ -101,7 +101,7 @@ class JaxDriver(Driver):
             self._live.state = before
             raise
 
-    def steps(self) -> Dispatch | None:
+    def take_dispatch(self) -> Dispatch | None:
         """Begins to copy the step since the last call to the host. None if no step was taken.
 
         Every new state counts as a step. If no engine has judged the step (optax.MultiSteps), which
@@ -264,11 +264,11 @@ class JaxDriver(Driver):
             self._edit_is_new = True
             tree = in_state.map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
-        if all_polled:  # otherwise `steps` still has to return the step before the edit
+        if all_polled:  # otherwise `take_dispatch` still has to return the step before the edit
             self._last_counters = self._counters()
 
     def _remember_step(self) -> None:
-        """Drops a step that `steps` has not returned."""
+        """Drops a step that `take_dispatch` has not returned."""
         self._reader.restart(self._states())
         self._last_counters = self._counters()
 

@@ -250,7 +250,7 @@ def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
 class Dispatch(NamedTuple):
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
 
-    steps: Callable[[], list[list[StepRecord]]]
+    read: Callable[[], list[list[StepRecord]]]
     count: int
     votes: Callable[[], bool]
 
@@ -292,7 +292,7 @@ class StepReader:
 
         `votes` returns whether the processes of the run vote after this dispatch. The first call
         waits for the device, to learn the number of steps. Later dispatches are assumed to have as
-        many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `steps`.
+        many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `read`.
         """
         before, after = self._last, start_read(states)
         self._last = after

@@ -22,7 +22,7 @@ from healcore.runtime.store import files, manifest, values
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, on_each
+from healcore.runtime.store.ranks import Alone, run_on_each
 from healcore.runtime.store.saved import IN_MEMORY, Keep, StoreError, UnsavableState
 from healcore.runtime.store.store import CheckpointStore
 
@@ -123,8 +123,6 @@ class JaxFormat(ArrayFormat):
                 )
             flat.entries[name]["per_rank"] = True
 
-    # -- copies ---------------------------------------------------------------------------------
-
     def on_cpu(self, part: Any) -> bool:
         """Whether a shard is in host memory. Empty shards count as such."""
         on_device = isinstance(part, jax.Array) and part.size
@@ -172,8 +170,6 @@ class JaxFormat(ArrayFormat):
             return jax.random.wrap_key_data(array, impl=node["impl"])
         return array[()] if node["kind"] == "scalar" and isinstance(array, np.ndarray) else array
 
-    # -- files ----------------------------------------------------------------------------------
-
     @functools.cached_property
     def _handler(self) -> ocp.PyTreeCheckpointHandler:
         """Orbax's handler.
@@ -201,16 +197,15 @@ class JaxFormat(ArrayFormat):
                 _thread.saves = False
 
         if saved:
-            on_each(self._ranks, save)
+            run_on_each(self._ranks, save)
             if self._ranks.rank == 0:  # after all processes have written
                 self._handler.finalize(item)
                 files.write_new(folder / "_CHECKPOINT_METADATA", b"{}")
 
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
-        digests = {
-            name: leaf.digests for name, leaf in copy.flat.leaves.items() if not leaf.layout.spans
-        }
+        leaves = copy.flat.leaves.values()
+        digests = {leaf.name: leaf.digests for leaf in leaves if not leaf.layout.spans}
         gathered = self._ranks.gather(digests)
         for name in sorted(set().union(*gathered)):
             if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
@@ -226,13 +221,10 @@ class JaxFormat(ArrayFormat):
 
         An array that is not committed to a device is read as NumPy's, and put there afterwards.
         """
-        nodes = {name: node for name, node in target.arrays.items() if math.prod(node["shape"])}
-        live = target.flat.leaves
-        shardings = {
-            name: live[name].layout.sharding
-            for name in target.arrays
-            if name in live and live[name].layout.committed
-        }
+        saved, live = target.arrays, target.flat.leaves
+        nodes = {name: node for name, node in saved.items() if math.prod(node["shape"])}
+        layouts = {name: leaf.layout for name, leaf in live.items() if name in saved}
+        shardings = {name: each.sharding for name, each in layouts.items() if each.committed}
         read = {}
         if nodes:
             args = {
@@ -246,7 +238,7 @@ class JaxFormat(ArrayFormat):
             folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
             read = self._handler.restore(folder, args=wanted)
         arrays = {}
-        for name, node in target.arrays.items():
+        for name, node in saved.items():
             shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
             array = read[_escaped(name)] if name in nodes else np.empty(shape, dtype)
             if (array.shape, array.dtype) != (shape, dtype):

@@ -35,7 +35,7 @@ from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 
 WITHOUT_POLL = 100
-"""Steps before the first call of `steps` after which a line says so."""
+"""Steps before the first call of `take_dispatch` after which a line says so."""
 
 
 class TorchDriver(Driver):
@@ -87,7 +87,7 @@ class TorchDriver(Driver):
         """Those whose optimizers stepped for the last batch; at first all."""
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
-        self._unpolled = 0.0  # steps before the first call of `steps`, then -Inf
+        self._unpolled = 0.0  # steps before the first call of `take_dispatch`, then -Inf
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
@@ -125,7 +125,7 @@ class TorchDriver(Driver):
 
     # -- steps ----------------------------------------------------------------------------------
 
-    def steps(self) -> PendingStep | None:
+    def take_dispatch(self) -> PendingStep | None:
         """The steps judged since the last call, or None. No host sync."""
         for healing in self.healings.values():
             healing.judge_dropped()

@@ -98,7 +98,7 @@ class Recorder:
 
 
 class PendingStep:
-    """The judged steps between two calls of `TorchDriver.steps`, as one step.
+    """The judged steps between two calls of `TorchDriver.take_dispatch`, as one step.
 
     An optimizer that has stepped twice has two entries.
 
@@ -114,7 +114,7 @@ class PendingStep:
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
 
-    def steps(self) -> list[list[StepRecord]]:
+    def read(self) -> list[list[StepRecord]]:
         """The records. Waits only for records that have not arrived yet."""
         if self._records is None:
             marks = (entry.marks.read() for entry in self._entries if entry.marks is not None)

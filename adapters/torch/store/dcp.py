@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest
@@ -26,7 +27,7 @@ from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.ranks import Alone, Ranks, on_each
+from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
 from healcore.runtime.store.saved import IN_MEMORY, Keep
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
@@ -103,8 +104,6 @@ class TorchFormat(ArrayFormat):
         """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
         add_entry(flat, name, value, self._ranks.rank)
 
-    # -- copies ---------------------------------------------------------------------------------
-
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
@@ -137,8 +136,6 @@ class TorchFormat(ArrayFormat):
         if spec is None:
             return part
         # Rejected: DTensor.from_local, which moves the part to the mesh's device.
-        from torch.distributed.tensor import DTensor
-
         part = part if live is None else part.to(live.parts[""].device)
         return DTensor(part, spec, requires_grad=False)
 
@@ -147,8 +144,6 @@ class TorchFormat(ArrayFormat):
         if live is not None and node["kind"] == "tensor":
             array = array.to(live.parts[""].device)
         return decoded(node, array)
-
-    # -- files ----------------------------------------------------------------------------------
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -176,16 +171,14 @@ class TorchFormat(ArrayFormat):
         """Reads tensors, sharded like the live tensors, with DCP's index parsed without pickle."""
         nodes, ranks = target.arrays, self._ranks
         # If one rank rejects the index, all ranks raise.
-        index = on_each(ranks, lambda: _checked_index(checkpoint, nodes))
+        index = run_on_each(ranks, lambda: _checked_index(checkpoint, nodes))
         reader = FileSystemReader(checkpoint.folder / manifest.DATA)
         reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         sharded = _moments_of_dtensors(nodes, target.live)
         for leaf in target.flat.leaves.values():
             if leaf.layout.spec is not None:
                 sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
-        arrays = {
-            name: _empty(node, *sharded.get(name, (None, None))) for name, node in nodes.items()
-        }
+        arrays = {name: _empty(node, sharded.get(name)) for name, node in nodes.items()}
         if any(ranks.gather(bool(arrays))):
             try:
                 load(arrays, storage_reader=reader, **self._options)
@@ -259,15 +252,13 @@ def _moments_of_dtensors(
     return sharded
 
 
-def _empty(node: Mapping[str, Any], part: Tensor | None, spec: Any) -> Tensor:
+def _empty(node: Mapping[str, Any], sharded: tuple[Tensor, Any] | None) -> Tensor:
     """New memory to read an array into: a DTensor if the local part and spec of one are given."""
     dtype, shape = _stored_type(node)
-    if part is None or tuple(spec.shape) != shape:
-        return (
-            torch.from_numpy(allocate(dtype.itemsize * math.prod(shape))).view(dtype).reshape(shape)
-        )
-    from torch.distributed.tensor import DTensor
-
+    if sharded is None or tuple(sharded[1].shape) != shape:
+        memory = allocate(dtype.itemsize * math.prod(shape))
+        return torch.from_numpy(memory).view(dtype).reshape(shape)
+    part, spec = sharded
     if dtype != part.dtype:  # a float32 moment of a bfloat16 parameter
         spec = copy.copy(spec)
         spec.tensor_meta = spec.tensor_meta._replace(dtype=dtype)

@@ -125,9 +125,6 @@ def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
     return array[()] if node["kind"] == "scalar" else array
 
 
-# -- loading a restored state -------------------------------------------------------------------
-
-
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """Loads every restored value into the live object of the same name.
 
@@ -208,11 +205,7 @@ def _overwritten(old: Any, new: Any) -> Any:
     return new
 
 
-# -- values of torch in JSON, for `healcore.runtime.store.values` ----------------------------------
-
-DTYPES = {
-    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
-}
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 """Name in files, such as "float32", -> dtype."""
 
 

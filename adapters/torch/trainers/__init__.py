@@ -72,7 +72,7 @@ class TrainerCheckpoints(MemoryStore):
 def newest_step(store: Any) -> int | None:
     """Step of the newest complete checkpoint in a store, or in its directory, or None."""
     if isinstance(store, CheckpointStore):
-        return max((saved.step for saved in store.steps()), default=None)
+        return max((each.step for each in store.checkpoints()), default=None)
     is_folder = isinstance(store, str | os.PathLike) and Path(store).is_dir()
     return max(scan(Path(store)).complete, default=None) if is_folder else None
 

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from healcore.console import counted
 from healcore.core.decision import Cause
-from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
@@ -22,9 +20,9 @@ from healcore.runtime.run.orders import (
     next_trial,
 )
 from healcore.runtime.run.restoring import Restorer
-from healcore.runtime.run.rollback_rates import Rates, lr_states, with_lr_states
+from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.store.ranks import agreed
+from healcore.runtime.store.ranks import broadcast
 
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
@@ -38,17 +36,11 @@ class BetterWeights:
         restorer: Restorer,
         monitor: IncidentMonitor,
         roll_back: Callable[[Order], RollbackRecord | None],
-        loss_fn: Callable[..., Any] | None,
     ) -> None:
-        self._context, self._data, self._monitor = restorer.context, restorer.data, monitor
+        self._context, self._data = restorer.context, restorer.data
+        self._monitor = monitor
         self._roll_back = roll_back
-        self.comparisons = Comparisons(
-            self._context,
-            loss_fn,
-            interval=restorer.saver.every,
-            warn=lambda problem: self._context.log.problem(self._data.step, problem),
-            rates=self._rates_in_force,
-        )
+        self.comparisons = restorer.saver.comparisons
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
@@ -65,10 +57,6 @@ class BetterWeights:
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
             trained=taken and not all(each.skip for each in records),
         )
-
-    def _rates_in_force(self) -> Rates:
-        scales, rates = self._monitor.lr_scales, self._context.driver.learning_rates().items()
-        return {name: rate and rate * scales.get(name, 1.0) for name, rate in rates}
 
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
@@ -106,7 +94,7 @@ class BetterWeights:
         tried = [Trial(each.trial) for each in past]
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = agreed(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
+        unusual = broadcast(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
         policy = self._context.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(
@@ -117,12 +105,12 @@ class BetterWeights:
             may_limit=cuts,
             can_rewind=self._data.loaders.can_rewind,
         )
-        trial = agreed(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
+        trial = broadcast(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            highest = agreed(self._context.ranks, highest)
+            highest = broadcast(self._context.ranks, highest)
             states = lr_states(self._context.driver.engines())
             return replace(order, lr_at_fault=highest, lr_states=states)
         if trial == Trial.SKIP_BATCHES:

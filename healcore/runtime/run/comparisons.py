@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from healcore.runtime.driver import LossFn, Rates
 from healcore.runtime.run.evidence import (
     HEARTBEAT,
     MAX_CREDIT,
@@ -29,7 +30,6 @@ from healcore.runtime.run.evidence import (
     Verdict,
 )
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.rollback_rates import Rates
 from healcore.runtime.run.run_context import RunContext
 
 MAX_ANCHORS = 3
@@ -71,7 +71,7 @@ class Comparisons:
     def __init__(
         self,
         context: RunContext,
-        loss_fn: Callable[..., Any] | None,
+        loss_fn: LossFn | None,
         *,
         interval: int,
         warn: Callable[[str], object],
@@ -96,8 +96,6 @@ class Comparisons:
         self._mean_quiet_until = 0
         """Step before which a high mean loss is no reason to compare: it was compared."""
 
-    # -- what the loop calls --------------------------------------------------------------------
-
     @property
     def is_enabled(self) -> bool:
         """Whether weights are compared, which requires a `loss_fn`."""
@@ -113,7 +111,7 @@ class Comparisons:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
-    def keep(self, step: int, restorable: Container[int]) -> None:
+    def add_anchor(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
 
         Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
@@ -259,8 +257,6 @@ class Comparisons:
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
 
-    # -- within ---------------------------------------------------------------------------------
-
     def _anchor_of(self, step: int) -> Anchor | None:
         return next((anchor for anchor in self.anchors if anchor.step == step), None)
 
@@ -359,9 +355,8 @@ class Comparisons:
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
             self._context.log.assessment(index, onset, "recovered")
-            self._context.log.info(
-                f"step {index}: the run has recovered from the damage of step {onset}"
-            )
+            recovered = f"the run has recovered from the damage of step {onset}"
+            self._context.log.info(f"step {index}: {recovered}")
             self._forget_trouble()
         return None
 

@@ -28,7 +28,7 @@ from healcore.runtime.run.termination import (
 )
 from healcore.runtime.store.saved import StoreError
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import AFTER_A_KILL, last_line
+from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, last_line
 
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
@@ -66,8 +66,8 @@ class Shutdown:
 
     def __init__(self, loop: Loop, error: BaseException | None) -> None:
         self.loop, self.error = loop, error
-        self.group, self.saver, self.data = loop.group, loop.saver, loop.data
-        self.ending = ending_of(error, self.group.termination.signal_number)
+        self.saver, self.data, self.ranks = loop.saver, loop.data, loop.ranks
+        self.ending = ending_of(error, loop.end_requests.signals.signal_number)
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         self.fault: Fault | None = None
@@ -76,7 +76,7 @@ class Shutdown:
 
     def close(self) -> BaseException | None:
         """Ends the run. Returns an exception for the block to raise instead of its own, or None."""
-        loop, group, saver, given = self.loop, self.group, self.saver, self.error
+        loop, saver, given = self.loop, self.saver, self.error
         loop.guard.pause()
         loop.driver.on_end()
         together = self.all_ranks_end()
@@ -97,23 +97,28 @@ class Shutdown:
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", saver.read_nonfinite)
+            self.collect("the last saves", saver.checkpoints.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(self.data.step)
-        if isinstance(self.error, RunStopped) and group.rank:
+        if isinstance(self.error, RunStopped) and self.ranks.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         self.write()
-        parts = [loop.guard.close, group.termination.stop, saver.store.join, loop.driver.close]
+        self.close_parts()
+        return self.error if self.error is not given else None
+
+    def close_parts(self) -> None:
+        """Closes the parts of the run. It is too late to report their errors."""
+        loop, signals = self.loop, self.loop.end_requests.signals
+        parts = [loop.guard.close, signals.stop, self.saver.store.join, loop.driver.close]
         if loop.claim is not None:
             parts.append(loop.claim.release)
         for close_part in (*parts, loop.log.close):
-            self.collect("", close_part)  # too late to report
-        return self.error if self.error is not given else None
+            self.collect("", close_part)
 
     def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
         """Calls an action. Returns its exception, which is a problem named `what`."""
@@ -130,13 +135,13 @@ class Shutdown:
         A rank that ends alone, or a step before the others, must not wait for them.
         """
         if not self.completed:
-            return self.group.ends_together or self.group.world == 1
-        if self.group.world > 1:
+            return self.loop.end_requests.ends_together or self.ranks.world == 1
+        if self.ranks.world > 1:
             what = (
                 "another rank has not ended its loop (give every rank as many batches, as torch's "
                 "DistributedSampler does, and leave the loop at the same step on all ranks)"
             )
-            self.raised = self.collect(what, partial(self.group.gather, None))
+            self.raised = self.collect(what, partial(self.ranks.gather, None))
         return self.raised is None
 
     def read_last_steps(self) -> None:
@@ -152,8 +157,6 @@ class Shutdown:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
             self.collect(failed, loop.report_last_steps)
-
-    # -- the last state -------------------------------------------------------------------------
 
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
         """Saves the last state, and sets the ending of a loop that has ended by itself."""
@@ -174,10 +177,10 @@ class Shutdown:
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop, answer, why_not = self.loop, None, ""
+        loop, why_not = self.loop, ""
+        answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
-        alone = self.group.world == 1 and self.saver.store.durable
-        if alone and "save" in loop.policy.answers(fault.cause):
+        if self.saver.resumes_exactly and "save" in loop.policy.answers(fault.cause):
             why_not = "the exception interrupted the updates of a step"
             try:
                 if loop.count_last_step():
@@ -204,24 +207,21 @@ class Shutdown:
         """
         lost = self.saver.store.durable and (self.data.step in self.saver.unsaved or not saved)
         answers: list[bool] = []
-        ask = lambda: answers.extend(self.group.gather(lost))  # noqa: E731
+        ask = lambda: answers.extend(self.ranks.gather(lost))  # noqa: E731
         return self.collect("another rank has left", ask) is not None or any(answers)
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
         step, saver, target = self.data.step, self.saver, "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
-            steps = saver.store.steps_on_disk()
-            target = "starts from the beginning"
-            if steps:
-                target = f"resumes from the checkpoint of step {max(steps)}"
+            newest = max(saver.store.steps_on_disk(), default=None)
+            known = f"resumes from the checkpoint of step {newest}"
+            target = "starts from the beginning" if newest is None else known
         why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
         return (
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
             f"({why}). Remove the cause and start the program again: it {target}"
         )
-
-    # -- reports --------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Writes the postmortem and the last event.
@@ -237,11 +237,8 @@ class Shutdown:
         why = loop.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
-            exception = error_text(error) + self.memory
+            exception = self.exception_text(error)
             trace = "".join(traceback.format_exception(error))
-            if is_broken_connection(error):
-                exception += ". Another rank has ended: its output says why, unless it was killed; "
-                exception += f"then {AFTER_A_KILL}"
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
@@ -257,6 +254,19 @@ class Shutdown:
             rollbacks=end.counts.rollbacks,
             last_good=end.last_good,
         )
+        self.log_last_line(end)
+
+    def exception_text(self, error: BaseException) -> str:
+        """The text of the exception that ends the run, for the postmortem."""
+        text = error_text(error) + self.memory
+        if is_broken_connection(error):
+            text += ". Another rank has ended: its output says why, unless it was killed; "
+            text += f"then {AFTER_A_KILL}"
+        return text
+
+    def log_last_line(self, end: RunEnd) -> None:
+        """Logs how the run has ended."""
+        loop, ending = self.loop, self.ending
         saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
         newest = max((saved.step for saved in saves if saved.path), default=None)
         if ending == Ending.COMPLETED and self.data.had_completed and self.data.resumed_here:

@@ -175,8 +175,6 @@ class ComparisonState:
         return [each.step for each in self.anchors if each.evidence > 1 or each is best]
 
 
-# -- reasons to compare, and what comparisons may cost ------------------------------------------
-
 HEARTBEAT = 100
 """Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
 loss has to exceed to be a sign of trouble."""

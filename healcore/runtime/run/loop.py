@@ -14,7 +14,7 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import IncompleteRun, RankGroup
+from healcore.runtime.run.termination import EndRequests, IncompleteRun
 from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100
@@ -28,20 +28,22 @@ class Loop:
     """The running part of a `Healer`. Not thread-safe.
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
-    (checkpoints), `recovery` (incidents and rollbacks), `group` (requests to end), `log` (files and
-    console), `claim` (the lock of the store's directory). With `has_trainer`, a loop that ends
-    early was not left by `break`.
+    (checkpoints), `recovery` (incidents and rollbacks), `end_requests`, `log` (files and console),
+    `claim` (the lock of the store's directory). With `has_trainer`, a loop that ends early was not
+    left by `break`.
     """
 
     def __init__(
-        self, *, recovery: Recovery, group: RankGroup, claim: Claim | None, has_trainer: bool
+        self, recovery: Recovery, end_requests: EndRequests, claim: Claim | None, has_trainer: bool
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         context = recovery.context
         self.policy, self.driver = context.policy, context.driver
         self.log, self.record = context.log, context.record
-        self.group, self.claim = group, claim
-        self.guard = HangGuard(self.policy, group.ranks, self.log)
+        self.end_requests = end_requests
+        self.claim = claim
+        self.ranks = context.ranks
+        self.guard = HangGuard(self.policy, self.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
         self.polled = False
         """Whether the program has called `batches`, `after_step` or `update`."""
@@ -50,8 +52,8 @@ class Loop:
         self.has_trainer = has_trainer
         self.after_update = False
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
-        self.own_snapshot = ""
-        """Why a loop with its own count must not train, or an empty string."""
+        self.own_count_error = ""
+        """Error of a loop that counts steps itself, after a snapshot was replaced, or ""."""
         self._begun = False  # whether a loop has begun since the start
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
@@ -64,14 +66,14 @@ class Loop:
 
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step."""
-        self.own_snapshot = ""
+        self.own_count_error = ""
         if not self._begun:
             self._begun = True
             self.data.restore_generators()
 
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
-        loaders, self.own_snapshot = self.data.loaders, ""
+        loaders, self.own_count_error = self.data.loaders, ""
         for epoch in range(loaders.next_epoch, total):
             self.data.begin_pass()
             # An exception after the step of epoch 0 leaves a checkpoint of step 1 in epoch 0.
@@ -158,8 +160,8 @@ class Loop:
 
     def update(self, take_state: Callable[[], None]) -> None:
         """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
-        if self.own_snapshot:
-            raise IncompleteRun(f"healcore: {self.own_snapshot}")
+        if self.own_count_error:
+            raise IncompleteRun(f"healcore: {self.own_count_error}")
         take_state()
         loader = self.data.loaders.last_trained
         rolled_back = self._between_steps()
@@ -172,7 +174,7 @@ class Loop:
         self.guard.pause()
         self.polled = True
         self.queue_dispatch()
-        if self.own_snapshot or not self._begun:
+        if self.own_count_error or not self._begun:
             self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
@@ -182,7 +184,7 @@ class Loop:
         if has_stepped:
             if self.read_and_act() or self._save_when_due():
                 return True
-            self.group.vote_when_due(data.step, self.log)
+            self.end_requests.vote_when_due(data.step, self.log)
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
@@ -194,12 +196,12 @@ class Loop:
         if trains and (unseen or unread == _MAX_ITERATIONS):
             why = "the state needs the optimizer whose step() the loop calls"
             self.warn(f"{unread} batches without a step that the Healer sees: {why}")
-        self.group.raise_if_asked(may_end=may_end)
+        self.end_requests.raise_if_asked(may_end=may_end)
         return False
 
     def queue_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
-        pending = self.driver.steps()
+        pending = self.driver.take_dispatch()
         if pending is None:
             return
         self._has_stepped = True
@@ -216,7 +218,8 @@ class Loop:
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
-        alone, of_training = self.group.world == 1, loader in (None, self.data.loaders.last_trained)
+        alone = self.ranks.world == 1
+        of_training = loader in (None, self.data.loaders.last_trained)
         self.queue_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
@@ -245,7 +248,7 @@ class Loop:
         for step in self.recovery.reader.due(all=all):
             self.guard.pause()
             order = self.recovery.process(step)
-            self.group.note_mark(step)
+            self.end_requests.note_mark(step)
             yield step, order
             self.guard.watch()
         self.guard.pause()
@@ -253,12 +256,12 @@ class Loop:
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
         """Drops the marks of steps that a rollback has undone. Returns whether there was one."""
         if done is not None:
-            self.group.on_rollback()
+            self.end_requests.on_rollback()
         return done is not None
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
-        if not self.saver.due() or self.data.within_batch:
+        if not self.saver.schedule.due() or self.data.within_batch:
             return False
         training = [each for each in self.data.loaders if each.trains and each.in_loop]
         ends = any(each.at_end and each.next_id.index > 1 for each in training)
@@ -268,7 +271,7 @@ class Loop:
         # them costs no extra time, because the save waits for the device anyway.
         if self.read_and_act(all=True):
             return True
-        if not self.saver.delayed:
+        if not self.saver.schedule.delayed:
             if self._note_rollback(self.recovery.roll_back_if_nonfinite()):
                 return True
             self.saver.save("regular")

@@ -8,7 +8,7 @@ from typing import Any
 
 from healcore.core.decision import Cause
 from healcore.core.signals import SignalError, check_scalar
-from healcore.runtime.driver import Driver, WeightsChanged
+from healcore.runtime.driver import Driver, LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import TrainedStep
 from healcore.runtime.run.host_state import isolated
@@ -34,11 +34,7 @@ class LossFunction:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any] | None,
-        driver: Driver,
-        ranks: Ranks,
-        warn: Callable[[str], object],
+        self, function: LossFn | None, driver: Driver, ranks: Ranks, warn: Callable[[str], object]
     ) -> None:
         self.function = function
         self.gives_loss = self.draws = self.is_checked = False

@@ -113,11 +113,8 @@ class ChangedMetrics:
         steps = {"loss", "threshold", "grad_scale", "loss_ratio"}
         values = self._values()
         now = {n: v for n, v in values.items() if n.rpartition("/")[2] not in steps}
-        changed = {
-            name: value
-            for name, value in now.items()
-            if value != self._before.get(name, float(name.endswith("/lr_scale")))
-        }
+        before = {n: float(n.endswith("/lr_scale")) for n in now} | self._before
+        changed = {n: value for n, value in now.items() if value != before[n]}
         self._before |= now
         ratios = {n: v for n, v in values.items() if n.endswith("/loss_ratio")} if changed else {}
         return changed | ratios

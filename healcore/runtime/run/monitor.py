@@ -16,11 +16,12 @@ from healcore.core.engine.incidents import incident_causes
 from healcore.events.schema import sentence
 from healcore.history.run import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
+from healcore.runtime.driver import Rates
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.record import IncidentRecord
-from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 
@@ -61,23 +62,26 @@ class IncidentMonitor:
             rollback.
     """
 
-    def __init__(self, saver: Saver, hooks: Hooks) -> None:
-        self.context, self.hooks = saver.context, hooks
+    def __init__(self, context: RunContext, hooks: Hooks, every: int) -> None:
+        """Takes the hooks, and the steps between two saves."""
+        self.context, self.hooks = context, hooks
         config = self.context.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
         per_tensor, observes = self.context.policy.engine.per_tensor, self.context.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.nonfinite_streak = self.last_trained = -1
+        self.nonfinite_streak = -1
         self.nonfinite_record: StepRecord | None = None
-        self.never_finite, self.has_micro_steps = True, False
-        several = _MIN_INTERVALS_REMEMBERED * saver.every
+        self.never_finite = True
+        self.has_micro_steps = False
+        self.last_trained = -1
+        several = _MIN_INTERVALS_REMEMBERED * every
         self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self._batches: dict[int, tuple[BatchId, ...]] = {}
         self.loader_start = 0
         """First step of the current loader: ids of earlier loaders have no meaning in it."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
-        self._alarms_outside = self._last_incident = 0
+        self._alarms_outside = 0
         self._begun: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
@@ -97,7 +101,7 @@ class IncidentMonitor:
         if any(record.judged and not record.skip for record in records):
             self.last_trained = step.index
         self.has_micro_steps |= not any(record.judged for record in records)
-        begins = incident is not None and incident.number > self._last_incident
+        begins = incident is not None and incident.alarms == 1
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
@@ -169,6 +173,11 @@ class IncidentMonitor:
         """The learning-rate multiplier, the smallest of all engines."""
         return min(self.lr_scales.values(), default=1.0)
 
+    def rates_in_force(self) -> Rates:
+        """Engine name -> learning rate with the multiplier, or None if it is unknown."""
+        rates = self.context.driver.learning_rates().items()
+        return {name: rate and rate * self.lr_scales.get(name, 1.0) for name, rate in rates}
+
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
 
@@ -212,7 +221,6 @@ class IncidentMonitor:
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
-        self._last_incident = incident.number
         self._begun.append(incident)
         first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
         if first.rank_signals is not None and self.context.ranks.world > 1:
@@ -348,9 +356,8 @@ class IncidentMonitor:
         step, record, _ = judged
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         about = record.cause, record.decision, record.readings, record.engine, record.evidence
-        action, hook, problems = self.hooks.run(
-            IncidentContext(judged.number, step.index, onset, *about, batches)
-        )
+        context = IncidentContext(judged.number, step.index, onset, *about, batches)
+        action, hook, problems = self.hooks.run(context)
         for problem in problems:
             self.context.log.event("hook", step=step.index, hook="", problem=problem)
         if action is None or self.context.policy.observes:

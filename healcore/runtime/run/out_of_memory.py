@@ -56,19 +56,19 @@ class OutOfMemory:
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
-        self._whole = ""  # reason why the run's batches cannot be split, or an empty string
-        self._why_not = ""  # reason why the window cannot be repeated in smaller parts, or ""
-        self._redoable = True  # whether all gradients come from the parts of this window
+        self._split_obstacle = ""  # reason why the run's batches cannot be split, or ""
+        self._repeat_obstacle = ""  # reason why the window cannot be repeated in smaller parts
+        self._owns_gradients = True  # whether all gradients come from the parts of this window
         self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
         self._joint: Any = None  # torch's `DDPGradients`, or None if each rank decides alone
-        self._no_joint = ""  # reason why several ranks cannot repeat a window, or an empty string
+        self._joint_obstacle = ""  # reason why several ranks cannot repeat a window, or ""
 
     def parts(
         self,
         batch: Any,
         *,
         count: Count = None,
-        whole: str = "",
+        split_obstacle: str = "",
         last_resort: Callable[[], str] = str,
     ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of a batch; see `Healer.microbatches`.
@@ -79,12 +79,12 @@ class OutOfMemory:
         Args:
             batch: as for `Healer.microbatches`.
             count: as for `Healer.microbatches`.
-            whole: reason why the run's batches cannot be split, or an empty string.
+            split_obstacle: reason why the run's batches cannot be split, or an empty string.
             last_resort: called if no smaller part is left. Reduces a step's memory and describes
                 the change: the parts are then repeated. Returns "" without a change.
         """
         self._last_resort = last_resort
-        self._begin(whole)
+        self._begin(split_obstacle)
         self._batches.append((batch, count))
         done = len(self._batches) - 1  # number of earlier batches of this window
         try:
@@ -119,19 +119,18 @@ class OutOfMemory:
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         return f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
 
-    # -- the window -----------------------------------------------------------------------------
-
-    def _begin(self, whole: str) -> None:
+    def _begin(self, split_obstacle: str) -> None:
         """Begins a new window, unless the current window still waits for its optimizer step."""
         accumulating = self._gradients.accumulating()
         if accumulating and self._batches and not self._gradients.has_stepped():
             return
         self._batches.clear()
         self._gradients.begin_window()
-        self._redoable = not accumulating
-        self._whole, self._why_not = whole, whole or self._obstacle()
+        self._owns_gradients = not accumulating
+        self._split_obstacle = split_obstacle
+        self._repeat_obstacle = split_obstacle or self._find_obstacle()
 
-    def _obstacle(self) -> str:
+    def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
         if self._context.policy.observes:
             return "the policy only observes"
@@ -140,15 +139,15 @@ class OutOfMemory:
                 f"policy {self._context.policy.name} has no rule for out of memory: add "
                 'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self._context.ranks.world > 1 and self._joint is None and not self._no_joint:
+        if self._context.ranks.world > 1 and self._joint is None and not self._joint_obstacle:
             joint = self._gradients.between_ranks(self._context.ranks)
             if isinstance(joint, str):
                 advice = "use smaller batches, and accumulate the gradients of more batches"
-                self._no_joint = f"{joint}; {advice}"
+                self._joint_obstacle = f"{joint}; {advice}"
             else:
                 self._joint = joint
-        if self._no_joint or self._redoable:
-            return self._no_joint
+        if self._joint_obstacle or self._owns_gradients:
+            return self._joint_obstacle
         return (
             "gradients existed before the first part of the batch, and a repeated step would "
             "discard them: compute these gradients within a part too, or call "
@@ -173,7 +172,7 @@ class OutOfMemory:
 
     def _number_of_parts(self, batch: Any) -> int:
         limit = self._context.record.part_limit
-        if limit is None or self._whole:
+        if limit is None or self._split_obstacle:
             return 1
         try:
             samples = count_samples(batch)
@@ -184,52 +183,56 @@ class OutOfMemory:
             parts = min(2 * parts, samples)
         return parts
 
-    # -- out of memory --------------------------------------------------------------------------
-
     def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window.
 
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        joint = self._joint
         overrun = None if error is None else self._overrun(batch, parts, error)
         if error is not None and overrun is None:
             # With several ranks, the other ranks would wait.
-            alone = self._context.ranks.world == 1 and self._redoable
+            alone = self._context.ranks.world == 1 and self._owns_gradients
             again = alone and self._retries.wait_after(error)
             self._held = clear_frames(error) if again else []
             return again
-        if error is None and (joint is None or not ends):
+        if error is None and (self._joint is None or not ends):
             return False
-        overruns = [overrun]
-        if joint is not None:
-            if error is not None:
-                clear_frames(error)  # the exchange needs a little memory
-            if not joint.end_batch(overrun is not None):
-                return False
-            overruns = self._context.ranks.gather(overrun)
+        failed = self._failed_ranks(overrun, error)
+        if not failed:
+            return False
         if overrun is not None and error is not None and overrun.why_not:
             error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
             return False  # the exception propagates
-        failed = {rank: each for rank, each in enumerate(overruns) if each is not None}
         for rank, each in failed.items():
             if each.why_not:
                 raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
-        prefix = "" if joint is None else f"rank {', '.join(map(str, failed))}: "
+        prefix = "" if self._joint is None else f"rank {', '.join(map(str, failed))}: "
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
         self._shrink(smallest, error, prefix)
         self._held = clear_frames(error)
         return True
+
+    def _failed_ranks(
+        self, overrun: _Overrun | None, error: BaseException | None
+    ) -> dict[int, _Overrun]:
+        """Rank -> its overrun, of the ranks whose part did not fit. Collective with several."""
+        overruns = [overrun]
+        if self._joint is not None:
+            if error is not None:
+                clear_frames(error)  # the exchange needs a little memory
+            some = self._joint.end_batch(overrun is not None)
+            overruns = self._context.ranks.gather(overrun) if some else []
+        return {rank: each for rank, each in enumerate(overruns) if each is not None}
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
         """The part that did not fit into memory, or None if it failed for another reason."""
         fault = classify(error)
         if fault.cause is not Cause.OOM:
             return None
-        samples, why_not = 0, self._why_not
+        samples, why_not = 0, self._repeat_obstacle
         if not why_not:
             try:
                 samples = count_samples(batch)
@@ -242,8 +245,10 @@ class OutOfMemory:
 
     def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
-        step, samples, record = self._data.step, overrun.samples, self._context.record
-        before, limit, why = -(-samples // overrun.parts), self._context.policy.budget.shrinks, ""
+        fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
+        step, record = self._data.step, self._context.record
+        limit = self._context.policy.budget.shrinks
+        before, why = -(-samples // parts), ""
         if before == 1:
             why = "a single sample does not fit into memory"
         elif record.shrinks >= limit:
@@ -255,15 +260,13 @@ class OutOfMemory:
             changed = self._last_resort()
             if not changed:
                 self._recovery.stop(rank + why, error, Cause.OOM)
-            self._context.log.fault(
-                step, overrun.fault, f"{rank}{why}: {changed}", answer="clear_cache"
-            )
+            self._context.log.fault(step, fault, f"{rank}{why}: {changed}", answer="clear_cache")
             return
         record.shrinks += 1
-        record.part_limit = -(-samples // min(2 * overrun.parts, samples))
+        record.part_limit = -(-samples // min(2 * parts, samples))
         self._context.log.fault(
             step,
-            overrun.fault,
+            fault,
             f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
             f"with {record.part_limit} at a time: {overrun.line}",
             answer="shrink_microbatch",

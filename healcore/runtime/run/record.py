@@ -116,10 +116,9 @@ class Ledger:
         """Finds or opens an alarm's incident. An incident of skips only takes no other alarms."""
         last = self.incidents[-1] if self.incidents else None
         number = max(record.incident for record in records)
+        same = last is not None and not last.over
         if last is not None and last.only_skips:
             same = harmless and number == last.number_in_engine
-        else:
-            same = last is not None and not last.over
         if last is None or not same:
             if last is not None:
                 last.over = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,15 +16,9 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
-from healcore.runtime.run_options import Hooks
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, StateMismatch, StoreError
-from healcore.runtime.story.diagnosis import (
-    FROM_START,
-    IN_A_ROW,
-    RunEnd,
-    explain,
-    nonfinite_streak_text,
-)
+from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, StateMismatch, StoreError
+from healcore.runtime.story import diagnosis
+from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 
 _SERIOUS = Action.ROLLBACK | Action.STOP
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
@@ -34,21 +27,18 @@ _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop"
 class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
 
-    def __init__(
-        self, restorer: Restorer, hooks: Hooks, loss_fn: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, restorer: Restorer, monitor: IncidentMonitor) -> None:
         self.restorer, self.saver = restorer, restorer.saver
         self.context, self.data = restorer.context, restorer.data
-        self.reader, self.monitor = DelayedReader(), IncidentMonitor(self.saver, hooks)
+        self.monitor = monitor
+        self.reader = DelayedReader()
+        self.comparisons = self.saver.comparisons
+        self.better_weights = BetterWeights(restorer, monitor, self.roll_back)
         self._host_rules = HostRules(self.context.policy.rules, self.context.policy.engine.config)
-        self.better_weights = BetterWeights(restorer, self.monitor, self.roll_back, loss_fn)
-        self.comparisons = self.saver.comparisons = self.better_weights.comparisons
         self._checked = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
-
-    # -- reading --------------------------------------------------------------------------------
 
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
@@ -82,9 +72,7 @@ class Recovery:
             return
         weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
-            self.stop(nonfinite_streak_text(record, row, weights, from_start))
-
-    # -- orders ---------------------------------------------------------------------------------
+            self.stop(diagnosis.nonfinite_streak_text(record, row, weights, from_start))
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order. Returns the rollback, or None without one.
@@ -147,12 +135,8 @@ class Recovery:
             return False
         if not self.is_finite():
             return True
-        judges_state = self.context.policy.rollback.nonfinite_state == "rollback"
-        return (
-            judges_state
-            and not self.monitor.has_micro_steps
-            and bool(self.saver.nonfinite_in_state())
-        )
+        judges = self.context.policy.rollback.nonfinite_state == "rollback"
+        return judges and not self.monitor.has_micro_steps and bool(self.saver.nonfinite_in_state())
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
@@ -198,12 +182,12 @@ class Recovery:
         policy, step, ledger = self.context.policy, self.data.step, self.context.ledger
         if at_end:
             self.saver.save_if_not_finite()
-        nonfinite = self.saver.read_nonfinite()
+        nonfinite = self.saver.checkpoints.read_nonfinite()
         new, self._checked = len(nonfinite) - self._checked, len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
-        since = max((at for at in self.saver.restorable if at < first), default=0)
+        since = max((at for at in self.saver.checkpoints.restorable if at < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
         if since <= self.monitor.last_trained < bad[0]:
             bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage
@@ -229,10 +213,8 @@ class Recovery:
             )
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
-        observed = policy.observes
-        self.context.log.event(
-            "order", step=order.index, cause=[], action=action, why=why, observed=observed
-        )
+        event = {"step": order.index, "cause": [], "action": action, "why": why}
+        self.context.log.event("order", **event, observed=policy.observes)
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 
     def roll_back(self, order: Order) -> RollbackRecord | None:
@@ -267,8 +249,6 @@ class Recovery:
         self._host_rules.restart()
         self.monitor.read_engines()
         return done
-
-    # -- reports --------------------------------------------------------------------------------
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
@@ -318,7 +298,7 @@ class Recovery:
         """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
-        text, good, cause = explain(end), end.last_good, fault or None
+        text, good, cause = diagnosis.explain(end), end.last_good, fault or None
         self.context.log.event(
             "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
         )
@@ -326,7 +306,7 @@ class Recovery:
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
-        good = self.saver.last_good_step
+        good = self.saver.checkpoints.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
         saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
@@ -340,15 +320,15 @@ class Recovery:
             last_good=good,
             last_good_path=path,
             probation=self.context.policy.rollback.probation if saves else None,
-            nonfinite_saves=tuple(self.saver.nonfinite),
+            nonfinite_saves=tuple(self.saver.checkpoints.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,
         )
 
-    def listed(self) -> list[Saved]:
+    def listed(self) -> list[CheckpointInfo]:
         """The checkpoints, or none if the store cannot be read."""
         try:
-            return self.saver.listed()
+            return self.saver.checkpoints.listed()
         except StoreError:
             return []
 

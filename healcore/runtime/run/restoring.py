@@ -15,31 +15,30 @@ from typing import Any, NamedTuple, TypeVar
 
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
+from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
 from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.rollback_rates import (
-    Engines,
-    Rates,
     compatible_states,
     engines_after_rollback,
     limit_rates,
     with_lr_states,
 )
-from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import RankFailed, agreed, on_each, on_first
+from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each, run_on_first
 from healcore.runtime.store.saved import (
     CheckpointDamaged,
+    CheckpointInfo,
     CheckpointNotFound,
     NoGoodCheckpoint,
     Restored,
-    Saved,
     StateMismatch,
     StoreError,
+    choose_checkpoints,
 )
 from healcore.runtime.store.values import attribute
 
@@ -68,8 +67,6 @@ class Restorer:
     def __init__(self, saver: Saver) -> None:
         self.saver, self.context, self.data = saver, saver.context, saver.data
 
-    # -- rollback -------------------------------------------------------------------------------
-
     def restore(self, order: Order) -> tuple[RollbackRecord, str]:
         """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
 
@@ -78,11 +75,11 @@ class Restorer:
         """
         saver, step = self.saver, self.data.step
         saver.wait()
-        saver.end_probation(before=order.onset)
+        saver.checkpoints.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
         live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
-        order = replace(order, lr_at_fault=self._rates_at_fault(order, live, rates))
+        order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
         self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
@@ -105,13 +102,11 @@ class Restorer:
             onset=order.onset,
             depth=order.depth,
             tried=[each.target for each in past],
-            initial=(self.context.record.first_step, self.saver.started_from),
+            initial=(self.context.record.first_step, self.saver.checkpoints.started_from),
             sound_until_onset=order.sound_until_onset,
         )
 
-    def _rates_at_fault(
-        self, order: Order, live: Engines, rates: Rates
-    ) -> Mapping[str, float] | None:
+    def _fault_rates(self, order: Order, live: Engines, rates: Rates) -> Mapping[str, float] | None:
         """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
         if order.lr_at_fault is None:
             return None
@@ -155,20 +150,18 @@ class Restorer:
         try:
             saver.replace_record(step)
             on_disk = saver.store.steps_on_disk
-            if saver.store.durable and step not in on_first(self.context.ranks, on_disk):
+            if saver.store.durable and step not in run_on_first(self.context.ranks, on_disk):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
             problem = f"the rollback is not on disk: {error}; a restart before the next save"
             self.context.log.problem(done.step, f"{problem} repeats it")
         saver.report_failures()
 
-    # -- after a start --------------------------------------------------------------------------
-
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays."""
         found: list[RunRecord] = []
         stored = self.saver.store.records() if self.context.ranks.rank == 0 else {}
-        for each in agreed(self.context.ranks, stored).values():
+        for each in broadcast(self.context.ranks, stored).values():
             with suppress(Exception):  # the resume reports a malformed record
                 found.append(RunRecord.of(each))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
@@ -205,9 +198,8 @@ class Restorer:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
             raise replace(error, where=str(self.saver.store.root or "")) from None
-        vars(self.context.record).update(
-            vars(newest or own), completed=False, ledger=self.context.ledger
-        )
+        record = self.context.record
+        vars(record).update(vars(newest or own), completed=False, ledger=record.ledger)
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
 
@@ -236,11 +228,9 @@ class Restorer:
                 copies[step] = weights
         return copies
 
-    # -- the checkpoints ------------------------------------------------------------------------
-
-    def saves(self) -> list[Saved]:
+    def saves(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them."""
-        listed: list[list[Saved]] = self.context.ranks.gather(self.saver.listed())
+        listed = self.context.ranks.gather(self.saver.checkpoints.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in listed))
         return [saved for saved in listed[0] if saved.step in common]
 
@@ -249,8 +239,8 @@ class Restorer:
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.saver.store.damaged()
-        for error in agreed(self.context.ranks, damaged):
-            self.saver.report_damage(error)
+        for error in broadcast(self.context.ranks, damaged):
+            self.saver.checkpoints.report_damage(error)
 
     def _load_first_intact(
         self, steps: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
@@ -265,10 +255,10 @@ class Restorer:
 
         def damaged(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.saver.report_damage(error)
+            self.saver.checkpoints.report_damage(error)
 
         for step in steps:
-            restored = saved = loaded = failure = None
+            restored = None
             try:
                 restored = self.saver.store.restore(step, self.saver.items())
             except CheckpointNotFound:
@@ -279,31 +269,44 @@ class Restorer:
             if not all(self.context.ranks.gather(restored is not None)):
                 continue
             assert restored is not None
-            try:
-                saved = on_each(self.context.ranks, partial(self._checked, step, restored))
-                saved = self._adapt_to_world(saved)
-                loaded = load(saved)
-            except Exception as error:
-                failure = error
-            if isinstance(failure, StateMismatch) and failure.step is None:
-                failure = StateMismatch(step, failure.differences)
-            cause = failure and classify(failure).cause
-            ends = isinstance(failure, StateMismatch) or cause is Cause.OOM
-            outcomes = self.context.ranks.gather(None if failure is None else ends)
-            if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
-                if saved.problem:
+            loaded = self._load_on_all_ranks(step, restored, load)
+            if isinstance(loaded, tuple):
+                if problem := loaded[1].problem:
                     at = step if now is None else now
-                    self.context.log.event("problem", step=at, problem=saved.problem)
-                return loaded, saved
-            failure = failure or RankFailed("another rank cannot load it")
-            if any(outcomes):
-                raise failure
-            why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+                    self.context.log.event("problem", step=at, problem=problem)
+                return loaded
+            why = f"{type(loaded).__name__}: {' '.join(str(loaded).split())[:200]}"
             path = next((s.path for s in self.saves() if s.step == step), None) or MEMORY
             text = f"holds values that healcore does not write ({why})"
             damaged(CheckpointDamaged(step, path, "its content", text))
         reasons = "; ".join(problems) or "none of them is on every rank"
         raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
+
+    def _load_on_all_ranks(
+        self, step: int, restored: Restored, load: Callable[[_Checkpoint], T]
+    ) -> tuple[T, _Checkpoint] | Exception:
+        """Calls `load`, or returns the error of a rank whose values are damaged. Collective.
+
+        Raises the error if the state does not fit or memory is exhausted on a rank.
+        """
+        saved = loaded = failure = None
+        try:
+            saved = run_on_each(self.context.ranks, partial(self._checked, step, restored))
+            saved = self._adapt_to_world(saved)
+            loaded = load(saved)
+        except Exception as error:
+            failure = error
+        if isinstance(failure, StateMismatch) and failure.step is None:
+            failure = StateMismatch(step, failure.differences)
+        cause = failure and classify(failure).cause
+        ends = isinstance(failure, StateMismatch) or cause is Cause.OOM
+        outcomes = self.context.ranks.gather(None if failure is None else ends)
+        if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
+            return loaded, saved
+        failure = failure or RankFailed("another rank cannot load it")
+        if any(outcomes):
+            raise failure
+        return failure
 
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
@@ -315,9 +318,8 @@ class Restorer:
             if host is None and record.world == self.context.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
             self.data.loaders.check(record.forward)
-        engines, problem = compatible_states(
-            self.context.policy.engine, record.engines if record else {}
-        )
+        stored = record.engines if record else {}
+        engines, problem = compatible_states(self.context.policy.engine, stored)
         saved = _Checkpoint(step, restored.state, record, engines, problem, host)
         self.data.loaders.check(saved.position or {})
         return saved

@@ -8,16 +8,10 @@ from typing import Any
 import numpy as np
 
 from healcore.core.engine import Engine, StateError
-
-Engines = Mapping[str, Mapping[str, Any]]
-"""Engine name -> `Engine.to_dict`."""
-Rates = Mapping[str, float | None]
-"""Engine name -> the schedule's learning rate, or None if it is unknown."""
+from healcore.runtime.driver import Engines, Rates
 
 
-def engines_after_rollback(
-    engine: Engine, live: Engines, saved: Engines | None
-) -> dict[str, dict[str, Any]]:
+def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
     """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
     merged = {}
     for name, state in live.items():
@@ -34,7 +28,7 @@ def limit_rates(
     rates: Rates,
     *,
     healthy: bool,
-) -> tuple[dict[str, dict[str, Any]], dict[str, float], dict[str, float]]:
+) -> tuple[Engines, dict[str, float], dict[str, float]]:
     """Engine states with learning rates that fit the schedule at the restored step.
 
     With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
@@ -58,11 +52,8 @@ def limit_rates(
     known = {name: np.float32(rate) for name, rate in rates.items() if rate is not None}
     at = {name: known.get(name) if engine.limits_lr else None for name in states}
     if at_fault is not None:
-        before = {
-            name: rate * float(states[name].lr.scale)
-            for name, rate in rates.items()
-            if healthy and rate and at[name] is not None
-        }
+        usable = {n: rate for n, rate in rates.items() if healthy and rate and at[n] is not None}
+        before = {n: rate * float(states[n].lr.scale) for n, rate in usable.items()}
         factor = float(engine.config.lr.factor)
         lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
         for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():
@@ -83,9 +74,7 @@ def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
 
 
-def with_lr_states(
-    engines: Engines, before: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
+def with_lr_states(engines: Engines, before: Engines) -> Engines:
     """Engine states with the learning-rate part of `lr_states` where it has the engine."""
     return {
         name: {**each, "state": {**each["state"], "lr": before.get(name, each["state"]["lr"])}}

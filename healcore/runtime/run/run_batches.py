@@ -21,7 +21,7 @@ from healcore.runtime.run.host_state import HostParts, HostState
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import TerminationWatch
+from healcore.runtime.run.termination import SignalWatch
 
 
 class _Unreadable(NamedTuple):
@@ -47,16 +47,15 @@ class RunBatches:
         last_read: the loader of the last batch, or None before the first batch.
     """
 
-    def __init__(
-        self, context: RunContext, termination: TerminationWatch, *, keeps_batches: bool
-    ) -> None:
+    def __init__(self, context: RunContext, signals: SignalWatch, *, keeps_batches: bool) -> None:
         self.loaders = LoaderRegistry()
         self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.last_read: RunLoader | None = None
-        self._context, self._termination = context, termination
+        self._context = context
+        self._signals = signals
         self._single_rank = context.ranks.world == 1
         self._reads = self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
@@ -84,8 +83,6 @@ class RunBatches:
     def resumed_here(self) -> bool:
         """Whether this process has resumed a run and taken no step since."""
         return self._resumed and not self.steps_taken
-
-    # -- reading --------------------------------------------------------------------------------
 
     @property
     def repeated_all_passes(self) -> bool:
@@ -127,7 +124,7 @@ class RunBatches:
 
     def next(self, loader: RunLoader) -> Any:
         """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
-        alone = self._termination.waiting_for_data() if self.between_steps else nullcontext()
+        alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
             batch, batch_id = self._read(loader)
         self.last_read = loader
@@ -171,7 +168,7 @@ class RunBatches:
     def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
         """The batch to skip, whose read has raised, or None if the error propagates."""
         batch = loader.unreadable
-        if batch is None or self._termination.signal_number is not None:
+        if batch is None or self._signals.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
         skips = "skip_batch" in self._context.policy.answers(Cause.DATA)
@@ -209,10 +206,9 @@ class RunBatches:
             problem += "; the previous batch is used in its place"
         if self._context.ranks.rank:  # only rank 0 has a log
             console.warning(f"rank {self._context.ranks.rank}: step {self.step}: {problem}")
-        rows = batch.rows and [batch.rows]
-        self._context.log.fault(
-            self.step, fault, problem, answer="skip_batch", batches=[list(batch)], rows=rows
-        )
+        ids, rows = [list(batch)], batch.rows and [batch.rows]
+        answer = "skip_batch"
+        self._context.log.fault(self.step, fault, problem, answer=answer, batches=ids, rows=rows)
 
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
         """Ends the loop over a loader that has no further batch."""
@@ -234,7 +230,7 @@ class RunBatches:
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""
-        return Retries(name, self._context.policy, self._report_attempt, self._termination.sleep)
+        return Retries(name, self._context.policy, self._report_attempt, self._signals.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         line, number, fault, wait = attempt
@@ -263,8 +259,6 @@ class RunBatches:
         """
         if self._generators is not None:
             self.host.put_back(self._generators)
-
-    # -- the batches of a step ------------------------------------------------------------------
 
     def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.

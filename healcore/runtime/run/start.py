@@ -15,19 +15,22 @@ from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
+from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, RankGroup
+from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
-from healcore.runtime.store.ranks import RankFailed, Ranks, agreed, on_first
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, StoreError
+from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
+from healcore.runtime.store.saved import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog
@@ -92,9 +95,6 @@ def open_run(options: Options) -> Loop:
     return loop
 
 
-# -- the parts -----------------------------------------------------------------------------------
-
-
 def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
     """Claims the store's directory for this run, and removes partial files of killed processes.
 
@@ -117,7 +117,7 @@ def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
         return own_claim.warning
 
     try:
-        warning = None if folder is None else on_first(ranks, take)
+        warning = None if folder is None else run_on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
@@ -130,7 +130,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     if store is None or isinstance(store, str | os.PathLike):
         store = driver.store(store)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
-    group = RankGroup(ranks, driver, options.stop_file)
+    end_requests = EndRequests(ranks, driver, StopFile(options.stop_file))
     events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
     selected = () if ranks.rank else options.trackers  # every rank has the same numbers
     trackers = Trackers(selected)
@@ -144,11 +144,20 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     )
     loss_fn = options.loss_fn if policy.rolls_back else None
     context = RunContext(policy, driver, store, ranks, log, RunRecord())
-    data = RunBatches(context, group.termination, keeps_batches=loss_fn is not None)
-    restorer = Restorer(Saver(context, data, options.checkpoints))
+    data = RunBatches(context, end_requests.signals, keeps_batches=loss_fn is not None)
+    schedule = SaveSchedule(context, data, options.checkpoints.every)
+    monitor = IncidentMonitor(context, options.hooks, schedule.every)
+    comparisons = Comparisons(
+        context,
+        loss_fn,
+        interval=schedule.every,
+        warn=lambda problem: log.problem(data.step, problem),
+        rates=monitor.rates_in_force,
+    )
+    saver = Saver(context, data, schedule, comparisons, options.checkpoints.keep)
     return Loop(
-        recovery=Recovery(restorer, options.hooks, loss_fn),
-        group=group,
+        recovery=Recovery(Restorer(saver), monitor),
+        end_requests=end_requests,
         claim=own_claim,
         has_trainer=bool(run_settings.trainer_settings(options.state)),
     )
@@ -180,48 +189,33 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
     return path
 
 
-# -- the start -----------------------------------------------------------------------------------
-
-
 def _start(loop: Loop, options: Options, warning: str | None) -> None:
     """Checks `resume`, logs the start, and resumes or takes the first snapshot.
 
     `warning` is the problem of the directory's claim, or None.
     """
-    log, policy, group, store = loop.log, loop.policy, loop.group, loop.saver.store
+    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
+    stop_file = loop.end_requests.stop_file
     restorer = loop.recovery.restorer
     events = log.events.path
     previous = None if events is None else postmortem.read_last_run(events)
     after_kill = bool(events and previous and postmortem.write_for_killed(events, previous))
-    if any(group.gather(group.stop_file.found)):
-        log.info(f"nothing was done: {group.stop_file.why} exists; remove the file to train")
-        raise EndRequested(group.stop_file.why)
+    if any(ranks.gather(stop_file.found)):
+        log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
+        raise EndRequested(stop_file.why)
     saves, newest = restorer.saves(), restorer.newest_record()
-    settings = run_settings.settings_of(loop.driver, policy, options.state, group.world)
+    settings = run_settings.settings_of(loop.driver, policy, options.state, ranks.world)
     saved = {} if newest is None else newest.settings
-    changes = agreed(group.ranks, run_settings.changes_since(saved, settings))
+    changes = broadcast(ranks, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
-        _check_resume(loop, options.resume, newest, saves, changes)
+        last = max([each.step for each in saves if each.status != "abandoned"], default=0)
+        _check_resume(loop, options.resume, newest, last, changes)
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
         store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
         saves, newest = [], None
     if saves and previous is not None:
         log.run = previous
-    log.event(
-        "start",
-        step=None,
-        policy=policy.name,
-        fingerprint=policy.engine.fingerprint,
-        policy_toml=policy.text,
-        mode=policy.engine.mode,
-        framework=loop.driver.framework,
-        rank=group.rank,
-        world=group.world,
-        save_every=loop.saver.every,
-        store=str(store.root or type(store).__name__),
-        settings=run_settings.named(settings, next(iter(loop.driver.learning_rates().values()))),
-        resumes=bool(saves),
-    )
+    _log_start(loop, settings, resumes=bool(saves))
     if warning is not None:
         log.problem(None, warning)
     if after_kill:
@@ -236,16 +230,11 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         problem, step = f"the run did not start: {error_text(error)}", loop.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
-        group.termination.stop()
+        loop.end_requests.signals.stop()
         raise
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
-    stepped = STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED)
-    if saves and stepped and not loop.has_trainer:
-        loop.own_snapshot = (
-            f"checkpoint {loop.data.step} replaces the snapshot that the program has loaded: a "
-            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
-        )
-        loop.warn(loop.own_snapshot)
+    if saves and not loop.has_trainer:
+        _warn_of_snapshot(loop, settings, saved)
     log.trackers.start(loop.record.run or log.events.run)
     loop.guard.start()
     loop.driver.on_step = loop.guard.on_step
@@ -253,17 +242,41 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         _records[store.root.resolve()] = loop.record
 
 
+def _log_start(loop: Loop, settings: Mapping[str, Any], *, resumes: bool) -> None:
+    store, rate = loop.saver.store, next(iter(loop.driver.learning_rates().values()))
+    loop.log.event(
+        "start",
+        step=None,
+        policy=loop.policy.name,
+        fingerprint=loop.policy.engine.fingerprint,
+        policy_toml=loop.policy.text,
+        mode=loop.policy.engine.mode,
+        framework=loop.driver.framework,
+        rank=loop.ranks.rank,
+        world=loop.ranks.world,
+        save_every=loop.saver.schedule.every,
+        store=str(store.root or type(store).__name__),
+        settings=run_settings.named(settings, rate),
+        resumes=resumes,
+    )
+
+
+def _warn_of_snapshot(loop: Loop, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
+    if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
+        loop.own_count_error = (
+            f"checkpoint {loop.data.step} replaces the snapshot that the program has loaded: a "
+            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
+        )
+        loop.warn(loop.own_count_error)
+
+
 def _check_resume(
-    loop: Loop,
-    resume: Any,
-    newest: RunRecord | None,
-    saves: list[Saved],
-    changes: Mapping[str, str],
+    loop: Loop, resume: Any, newest: RunRecord | None, last: int, changes: Mapping[str, str]
 ) -> None:
-    """Raises if a run with checkpoints must not be resumed."""
+    """Raises if a run with checkpoints up to step `last` must not be resumed."""
     root = loop.saver.store.root
     where = root or "the store"
-    last = max([each.step for each in saves if each.status != "abandoned"], default=0)
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
@@ -297,9 +310,9 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
     if resume:
         _resume(loop, newest)
     else:
-        if saver.damage:
+        if saver.checkpoints.damage:
             raise _no_usable_checkpoint(loop, {})
-        record.run = agreed(loop.group.ranks, loop.log.events.run)
+        record.run = broadcast(loop.ranks, loop.log.events.run)
         record.first_step = data.step
         saver.begin_attempt(data.step)
     record.settings = record.settings or settings
@@ -314,7 +327,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
             shown = ", ".join(record.nonfinite_ok[:5])
             loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
-    loop.group.termination.start()
+    loop.end_requests.signals.start()
 
 
 def _resume(loop: Loop, newest: RunRecord | None) -> None:
@@ -345,7 +358,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
 
 def _damage(loop: Loop) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.damage}
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.checkpoints.damage}
 
 
 def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:

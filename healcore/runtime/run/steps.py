@@ -66,7 +66,7 @@ class DelayedReader:
         return correction
 
     def _read(self, pending: PendingDispatch, first: StepResult) -> Iterator[StepResult]:
-        steps = pending.steps()
+        steps = pending.read()
         more = len(steps) - pending.count
         if more:
             self._correction += more
@@ -101,7 +101,8 @@ class HostRules:
     def __init__(self, rules: tuple[RuleConfig, ...], config: EngineConfig) -> None:
         """Takes the policy's `host_rules`, and its depth of a rollback and its quiet steps."""
         self._configs = rules
-        self._depth, self._quiet_steps = config.rollback.depth, config.incident.quiet_steps
+        self._depth = config.rollback.depth
+        self._quiet_steps = config.incident.quiet_steps
         self.restart()
 
     def restart(self) -> None:

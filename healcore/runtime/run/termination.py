@@ -11,7 +11,7 @@ KeyboardInterrupt would still wait for pending checkpoints. In an interactive se
 survive, it is a KeyboardInterrupt. Only the main thread installs handlers, because Python handles
 signals only there.
 
-`RankGroup`: a signal or a stop file may reach one rank only. This rank must not end alone: the
+`EndRequests`: a signal or a stop file may reach one rank only. This rank must not end alone: the
 others would wait for it in their next collective. Instead it makes a proposal:
 
     self.propose(Proposal("signal 15", signal=15))
@@ -131,19 +131,18 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
         self.code = 128 + signal.SIGINT
 
 
-class TerminationWatch:
+class SignalWatch:
     """The signals that one run has received.
 
     Several runs of a process each install their handler, and each handler calls the previous one.
     The run that has begun last has to end first.
-    `propose_end` proposes to all ranks to end, with the number of the signal. It is None for a
-    process that ends by itself.
+    `propose` proposes to all ranks to end. It is None for a process that ends by itself.
     """
 
-    def __init__(self, propose_end: Callable[[int], object] | None = None) -> None:
+    def __init__(self, propose: Callable[[Proposal], object] | None = None) -> None:
         self.signal_number: int | None = None
         """Number of the signal that asks the run to end, or None without one."""
-        self._propose_end = propose_end
+        self._propose = propose
         self._waiting_for_data = False
         self._pid = 0
         """The process that watches, or 0. A forked child has the handlers, but not the run."""
@@ -185,18 +184,16 @@ class TerminationWatch:
 
     def raise_if_alone(self) -> None:
         """Raises the exception of a received signal, unless all ranks end together."""
-        if self.signal_number is not None and self._propose_end is None:
+        if self.signal_number is not None and self._propose is None:
             raise exit_for(self.signal_number)
 
     def sleep(self, seconds: float) -> None:
         """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep."""
         until = time.monotonic() + seconds
-        while True:
-            self.raise_if_alone()
-            left = until - time.monotonic()
-            if left <= 0:
-                return
+        self.raise_if_alone()
+        while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _MAX_SLEEP_S))
+            self.raise_if_alone()
 
     def _install(self, number: int, handler: Any) -> None:
         # Python returns None for a handler that it has not set and cannot restore.
@@ -218,21 +215,21 @@ class TerminationWatch:
         if hasattr(signal, "SIGCHLD"):
             self._install(signal.SIGCHLD, signal.SIG_DFL)
         self.signal_number = number
-        if self._propose_end is not None:
-            self._propose_end(number)
+        if self._propose is not None:
+            self._propose(Proposal(f"signal {number}", signal=number))
         if number == signal.SIGINT and not _is_of_run(previous):  # a second Ctrl-C is meant
             self._install(number, previous if hasattr(sys, "ps1") else signal.SIG_DFL)
         elif callable(previous):
             previous(number, frame)
         if number == signal.SIGINT:
             os.write(2, b"\nhealcore: finishing the step; Ctrl-C again stops at once\n")
-        if self._propose_end is None and self._waiting_for_data:
+        if self._propose is None and self._waiting_for_data:
             raise exit_for(number)
 
 
 def _is_of_run(handler: Any) -> bool:
     """Whether a signal's handler belongs to a run."""
-    return isinstance(getattr(handler, "__self__", None), TerminationWatch)
+    return isinstance(getattr(handler, "__self__", None), SignalWatch)
 
 
 def exit_for(number: int) -> BaseException:
@@ -271,28 +268,22 @@ class Proposal(NamedTuple):
     signal: int | None = None  # the signal that asks the run to end, or None for another reason
 
 
-class RankGroup:
-    """The ranks of one run, and the requests to end it: signals and the stop file.
+class EndRequests:
+    """The requests to end a run, by signals and the stop file, and the votes of the ranks on them.
 
     Attributes:
-        ranks: the framework's ranks.
         ends_together: whether the ranks have agreed to end after this step.
-        termination: the received signals.
+        signals: the received signals.
     """
 
-    def __init__(
-        self, ranks: Ranks, driver: Driver, stop_file: str | os.PathLike[str] | None = None
-    ) -> None:
-        self.ranks = ranks
-        self.rank, self.world, self.gather = ranks.rank, ranks.world, ranks.gather
+    def __init__(self, ranks: Ranks, driver: Driver, stop_file: StopFile) -> None:
         self.ends_together = False
-        self.stop_file = StopFile(stop_file)
-        self.termination = TerminationWatch(self._propose_end if self.world > 1 else None)
+        self.stop_file = stop_file
+        self.signals = SignalWatch(self.propose if ranks.world > 1 else None)
+        self._ranks = ranks
         self._driver = driver
         self._pending: list[Proposal] = []
-        self._due_at: int | None = None
-        self._proposed_end = False
-        """Whether this rank has proposed to end because of the stop file."""
+        self._due_at: int | None = None  # step of the next vote
 
     def raise_if_asked(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
@@ -300,12 +291,12 @@ class RankGroup:
         Args:
             may_end: whether the state can be saved now, so that a rank may end alone.
         """
-        if self.world > 1:  # the next step brings the vote
-            if self.stop_file.found and not self._proposed_end:
-                self._proposed_end = True
-                self.propose(Proposal(self.stop_file.why))
+        if self._ranks.world > 1:  # the next step brings the vote
+            proposal = Proposal(self.stop_file.why)
+            if self.stop_file.found and proposal not in self._pending:
+                self.propose(proposal)
         elif may_end:
-            self.termination.raise_if_alone()
+            self.signals.raise_if_alone()
             if self.stop_file.found:
                 raise EndRequested(self.stop_file.why)
 
@@ -313,9 +304,6 @@ class RankGroup:
         """Makes a proposal to all ranks, from the training thread or its signal handler."""
         self._pending.append(proposal)
         self._driver.request_vote()
-
-    def _propose_end(self, number: int) -> None:
-        self.propose(Proposal(f"signal {number}", signal=number))
 
     def note_mark(self, step: StepResult) -> None:
         """Schedules a vote if a step is marked.
@@ -329,7 +317,7 @@ class RankGroup:
         """Votes if a vote is due after `step` steps (collective): raises what ends the run."""
         if self._due_at is None or step < self._due_at:
             return
-        of_ranks: list[list[Proposal]] = self.gather(self._pending)
+        of_ranks: list[list[Proposal]] = self._ranks.gather(self._pending)
         found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
         first = found[0][1]
         listed = [{"rank": rank, "outcome": "end", "why": each.why} for rank, each in found]

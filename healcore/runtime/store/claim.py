@@ -97,9 +97,8 @@ def claim(root: str | os.PathLike[str]) -> Claim:
         holder = clean(os.pread(handle, _LENGTH, 0).decode(errors="replace").strip())
         os.close(handle)
         if holder == name:
-            holder = (
-                "this process: leave the `with` block of the earlier Healer, or delete the object"
-            )
+            advice = "leave the `with` block of the earlier Healer, or delete the object"
+            holder = f"this process: {advice}"
         raise StoreInUse(root, holder or f"a process that {LOCK} does not name") from None
     except OSError as error:
         why = f"{lock} cannot be locked ({error.strerror or error})"

@@ -108,9 +108,6 @@ def new_temporary() -> str:
     return f".tmp-healcore-{secrets.token_hex(8)}"
 
 
-# -- digests ----------------------------------------------------------------------------------
-
-
 class Digest(NamedTuple):
     """The size and digest of a file."""
 
@@ -130,9 +127,8 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
 def sync_and_digest(folder: Path) -> dict[str, Digest]:
     """Waits until all files below a folder are on disk; returns relative path -> digest."""
     inner = [(Path(parent), names) for parent, _, names in os.walk(folder)]
-    paths = sorted(
-        (path / name).relative_to(folder).as_posix() for path, names in inner for name in names
-    )
+    found = [path / name for path, names in inner for name in names]
+    paths = sorted(path.relative_to(folder).as_posix() for path in found)
     # Concurrently: a file system flushes simultaneous requests together.
     with ThreadPoolExecutor(threads()) as pool:
         digests = pool.map(lambda path: digest_of(folder / path, sync=True), paths)
@@ -158,9 +154,6 @@ def threads() -> int:
     """Number of threads to read with, at most four: more make neither disk nor memory faster."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(4, cores or 1))
-
-
-# -- small JSON files with their own digest -----------------------------------------------------
 
 
 class ChecksumError(ValueError):

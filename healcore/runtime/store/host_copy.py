@@ -16,8 +16,8 @@ from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointDamaged,
+    CheckpointInfo,
     Keep,
-    Saved,
     SaveFailed,
     StateMismatch,
     StoreError,
@@ -27,6 +27,8 @@ from healcore.runtime.store.saved import (
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
 
+Record = Mapping[str, Any]
+"""The record of a run, JSON-safe."""
 Entries = Mapping[str, Mapping[str, Any]]
 """Name in the state -> structure. In torch: {"tree": node} with "stateful" and "per_rank", and
 "identity" (part -> text that must be equal) for optimizers and schedulers. In JAX: {"tree": node}
@@ -143,8 +145,6 @@ class ArrayFormat(ABC):
     """Format of the files, for the manifest."""
     _spare: Flat | None = None
 
-    # -- the framework's part -------------------------------------------------------------------
-
     @abstractmethod
     def add(self, flat: Flat, name: str, value: Any) -> None:
         """Adds the entry of a value and its arrays, not copied, to `flat`.
@@ -182,8 +182,6 @@ class ArrayFormat(ABC):
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
         """Reads the arrays of verified files into fresh memory, on every rank; name -> array."""
 
-    # -- copies ---------------------------------------------------------------------------------
-
     def flatten(self, state: Mapping[str, Any]) -> Flat:
         """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
         if not isinstance(state, Mapping) or not state:
@@ -197,9 +195,7 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def copy(
-        self, step: int, state: Mapping[str, Any], record: Mapping[str, Any] | None
-    ) -> HostCopy:
+    def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
         step, sealed = checked_step(step), None if record is None else sealed_record(record)
         spare, self._spare = self._spare, None
@@ -242,8 +238,6 @@ class ArrayFormat(ABC):
             return self.inspect(copy)
         finally:
             self.release(copy)  # the first save reuses it
-
-    # -- restoring ------------------------------------------------------------------------------
 
     def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
         """The part of the saved entries for the live values `like`.
@@ -351,17 +345,17 @@ class Ring:
     def prune(self, nonfinite_ok: Collection[str]) -> None:
         """Removes superfluous copies."""
         saves = AttemptHistory.newest(self.records()).with_status(self.listed(nonfinite_ok))
-        surplus = superfluous(saves, self.keep, nonfinite=0) if self.keep else []
-        for step in {*surplus} - self.protected:
+        stay = self.protected
+        for step in superfluous(saves, self.keep, nonfinite=0, stay=stay) if self.keep else ():
             self.forget(step)
 
     def forget(self, step: int) -> None:
         """Removes the copy of a step, if there is one."""
         self.copies = {at: copy for at, copy in self.copies.items() if at != step}
 
-    def listed(self, nonfinite_ok: Collection[str]) -> list[Saved]:
+    def listed(self, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
         """The entries of the copies in a list of checkpoints, without a status."""
-        return [Saved.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
+        return [CheckpointInfo.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
 
     def records(self) -> dict[int, dict[str, Any]]:
         """The records of the run by step."""
@@ -376,7 +370,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def sealed_record(record: Mapping[str, Any]) -> bytes:
+def sealed_record(record: Record) -> bytes:
     """The record as JSON bytes with a digest; StoreError if it is not JSON-safe."""
     try:
         return files.seal(record)

@@ -31,7 +31,12 @@ import healcore
 from healcore import regular_file
 from healcore.runtime.store import files, values
 from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import AttemptHistory, CheckpointDamaged, Saved, StoreError
+from healcore.runtime.store.saved import (
+    AttemptHistory,
+    CheckpointDamaged,
+    CheckpointInfo,
+    StoreError,
+)
 
 SCHEMA = 2
 MANIFEST = "manifest.json"
@@ -219,27 +224,25 @@ def scan(root: Path | None) -> Scan:
     return Scan({each.manifest.step: each for each in found}, records, damaged)
 
 
-def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[Saved]:
-    """The entries in `steps` of the complete checkpoints; `nonfinite_ok` has patterns of names."""
+def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
+    """The entries of the complete checkpoints; `nonfinite_ok` has patterns of names."""
     saves = found.complete.values()
-    entries = [Saved.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    entries = [CheckpointInfo.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
     return AttemptHistory.newest(found.records).with_status(entries)
 
 
-def find_damage(
-    checkpoint: StoredCheckpoint, rank: int = 0, world: int = 1
-) -> list[CheckpointDamaged]:
+def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list[CheckpointDamaged]:
     """Recomputes the digests of a rank's share of the files; returns an error for each damage."""
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
-            same = files.digest_of(checkpoint.folder / name) == checkpoint.manifest.files[name]
+            same = files.digest_of(stored.folder / name) == stored.manifest.files[name]
         except OSError as error:
-            return checkpoint.damaged(name, f"cannot be read ({error.strerror})")
-        return None if same else checkpoint.damaged(name, files.DIFFERS)
+            return stored.damaged(name, f"cannot be read ({error.strerror})")
+        return None if same else stored.damaged(name, files.DIFFERS)
 
-    names = sorted(checkpoint.manifest.files)[rank::world]
-    errors = files.map_in_threads(compare, names, checkpoint.manifest.nbytes)
+    names = sorted(stored.manifest.files)[rank::world]
+    errors = files.map_in_threads(compare, names, stored.manifest.nbytes)
     return sorted((error for error in errors if error), key=lambda error: error.file)
 
 

@@ -45,12 +45,12 @@ class RankFailed(HealcoreError, OSError):
     """Another rank raised an error, which this message quotes, or does not answer."""
 
 
-def agreed(ranks: Ranks, mine: Any) -> Any:
+def broadcast(ranks: Ranks, mine: Any) -> Any:
     """Rank 0's item, on every rank."""
     return ranks.gather(mine)[0]
 
 
-def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     """Runs an action on every rank; returns all results (picklable), or raises on all ranks.
 
     If only the failed rank raised, the others would wait for it in their next exchange. All ranks
@@ -78,14 +78,14 @@ def _picklable(failure: Exception | None, rank: int) -> Exception | None:
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
-def on_each(ranks: Ranks, action: Callable[[], T]) -> T:
+def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on every rank; returns this rank's result, or raises on all ranks."""
     results: list[T] = []
-    together(ranks, lambda: results.append(action()))
+    gather_results(ranks, lambda: results.append(action()))
     return results[0]
 
 
-def on_first(ranks: Ranks, action: Callable[[], T]) -> T:
+def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
     """Runs an action on rank 0; returns its result, or raises its error, on every rank."""
-    results: list[Any] = together(ranks, lambda: action() if ranks.rank == 0 else None)
+    results: list[Any] = gather_results(ranks, lambda: action() if ranks.rank == 0 else None)
     return results[0]

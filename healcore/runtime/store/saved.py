@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which belong to the run, which can be deleted; errors of stores.
+"""The checkpoints of a run: which are restored and which are deleted; errors of stores.
 
 Each start, resume and rollback begins an attempt at a step. A checkpoint is abandoned if a later
 attempt began below its step. The record of a checkpoint has the first steps of all attempts so far;
@@ -105,8 +105,8 @@ Status = Literal["candidate", "good", "abandoned"]
 rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
-class Saved(NamedTuple):
-    """One complete checkpoint, as `steps` lists it."""
+class CheckpointInfo(NamedTuple):
+    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it."""
 
     step: int
     status: Status
@@ -123,20 +123,17 @@ class Saved(NamedTuple):
     """Names of the arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
     @classmethod
-    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> Saved:
+    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> CheckpointInfo:
         """The entry of a manifest or a copy in memory. `AttemptHistory` has the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
         return cls(saved.step, "candidate", not bad, *numbers, path, bad)
 
 
-def disallowed(names: Iterable[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
+def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
     """The names that no pattern of `nonfinite_ok` (`model.*.mask`) matches."""
-    return tuple(
-        name
-        for name in names
-        if name not in nonfinite_ok and not any(fnmatchcase(name, each) for each in nonfinite_ok)
-    )
+    allowed = {n for n in names for each in nonfinite_ok if n == each or fnmatchcase(n, each)}
+    return tuple(name for name in names if name not in allowed)
 
 
 class Restored(NamedTuple):
@@ -175,14 +172,60 @@ class AttemptHistory(NamedTuple):
         """Whether an attempt after `attempt` began below `step`."""
         return any(start < step for start in self.starts[attempt:])
 
-    def with_status(self, saves: Iterable[Saved]) -> list[Saved]:
+    def with_status(self, saves: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
         """The checkpoints with their statuses."""
         return [saved._replace(status=self._status(saved)) for saved in saves]
 
-    def _status(self, saved: Saved) -> Status:
+    def _status(self, saved: CheckpointInfo) -> Status:
         if self.abandons(saved.step, saved.attempt):
             return "abandoned"
         return "good" if saved.finite and saved.step <= self.known_good_up_to else "candidate"
+
+
+def choose_checkpoints(
+    saves: Sequence[CheckpointInfo],
+    *,
+    onset: int,
+    depth: int = 1,
+    tried: Sequence[int] = (),
+    initial: Sequence[int] = (),
+    sound_until_onset: bool = False,
+) -> tuple[int, ...]:
+    """Chooses the known-good checkpoint of a rollback, or as a last resort an initial one.
+
+    Returns the steps to try: the choice, then older ones in case it is damaged. The checkpoint of
+    the onset's step holds the last state before the trouble.
+
+    Args:
+        saves: the checkpoints.
+        onset: step of the incident's first alarm.
+        depth: 1 for the newest known-good checkpoint before the onset, 2 for the next older one.
+        tried: steps of the checkpoints that were restored for the same trouble. The choice is
+            older, because newer known-good checkpoints lead into the same trouble.
+        initial: steps of the snapshot that the run began with, and of the checkpoint that this
+            process resumed from, which need not be known-good.
+        sound_until_onset: whether the state is known to be sound up to the onset, or its weights
+            have been compared. Then each finite checkpoint up to the onset can be restored.
+
+    Raises:
+        NoGoodCheckpoint: there is no such checkpoint.
+    """
+    usable = [save for save in saves if save.finite and save.step <= onset]
+    known_good = {save.step for save in usable if save.status == "good"}
+    candidates = {save.step for save in usable if save.status == "candidate"}
+    good = sorted(known_good | candidates if sound_until_onset else known_good, reverse=True)
+    choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
+    if not choices:
+        listed = [f"{s.step} ({s.status if s.finite else 'not finite'})" for s in saves[-5:]]
+        raise NoGoodCheckpoint(
+            f"no known-good checkpoint from before the onset at step {onset}, and no initial "
+            f"snapshot; there: {', '.join(listed) or 'none, and a rollback needs a store'}"
+        )
+    older = [step for step in choices if step < min(tried, default=onset + 1)]
+    chosen = choices[min(max(depth, 1), len(good) or 1) - 1]
+    if tried and chosen >= min(tried):
+        chosen = older[0] if older else min(choices)
+    return tuple(step for step in choices if step <= chosen)
 
 
 class Keep(NamedTuple):
@@ -218,14 +261,15 @@ IN_MEMORY = Keep(good=1, candidates=2)
 """In host memory: one known-good copy, the next candidate, and the newest copy."""
 
 
-def superfluous(saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2) -> list[int]:
+def superfluous(
+    saves: Iterable[CheckpointInfo], keep: Keep, *, nonfinite: int = 2, stay: Collection[int] = ()
+) -> list[int]:
     """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
 
     The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
     stays, because it is the first that can become known-good. The newest `nonfinite` checkpoints
-    with NaN or Inf stay: a run may end in such a state.
+    with NaN or Inf stay: a run may end in such a state. The steps in `stay` stay in any case.
     """
-    keep.checked()
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
@@ -236,7 +280,7 @@ def superfluous(saves: Iterable[Saved], keep: Keep, *, nonfinite: int = 2) -> li
         *bad[: max(0, len(bad) - nonfinite)],
         *_surplus_candidates(candidates, keep.candidates),
     }
-    return sorted(dropped)
+    return sorted(dropped - {*stay})
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:

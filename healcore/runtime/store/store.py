@@ -22,6 +22,7 @@ from healcore.runtime.store.host_copy import (
     MEMORY,
     ArrayFormat,
     HostCopy,
+    Record,
     Ring,
     Target,
     checked_step,
@@ -33,10 +34,10 @@ from healcore.runtime.store.saved import (
     IN_MEMORY,
     AttemptHistory,
     CheckpointDamaged,
+    CheckpointInfo,
     CheckpointNotFound,
     Keep,
     Restored,
-    Saved,
     SaveFailed,
     StoreError,
     disallowed,
@@ -51,7 +52,7 @@ class CheckpointStore(Writer):
     damaged. If the directory cannot be read, the copies in memory are used.
 
     The thread that trains calls all methods. The background may call `verify`, `delete` and
-    `steps`. The ranks of a run call every method together, except `steps`.
+    `checkpoints`. The ranks of a run call every method together, except `checkpoints`.
 
     Args:
         format: copies, writes and reads the arrays of the framework.
@@ -110,11 +111,7 @@ class CheckpointStore(Writer):
         """Whether the checkpoints outlive the process."""
         return self.root is not None
 
-    # -- saving ---------------------------------------------------------------------------------
-
-    def save(
-        self, step: int, state: Mapping[str, Any], *, record: Mapping[str, Any] | None = None
-    ) -> None:
+    def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
 
         Changing the state afterwards, in place or by donation, does not change the save. The call
@@ -163,12 +160,10 @@ class CheckpointStore(Writer):
         """
         if self.ranks.world > 1:
             self.join()  # the save in progress exchanges messages with the other ranks too
-        found = ranks.together(self.ranks, lambda: self.format.nonfinite_in(state))
+        found = ranks.gather_results(self.ranks, lambda: self.format.nonfinite_in(state))
         return tuple(sorted(set().union(*found)))
 
-    # -- the checkpoints ------------------------------------------------------------------------
-
-    def steps(self) -> list[Saved]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         """The complete checkpoints, ascending by step. Reads no arrays.
 
         A save in memory hides an older save of its step. If the directory cannot be read, only
@@ -207,7 +202,7 @@ class CheckpointStore(Writer):
         if stored is not None:
             self._check_files(stored)
         elif copy is not None:
-            ranks.on_each(self.ranks, lambda: self.format.check(copy))
+            ranks.run_on_each(self.ranks, lambda: self.format.check(copy))
 
     def restore(self, step: int, like: Mapping[str, Any]) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -226,7 +221,7 @@ class CheckpointStore(Writer):
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = ranks.on_each(self.ranks, lambda: self.format.restore(copy, like))
+                state = ranks.run_on_each(self.ranks, lambda: self.format.restore(copy, like))
                 return Restored(state, copy.unsealed_record)
             except CheckpointDamaged as error:
                 self.ring.forget(step)
@@ -241,12 +236,12 @@ class CheckpointStore(Writer):
                 return self.format.match(step, stored.entries(self.ranks.rank), like)
 
         # All ranks raise or none: the others would wait for a rank that raised.
-        target = ranks.on_each(self.ranks, matched)
+        target = ranks.run_on_each(self.ranks, matched)
         with stored.only_written_by_healcore():
             arrays = self.format.read(stored, target)
             return Restored(self.format.assemble(target, arrays), stored.record)
 
-    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
+    def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
 
         Raises:
@@ -275,7 +270,7 @@ class CheckpointStore(Writer):
             self._change(f"step {step} cannot be deleted", lambda: manifest.remove(stored.folder))
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that are too damaged for `steps` to list. Reads no arrays."""
+        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays."""
         return manifest.scan(self.root).damaged
 
     def _wait_for_inspection(self) -> None:
@@ -283,13 +278,11 @@ class CheckpointStore(Writer):
         if self.busy:  # never in a forked child
             self._inspected.wait()
 
-    # -- saving, in the background --------------------------------------------------------------
-
     def _complete(self, copy: HostCopy, inspected: Event, written: Event) -> None:
         """Inspects a copy, adds it to memory, and writes it to disk. Every rank calls it."""
         unused: HostCopy | None = copy
         try:
-            found = ranks.together(self.ranks, lambda: self._inspect(copy))
+            found = ranks.gather_results(self.ranks, lambda: self._inspect(copy))
             names, has_room = zip(*found, strict=True)
             copy.nonfinite = tuple(sorted(set().union(*names)))
             if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
@@ -333,12 +326,12 @@ class CheckpointStore(Writer):
         # All exchanges of the ranks go through `ranks.gather`, in the same order.
         while self._failed:
             files.discard(self._failed.pop())
-        folder = root / ranks.agreed(self.ranks, files.new_temporary())
+        folder = root / ranks.broadcast(self.ranks, files.new_temporary())
         try:
-            ranks.on_first(self.ranks, lambda: folder.mkdir())
-            ranks.on_each(self.ranks, lambda: self._write(copy, folder))
+            ranks.run_on_first(self.ranks, lambda: folder.mkdir())
+            ranks.run_on_each(self.ranks, lambda: self._write(copy, folder))
             complete = partial(manifest.complete, root, folder, copy, self.format.name)
-            return ranks.on_first(self.ranks, complete)
+            return ranks.run_on_first(self.ranks, complete)
         except Exception as error:
             if self.ranks.rank == 0:
                 files.discard(folder)
@@ -357,9 +350,7 @@ class CheckpointStore(Writer):
             raise failure
 
         with suppress(type(failure)):  # `save` raises it on this rank
-            ranks.on_each(self.ranks, fail)
-
-    # -- the directory --------------------------------------------------------------------------
+            ranks.run_on_each(self.ranks, fail)
 
     def _on_disk(self) -> manifest.Scan:
         """The checkpoints in the directory; nothing if only memory can be read."""
@@ -391,7 +382,7 @@ class CheckpointStore(Writer):
             incomplete = (error for error in found.damaged if error.step == step)
             return found.complete.get(step) or next(incomplete, missing)
 
-        stored = ranks.on_first(self.ranks, look)
+        stored = ranks.run_on_first(self.ranks, look)
         in_memory = all(self.ranks.gather(copy is not None))
         if isinstance(stored, StoreError):
             if not in_memory:
@@ -409,11 +400,11 @@ class CheckpointStore(Writer):
             for error in manifest.find_damage(checkpoint, rank, world):
                 raise error
 
-        ranks.on_each(self.ranks, check)
+        ranks.run_on_each(self.ranks, check)
 
     def _change(self, failure: str, action: Callable[[], None]) -> None:
         """Changes something on disk, from rank 0; StoreError if that fails."""
         try:
-            ranks.on_first(self.ranks, action)
+            ranks.run_on_first(self.ranks, action)
         except OSError as error:
             raise StoreError(f"{failure} in {self.root}: {error.strerror or error}") from error

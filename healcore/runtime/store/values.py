@@ -101,9 +101,6 @@ def newest_class(base: type, name: str, fields: list[str] | None = None) -> Any:
     return found
 
 
-# -- values with their arrays beside them -----------------------------------------------------
-
-
 def encode(value: Any, path: Path, special: Special) -> Node:
     """A value as a node; UnsavableState if nothing can encode it."""
     # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
@@ -199,9 +196,6 @@ def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
 def to_json(node: Node) -> bytes:
     """A node as the bytes of a JSON file."""
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
-
-
-# -- text with the arrays in it ---------------------------------------------------------------
 
 
 def dumps(value: Any, path: Path) -> str:

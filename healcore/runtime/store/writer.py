@@ -80,7 +80,8 @@ class Writer:
 
     def forked(self) -> None:
         """Empties the queue in a forked child, where the thread does not exist."""
-        self._pool, self._newest, self._failures = None, None, []
+        self._pool = self._newest = None
+        self._failures = []
 
     def _finish(self) -> None:
         self.join()

@@ -16,7 +16,7 @@ import numpy as np
 from healcore.checkpoint_contents import Contents, ProbeError
 from healcore.console import counted, first_of
 from healcore.runtime.store import manifest
-from healcore.runtime.store.saved import Saved, StoreError, disallowed
+from healcore.runtime.store.saved import CheckpointInfo, StoreError, disallowed
 from healcore.tools.probe.checkpoint_files import damaged_archives, open_contents
 from healcore.tools.probe.checks import (
     ERROR,
@@ -136,7 +136,7 @@ def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
     return ProbeResult("checkpoint", str(path), checks, facts)
 
 
-def _finite(bad: Sequence[Saved], good: Sequence[int]) -> Check:
+def _finite(bad: Sequence[CheckpointInfo], good: Sequence[int]) -> Check:
     """Judges the checkpoints with NaN or Inf; `good` are the steps that a run could restore."""
     if not bad:
         return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)

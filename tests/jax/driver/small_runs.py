@@ -174,7 +174,7 @@ def advance(driver: JaxDriver, run: Run, batches: Sequence[Any]) -> list[Any]:
     handles = []
     for each in batches:
         driver.update(run.step(driver.live, each))
-        handles.append(driver.steps())
+        handles.append(driver.take_dispatch())
     return handles
 
 

@@ -20,7 +20,7 @@ from tests.jax.driver.small_runs import POLICY, RUNS, advance, batch, driven, ev
 
 
 def read(handles: list[Any]) -> list[Any]:
-    return [record for handle in handles for record in handle.steps()[-1]]
+    return [record for handle in handles for record in handle.read()[-1]]
 
 
 def neutral(record: Any) -> bool:
@@ -38,9 +38,9 @@ def neutral(record: Any) -> bool:
 )
 def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, engine, tensor):
     run, driver = driven(RUNS[kind]())
-    assert driver.steps() is None
+    assert driver.take_dispatch() is None
     handles = advance(driver, run, [batch(0), batch(1), batch(2, bad=True), batch(3)])
-    assert driver.steps() is None  # no step since
+    assert driver.take_dispatch() is None  # no step since
     first, second, bad, after = read(handles)
     assert [each.step for each in (first, second, bad, after)] == [1, 2, 3, 4]
     assert first.engine == engine
@@ -59,7 +59,7 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
 def test_the_values_are_those_on_the_device_and_have_python_types():
     run, driver = driven(plain(policy=policies.BOTH), policies.BOTH)
     *_, last = advance(driver, run, [batch(i) for i in range(30)])
-    (record,) = last.steps()[-1]
+    (record,) = last.read()[-1]
     seen = metrics(driver.live["opt_state"])
     for name in ("loss", "grad_norm", "threshold", "z", "z_loss"):
         value = getattr(record, name)
@@ -75,7 +75,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
 def test_averages_of_the_parameters_are_not_taken_for_them():
     run, driver = driven(plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}}))
     (handle,) = advance(driver, run, [batch(0, bad=True)])
-    names = [each.name for each in handle.steps()[-1][0].evidence]
+    names = [each.name for each in handle.read()[-1][0].evidence]
     assert names == ["['params']['hidden']", "['params']['out']['w']"]
 
 
@@ -89,7 +89,7 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
         grads = {"a": jnp.full(1, a), "b": jnp.full(1, b), "c": jnp.full(1, c)}
         _, opt_state = update(grads, driver.live[1], params, value=jnp.float32(1.0))
         driver.update((params, opt_state))
-        return [each.name for each in read([driver.steps()])[0].evidence]
+        return [each.name for each in read([driver.take_dispatch()])[0].evidence]
 
     for i in range(100):
         assert names(1.0 + 0.01 * (i % 3)) == []
@@ -119,7 +119,7 @@ def test_a_healing_state_that_was_put_back_orders_nothing_itself(replaced):
     if replaced:
         driver.load(store.restore(0, driver.state()).state)
     driver.load(None, driver.engines())
-    assert driver.steps() is None
+    assert driver.take_dispatch() is None
     records = read(advance(driver, run, [batch(i) for i in range(3)]))
     assert [each.step for each in records] == [1, 1, 2]
     assert neutral(records[0])
@@ -140,7 +140,7 @@ def test_each_engine_is_reported_at_its_own_cadence():
             grads = {"w": jnp.full(3, jnp.nan if bad else 0.5)}
             _, state[name] = tx.update(grads, state[name], params)
         driver.update(state)
-        records.append({each.engine: each for each in driver.steps().steps()[-1]})
+        records.append({each.engine: each for each in driver.take_dispatch().read()[-1]})
     assert [each["slow"].step for each in records] == [0, 1, 1, 1, 2]
     assert [each["fast"].step for each in records] == [1, 2, 3, 4, 5]
     causes = [each["slow"].cause for each in records]
@@ -174,7 +174,7 @@ def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     for k in (1, 7):
         healer, lines = run(data(52), k, tmp_path, save_every=20)  # the last of 7 is shorter
         assert healer.step == 52
-        kept = [saved.step for saved in healer._loop.saver.store.steps()]
+        kept = [saved.step for saved in healer._loop.saver.store.checkpoints()]
         assert kept[0] == 0
         assert all(step % k == 0 for step in kept[:-1])
         logs.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])
@@ -194,4 +194,4 @@ def test_a_dispatch_of_more_steps_than_the_state_has_records_is_refused():
     driver = JaxDriver(state, POLICY)
     driver.update(many(state, data(20, bad=[3])))
     with pytest.raises(HealStateError, match="records=20"):
-        driver.steps().steps()
+        driver.take_dispatch().read()

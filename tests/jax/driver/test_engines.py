@@ -62,7 +62,7 @@ def test_a_class_that_is_registered_without_keys_is_a_state():
     jax.tree_util.register_pytree_node(made, lambda s: ([s.opt], 0), lambda _, s: made(opt=s[0]))
     driver = JaxDriver(made(opt=optax.chain(heal(POLICY), ADAM).init(PARAMS)), POLICY)
     driver.update(jax.tree.map(jnp.array, driver.live))
-    assert driver.steps() is not None
+    assert driver.take_dispatch() is not None
 
 
 @pytest.mark.parametrize("kind", RUNS)
@@ -73,9 +73,9 @@ def test_an_announcement_does_not_hide_the_step_before_it(kind):
     driver.expect_change()
     (name,) = driver.engines()
     assert driver.engines()[name]["state"]["change_expected"] is True
-    assert driver.steps() is not None
+    assert driver.take_dispatch() is not None
     driver.expect_change()
-    assert driver.steps() is None  # which is no step
+    assert driver.take_dispatch() is None  # which is no step
     compiled = run.compiled()
     advance(driver, run, [batch(1)])
     assert driver.engines()[name]["state"]["change_expected"] is False
@@ -207,7 +207,7 @@ def overflows(inner: Any, policy: Any) -> Any:
 def test_an_overflow_which_the_engine_does_not_count_is_no_fresh_state():
     run, driver = driven(plain(wrap=overflows))
     handles = advance(driver, run, [batch(i, bad=i in (0, 1, 3)) for i in range(6)])
-    assert [handle.steps()[-1][0].step for handle in handles] == [0, 0, 1, 1, 2, 3]
+    assert [handle.read()[-1][0].step for handle in handles] == [0, 0, 1, 1, 2, 3]
 
 
 @pytest.mark.parametrize("every_step", [True, False])
@@ -222,11 +222,11 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
         if keeps_healing:
             state = with_heal_state(without_heal_state(state), like=driver.live)
         driver.update(run.step(state, batch(number)))
-        return driver.steps()
+        return driver.take_dispatch()
 
-    assert restarted(3, keeps_healing=True).steps()[-1][0].step == 4
+    assert restarted(3, keeps_healing=True).read()[-1][0].step == 4
     handle = restarted(4)
     if every_step:
         handle = restarted(5)
     with pytest.raises(HealStateError, match="opt_state"):
-        handle.steps()
+        handle.read()

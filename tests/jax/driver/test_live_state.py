@@ -57,11 +57,11 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
     for _ in range(2):  # what is restored is donated, too
         back_to(driver, store, at)
         assert saved(driver) == begun
-        assert driver.steps() is None  # no step was taken
+        assert driver.take_dispatch() is None  # no step was taken
         again = advance(driver, run, BATCHES[at:])
         assert saved(driver) == after
         assert driver.engines() == engines
-        assert [each.steps()[-1] for each in again] == [each.steps()[-1] for each in first]
+        assert [each.read()[-1] for each in again] == [each.read()[-1] for each in first]
     assert 0 <= run.compiled() - compiled <= (kind == "nnx")  # flax 0.12.0: once after nnx.pop
 
     fresh = RUNS[kind](policy=policy)
@@ -91,7 +91,7 @@ def test_python_numbers_come_back_as_they_were():
     run, driver = driven(plain(**extra))
     store = driver.store(None)
     store.save(0, driver.state())
-    assert store.steps()[0].finite
+    assert store.checkpoints()[0].finite
     driver.update({**run.state, "epoch": 9, "mean": 9.0, "done": False, "far": 9, "best": 0.0})
     driver.load(store.restore(0, driver.state()).state)
     found = {name: driver.live[name] for name in extra}

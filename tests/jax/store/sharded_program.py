@@ -47,7 +47,7 @@ for name, store in {**stores, "pinned": CheckpointStore(PinningFormat())}.items(
     store.verify(1)
     if name == "jax-memory":
         # Of replicas one is copied. (Every part is rounded up to 64 bytes.)
-        assert store.steps()[0].bytes < 1500, store.steps()
+        assert store.checkpoints()[0].bytes < 1500, store.checkpoints()
     for _ in range(2):
         found = store.restore(1, {"x": fresh()}).state["x"]
         for key, leaf in fresh().items():
@@ -66,5 +66,5 @@ for name, store in {**stores, "pinned": CheckpointStore(PinningFormat())}.items(
     bad["both"] = put(jnp.ones((8, 8)).at[7, 7].set(jnp.inf), "x", "y")
     store.save(2, {"x": bad})
     store.wait()
-    assert store.nonfinite_found() == [(2, ("x.both",))], store.steps()
+    assert store.nonfinite_found() == [(2, ("x.both",))], store.checkpoints()
 print("fine")

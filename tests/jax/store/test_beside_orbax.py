@@ -68,7 +68,7 @@ def test_both_save_at_the_same_time(manager_of, tmp_path):
     for name, value in state.items():
         np.testing.assert_array_equal(own[name], value)
         np.testing.assert_array_equal(restored[name], value)
-    assert len(store.steps()) == SAVES
+    assert len(store.checkpoints()) == SAVES
     close()
 
 

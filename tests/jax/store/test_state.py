@@ -85,7 +85,7 @@ def test_what_cannot_be_saved_or_does_not_fit_is_refused(case, tmp_path):
     for bad in (lambda: 0, np.array(["text"]), np.array([object()])):
         with pytest.raises(UnsavableState, match=r"state\['x'\]\['f'\] is a"):
             store.save(1, {"x": {"f": bad}})
-    assert store.steps() == []
+    assert store.checkpoints() == []
     store.save(1, {"key": jax.random.key(1)})
     store.wait()
     with pytest.raises(StateMismatch, match="rbg"):

@@ -18,16 +18,17 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.restoring import Restorer
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run_options import Checkpoints, HostPolicy
+from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.saved import (
     AttemptHistory,
     CheckpointDamaged,
+    CheckpointInfo,
     CheckpointNotFound,
     Keep,
     Restored,
-    Saved,
 )
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
@@ -53,7 +54,7 @@ class Listed(CheckpointStore):
     def __init__(self) -> None:
         copier: Any = None
         super().__init__(copier)
-        self.saves: dict[int, Saved] = {}
+        self.saves: dict[int, CheckpointInfo] = {}
         self.stored: dict[int, Any] = {}
         self.corrupt: set[int] = set()
         self.bad: list[tuple[int, tuple[str, ...]]] = []
@@ -72,12 +73,12 @@ class Listed(CheckpointStore):
     def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
         attempt = max(1, len(AttemptHistory.of(record).starts))
-        self.saves[step] = Saved(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
+        self.saves[step] = CheckpointInfo(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
         self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
         self.bad += [] if self.finite else [(step, ("weights",))]
 
-    def steps(self) -> list[Saved]:
+    def checkpoints(self) -> list[CheckpointInfo]:
         history = AttemptHistory.newest(self.stored)
         return history.with_status(self.saves[step] for step in sorted(self.saves))
 
@@ -138,19 +139,20 @@ class Process:
         self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
         driver: Any = Nothing()
         context = RunContext(POLICY, driver, store, Alone(), log, facts)
-        self.saver = Saver(context, self.data, Checkpoints(every=EVERY, keep=KEEP))
+        schedule = SaveSchedule(context, self.data, EVERY)
         no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
-        self.saver.comparisons = no_comparisons
+        self.saver = Saver(context, self.data, schedule, no_comparisons, KEEP)
         self.restorer = Restorer(self.saver)
         self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.data.step)
+    checkpoints = property(lambda self: self.saver.checkpoints)
     onset = property(lambda self: self.ledger.incidents[-1].onset)
     """The onset of the incident under way."""
 
     def begin(self) -> None:
         """The same steps as `start.begin`."""
-        usable = [s.step for s in self.store.steps() if s.finite and s.status != "abandoned"]
+        usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
             self.data.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
         else:

@@ -89,7 +89,7 @@ def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
     run = Run(noisy)
     run.driver.rate = 0.25
     run.comparisons.anchors.clear()
-    run.comparisons.keep(0, run.restorable)
+    run.comparisons.add_anchor(0, run.restorable)
     healthy(run, 246)
     run.driver.rate = 8.0
     for _ in range(4):  # alarms, and the weights are not worse yet

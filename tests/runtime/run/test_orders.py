@@ -24,19 +24,18 @@ from healcore.runtime.run.orders import (
     next_trial,
 )
 from healcore.runtime.run.record import Ledger, RunRecord
-from healcore.runtime.run.rollback_target import choose_checkpoints
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import NoGoodCheckpoint, Saved, Status
+from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
 
 
-def saved(step: int, status: Status = "good", finite: bool = True) -> Saved:
-    return Saved(step, status, finite, 1, 0.0, 1, None)
+def saved(step: int, status: Any = "good", finite: bool = True) -> CheckpointInfo:
+    return CheckpointInfo(step, status, finite, 1, 0.0, 1, None)
 
 
 GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]
@@ -129,8 +128,7 @@ def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(learning_rates=dict)
     context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
-    saver: Any = SimpleNamespace(context=context, every=0)
-    return IncidentMonitor(saver, Hooks())
+    return IncidentMonitor(context, Hooks(), 0)
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
@@ -193,7 +191,7 @@ def test_a_lasting_alarm_at_the_end_is_not_over(monitor, cause):
 def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
     reader, found = DelayedReader(), list[StepResult]()
     for judged in (False, True):
-        read: Any = SimpleNamespace(steps=lambda j=judged: [[record(judged=j)]], count=1)
+        read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
         reader.push(read, StepResult(0, [], (BatchId(0, int(judged)),)))
         found = [*reader.due(all=True)]

@@ -82,7 +82,7 @@ class History(RuleBasedStateMachine):
     def goes_back(self, depth: int, calls: int) -> None:
         """A rollback as ordered; killed after some number of changes, if it makes so many."""
         process = self.process
-        process.saver.end_probation(before=self.onset)
+        process.checkpoints.end_probation(before=self.onset)
         self.what_is_good()
         expected = self.target(depth)
         self.store.calls_left = calls
@@ -116,11 +116,12 @@ class History(RuleBasedStateMachine):
 
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
-        saves = self.process.saver.listed()
+        saves = self.process.checkpoints.listed()
         usable = [s for s in saves if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        begun = self.process.restorer.context.record.first_step, self.process.saver.started_from
+        first = self.process.restorer.context.record.first_step
+        begun = first, self.process.checkpoints.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
         tried = [past.target for past in self.back if self.onset <= past.step + REGION]
@@ -140,7 +141,7 @@ class History(RuleBasedStateMachine):
         assert target <= self.onset
         del self.healthy[target:]
         # For the next one in this region, which is to go deeper.
-        saves = self.process.saver.listed()
+        saves = self.process.checkpoints.listed()
         deeper = [s.step for s in saves if s.status == "good" and s.step < target]
         self.stays = {target, *deeper[-1:]}
         self.onset, self.only_skips = None, False
@@ -149,7 +150,7 @@ class History(RuleBasedStateMachine):
         """A new process, with what the one before has left on disk."""
         self.what_is_good()
         self.process = Process(self.store)
-        saves = self.store.steps()
+        saves = self.store.checkpoints()
         newest = [s.step for s in saves if s.finite and s.status != "abandoned"]
         # What has become known-good since the last save has to do so again.
         self.good = self.recorded
@@ -166,14 +167,13 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def what_is_good(self) -> None:
-        saves = self.process.saver.listed()
-        good = {s.step: s for s in saves if s.status == "good"}
+        good = {s.step: s for s in self.process.checkpoints.listed() if s.status == "good"}
         for step in good.keys() - self.good:
             assert good[step].finite
             assert sum(self.healthy[step:]) >= PROBATION
         assert good or not self.good, "there was a known-good one"
         self.good = {*good}
-        recorded = {s.step for s in self.store.steps() if s.status == "good"}
+        recorded = {s.step for s in self.store.checkpoints() if s.status == "good"}
         assert recorded or not self.recorded, "a restart would know a known-good one"
         self.recorded = recorded
 
@@ -188,7 +188,7 @@ class History(RuleBasedStateMachine):
         assert ledger.skips >= len(self.skipped)
         unhealthy = {step for step, well in enumerate(self.healthy) if not well}
         # Up to the newest known-good checkpoint, after which the trouble of a rollback began.
-        on_probation = self.process.saver.on_probation
+        on_probation = self.process.checkpoints.on_probation
         needed = min([max(self.good, default=0), *on_probation])
         assert {step for step in unhealthy if step >= needed} <= {*ledger.unhealthy} <= unhealthy
         assert RunRecord.of(RunRecord(ledger=ledger).to_dict()).ledger == ledger
@@ -202,7 +202,7 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def not_too_much(self) -> None:
-        good = [s for s in self.store.steps() if s.status == "good"]  # at the last save
+        good = [s for s in self.store.checkpoints() if s.status == "good"]  # at the last save
         # Where it went and the next deeper one besides; more only after a kill before the
         # deletion, until the first save of the next process.
         saved = any(event["kind"] == "save" for event in self.process.events)
@@ -248,7 +248,7 @@ def goes_well(process: Process, steps: int) -> None:
 
 
 def good(process: Process) -> list[int]:
-    return [each.step for each in process.store.steps() if each.status == "good"]
+    return [each.step for each in process.store.checkpoints() if each.status == "good"]
 
 
 @pytest.mark.parametrize("bad", [STEPS[-1:], STEPS[-3:-1], STEPS[1:], STEPS], ids=str)
@@ -293,7 +293,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
     goes_well(process, EVERY - 1)
     process.take(alarm=True, skip=True, is_open=False)
     for _ in range(3):
-        delayed.append(process.saver.delayed)
+        delayed.append(process.saver.schedule.delayed)
         goes_well(process, 1)
     assert delayed == [True, True, False]
 
@@ -301,7 +301,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
 def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
     process = begun()
     for process.data.step in range(1, 25 * EVERY):
-        assert not process.saver.due()
+        assert not process.saver.schedule.due()
     assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 
 

@@ -57,7 +57,7 @@ class Run:
         self.comparisons = Comparisons(context, loss_fn, interval=interval, warn=warn, rates=rates)
         self.step = 0
         self.restorable: Any = range(10**9)
-        self.comparisons.keep(0, self.restorable)
+        self.comparisons.add_anchor(0, self.restorable)
 
     def take(
         self, batch: Any, *, weight: Any = None, loss: Any = None, norm: Any = math.nan, alarm=False
@@ -71,7 +71,7 @@ class Run:
         verdict = self.comparisons.observe(step, loss, alarm=alarm, trained=True)
         self.step += 1
         if self.step % self.interval == 0:
-            self.comparisons.keep(self.step, self.restorable)
+            self.comparisons.add_anchor(self.step, self.restorable)
         return verdict
 
 

@@ -103,7 +103,7 @@ def test_read_only_directory(case, tmp_path):
         for call in (lambda: mark_good(store, 1), lambda: store.delete(1)):
             with pytest.raises(StoreError, match="step 1 cannot be"):
                 call()
-        assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "candidate")]
+        assert [(saved.step, saved.status) for saved in store.checkpoints()] == [(1, "candidate")]
         with pytest.raises(StoreError, match="cannot be used for checkpoints"):
             case.make(root / "new")
     assert sweep(root) == [stale.name]
@@ -121,12 +121,12 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     assert store.failures() == []
     store.wait()
     with pytest.raises(StoreError, match="cannot be read"):
-        store.steps()
+        store.checkpoints()
 
 
 def test_stale_files_are_removed_and_nothing_else(tmp_path):
     store = DCP.filled(tmp_path, 1)
-    folder = Path(store.steps()[0].path)
+    folder = Path(store.checkpoints()[0].path)
     name = ".tmp-healcore-000000000000000"
     ours = [tmp_path / f"{name}a", folder / f"{name}b"]
     # Not quite the shape, somebody else's, and what a link leads to.
@@ -185,7 +185,7 @@ HEALING = {"attempts": [0], "known_good_up_to": 2}
 
 def two_saves(case: StoreCase, root: Path) -> Path:
     """Known-good checkpoints of steps 1 and 2; returns the newer one's directory."""
-    return Path(case.filled(root, 1, 2, record=HEALING).steps()[1].path)
+    return Path(case.filled(root, 1, 2, record=HEALING).checkpoints()[1].path)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -227,7 +227,7 @@ def test_every_bit_of_the_manifest(case, tmp_path):
             unseal(bytes(spoilt))
     flip(manifest, 8 * (len(data) // 2))
     store = case.make(tmp_path)
-    assert [saved.step for saved in store.steps()] == [1]
+    assert [saved.step for saved in store.checkpoints()] == [1]
     assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, "manifest.json")]
 
 
@@ -245,14 +245,14 @@ def test_a_file_that_is_not_whole(case, tmp_path, how):
         elif how == "a directory":
             path.mkdir()
         store = case.make(tmp_path)
-        assert [saved.step for saved in store.steps()] == [1], path
+        assert [saved.step for saved in store.checkpoints()] == [1], path
         assert [Path(error.path).name for error in store.damaged()] == [newer.name]
         with pytest.raises(CheckpointDamaged, match=path.name):
             store.restore(2, case.state(2))
         if path.is_dir():
             path.rmdir()
         path.write_bytes(data)
-    assert [saved.step for saved in case.make(tmp_path).steps()] == [1, 2]
+    assert [saved.step for saved in case.make(tmp_path).checkpoints()] == [1, 2]
 
 
 # -- one run at a time in a directory, with real processes ----------------------------------------
@@ -346,7 +346,7 @@ case = store_cases.named(name)
 def start(calls):
     store = case.make(root / "store")
     assert store.damaged() == [], store.damaged()
-    found = [each.step for each in store.steps()]
+    found = [each.step for each in store.checkpoints()]
     for step in found:
         store.verify(step)
     assert found or calls is None, "the first one is gone"
@@ -382,7 +382,7 @@ def test_killed_while_deleting(tmp_path, monkeypatch):
     monkeypatch.undo()
     store = DCP.make(tmp_path)
     assert len(sweep(tmp_path)) == 1
-    assert [(saved.step, saved.status) for saved in store.steps()] == [(1, "good")]
+    assert [(saved.step, saved.status) for saved in store.checkpoints()] == [(1, "good")]
     assert store.damaged() == []
     store.verify(1)
 
@@ -407,10 +407,10 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
         # It can use what it inherits, and its end does not end the save.
         assert store.failures() == store.steps_on_disk() == []
         store.wait()
-        assert [saved.step for saved in store.steps()] == [1]
+        assert [saved.step for saved in store.checkpoints()] == [1]
         memory = MemoryStore()
         memory.save(5, {"w": torch.zeros(3)})
-        assert [saved.step for saved in memory.steps()] == [5]
+        assert [saved.step for saved in memory.checkpoints()] == [5]
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()

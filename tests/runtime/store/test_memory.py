@@ -75,7 +75,7 @@ def test_memory_is_not_used_again_while_it_is_written_to_disk(case, tmp_path):
             # One each for the ring, the one being taken, and the one on its way to disk.
             assert held_bytes(store) <= (SMALL.most + 2) * (5 << 20)
     store.wait()
-    assert [saved.step for saved in store.steps()] == list(range(12))
+    assert [saved.step for saved in store.checkpoints()] == list(range(12))
     for step in (0, 6):
         like = case.state(0)
         like["values"]["large"] = np.empty(4 << 20, np.uint8)
@@ -105,10 +105,10 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
     write = store._write
     store._write = lambda *arguments: gate.wait(60) and write(*arguments)
     store.save(1, case.state(1))
-    assert store.steps() == store.failures() == []
+    assert store.checkpoints() == store.failures() == []
     gate.set()
     store.wait()
-    assert [saved.step for saved in store.steps()] == [1]
+    assert [saved.step for saved in store.checkpoints()] == [1]
 
 
 @over(*TIERS)
@@ -117,9 +117,9 @@ def test_memory_and_disk_stand_for_each_other(case, tmp_path):
     name = damage_in_memory(store, 7)
     assert same_states(case.state(7), store.restore(7, case.state(2)).state)
     assert any("memory" in str(each) and name in str(each) for each in store.failures())
-    assert store.steps()[0].path is not None
+    assert store.checkpoints()[0].path is not None
     assert store.ring.copies.keys() == {8}
-    flip(Path(store.steps()[1].path) / "state.json", 17)
+    flip(Path(store.checkpoints()[1].path) / "state.json", 17)
     assert same_states(case.state(8), store.restore(8, case.state(2)).state)
     forget(store)
     with pytest.raises(CheckpointDamaged):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from healcore.runtime.store import values
 from healcore.runtime.store.saved import (
     AttemptHistory,
+    CheckpointInfo,
     CheckpointNotFound,
     Keep,
-    Saved,
     StateMismatch,
     StoreError,
     UnsavableState,
@@ -33,7 +33,7 @@ HEALING = {"schema": 1, "state": {"heal_step": 120}, "lr": 0.5}
 @over(*ALL)
 def test_a_save_is_exact_and_shares_no_memory_with_the_live_or_a_restored_state(case, tmp_path):
     store = case.make(tmp_path / "checkpoints")
-    assert store.steps() == store.damaged() == []
+    assert store.checkpoints() == store.damaged() == []
     record, state = json.loads(json.dumps(HEALING)), case.state(1)
     store.save(7, state, record=record)
     case.spoil(state)
@@ -98,7 +98,7 @@ def test_a_commit_replaces_the_record_alone_and_what_fails_changes_nothing(case,
         with pytest.raises(StoreError, match="no more of it"):
             store.save(step, {**case.state(2), "broken": Broken()})
     store.wait()
-    assert [saved.step for saved in store.steps()] == [7]
+    assert [saved.step for saved in store.checkpoints()] == [7]
     restored = store.restore(7, case.state(2))
     assert store.records()[7] == restored.record == {"lr": 0.25}
     assert same_states(case.state(7), restored.state)
@@ -124,7 +124,7 @@ def holds(case: StoreCase, store, step: int, seed: int) -> bool:
 
 
 def statuses(store) -> list[tuple[int, str]]:
-    return [(saved.step, saved.status) for saved in store.steps()]
+    return [(saved.step, saved.status) for saved in store.checkpoints()]
 
 
 def roll_back(store, target: int, *attempts: int) -> None:
@@ -202,10 +202,10 @@ def test_what_was_saved_after_the_step_of_a_later_rollback_is_abandoned(bases, d
 CODES = {"g": "good", "c": "candidate", "a": "abandoned", "n": "candidate"}
 
 
-def saves(text: str) -> list[Saved]:
+def saves(text: str) -> list[CheckpointInfo]:
     """Of "gcan": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
     return [
-        Saved(10 * i, CODES[code], code != "n", 1, 0.0, 1, None)  # type: ignore[arg-type]
+        CheckpointInfo(10 * i, CODES[code], code != "n", 1, 0.0, 1, None)  # type: ignore[arg-type]
         for i, code in enumerate(text)
     ]
 
@@ -231,9 +231,9 @@ def test_which_checkpoints_are_superfluous(text, keep, dropped):
 @pytest.mark.parametrize("every", [1, 730])
 def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     """Of a run that saves regularly and whose checkpoints all become good."""
-    keep, kept = Keep(good=3, older=True), list[Saved]()
+    keep, kept = Keep(good=3, older=True), list[CheckpointInfo]()
     for step in range(0, 3000 * every, every):
-        kept.append(Saved(step, "good", True, 1, 0.0, 1, None))
+        kept.append(CheckpointInfo(step, "good", True, 1, 0.0, 1, None))
         gone = superfluous(kept, keep)
         kept = [save for save in kept if save.step not in gone]
         assert superfluous(kept, keep) == []

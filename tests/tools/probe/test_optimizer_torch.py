@@ -92,7 +92,7 @@ def test_moments_in_a_dcp_store_are_judged(tmp_path):
     split.state.update(optimizer.state)
     store.save(2, {"model": net, "optimizer": split, "epoch": 3})
     store.wait()
-    for result in probe(tmp_path, step=2), probe(Path(store.steps()[-1].path or "")):
+    for result in probe(tmp_path, step=2), probe(Path(store.checkpoints()[-1].path or "")):
         assert result.facts["training"] == {"epoch": 3}
         assert result.facts["top"][0]["layer"] == "blocks.3"
     newest_good = probe(tmp_path)

@@ -99,6 +99,6 @@ def roll_back(driver: TorchDriver, saved: Any) -> None:
 
 def single_record(driver: TorchDriver) -> StepRecord:
     """The one record of the one step since the last call."""
-    handle: Any = driver.steps()
-    ((record,),) = handle.steps()
+    handle: Any = driver.take_dispatch()
+    ((record,),) = handle.read()
     return record

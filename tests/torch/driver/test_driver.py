@@ -91,8 +91,8 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
             state[name].step()
             parts.append(driver.interrupted())
         assert parts == [True, False, False], "an exception here leaves half a step, as of a GAN"
-        handle: Any = driver.steps()
-        return [(record.engine, record.step, record.loss) for record in handle.steps()[0]]
+        handle: Any = driver.take_dispatch()
+        return [(record.engine, record.step, record.loss) for record in handle.read()[0]]
 
     driver.observe(2.0)
     assert judged() == [("one", 1, 2.0), ("two", 1, 2.0), ("one", 2, 2.0)]
@@ -112,7 +112,7 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
     for i in range(2 * WITHOUT_POLL):
         run.step(i)
         if polls and i == 0:
-            driver.steps()
+            driver.take_dispatch()
     assert sum("healer.batches(loader)" in r.message for r in caplog.records) == (not polls)
 
 
@@ -121,10 +121,10 @@ def test_each_of_many_steps_per_batch_has_its_record():
     run, driver = driven()
     for i in range(3 * MOST_PENDING):
         run.step(i, NAN if i == 5 else 1.0)
-    (records,) = driver.steps().steps()  # type: ignore[union-attr]
+    (records,) = driver.take_dispatch().read()  # type: ignore[union-attr]
     assert [each.step for each in records] == [*range(1, 3 * MOST_PENDING + 1)]
     assert [i for i, each in enumerate(records) if each.skip] == [5]
-    assert driver.steps() is None
+    assert driver.take_dispatch() is None
 
 
 def run(kind, folder, interrupt=-1):
@@ -181,11 +181,11 @@ WARMUP = 6
 @host_and_device
 def test_a_record_has_what_the_engine_ordered(where: str):
     run, driver = driven(where)
-    assert driver.steps() is None
+    assert driver.take_dispatch() is None
     driver.observe(7.0)
     run.step(0)
     first = single_record(driver)
-    assert driver.steps() is None
+    assert driver.take_dispatch() is None
     assert (first.engine, first.step, first.loss) == ("optimizer", 1, 7.0)
     assert (first.onset, first.incident, first.incident_open) == (-1, 0, False)
     assert first.decision == (1.0, False, 1.0, Action(0), Cause(0), 0, None)

@@ -91,10 +91,10 @@ def kept(root: Path) -> None:
         store.verify(step)
         check(store, step)
     store.replace_record(2, {"attempts": [0], "known_good_up_to": 2})
-    for step in superfluous(store.steps(), Keep(good=1, candidates=2)):
+    for step in superfluous(store.checkpoints(), Keep(good=1, candidates=2)):
         store.delete(step)
     dist.barrier()
-    assert [(s.step, s.status) for s in store.steps()] == [(2, "good"), (3, "candidate")]
+    assert [(s.step, s.status) for s in store.checkpoints()] == [(2, "good"), (3, "candidate")]
 
 
 def in_memory(root: Path) -> None:
@@ -112,7 +112,7 @@ def with_nan(root: Path) -> None:
     if dist.get_rank() == 1:
         bad["model"]["sharded"].to_local()[0, 0] = float("nan")
     save(store, 4, bad)
-    assert not store.steps()[-1].finite
+    assert not store.checkpoints()[-1].finite
 
 
 def one_cannot_write(root: Path) -> None:
@@ -149,7 +149,7 @@ def damaged(root: Path) -> None:
     store = DCPStore(root)
     save(store, 6)
     if dist.get_rank() == 0:
-        flip(Path(store.steps()[-1].path or "") / "data/__1_0.distcp", 802)
+        flip(Path(store.checkpoints()[-1].path or "") / "data/__1_0.distcp", 802)
     dist.barrier()
     with pytest.raises(CheckpointDamaged) as error:
         store.restore(6, fresh())

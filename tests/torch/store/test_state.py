@@ -125,7 +125,7 @@ def test_layouts_views_and_tied_weights(case, tmp_path):
     store.nonfinite_ok = ("tree.payload",)
     store.save(1, {"tree": tree, "model": model})
     store.wait()
-    assert store.steps()[0].bytes < 1.5 * 256 * 256 * 4
+    assert store.checkpoints()[0].bytes < 1.5 * 256 * 256 * 4
     state = store.restore(1, {"tree": tree, "model": model}).state
     assert all(torch.equal(state["model"][f"{i}.weight"], model[0].weight) for i in (0, 1))
     for (name, tensor), found in zip(tree.items(), state["tree"].values(), strict=True):
@@ -144,14 +144,14 @@ def test_an_entry_that_cannot_be_saved_is_named(case, tmp_path):
     ):
         with pytest.raises(UnsavableState, match=message):
             store.save(1, {"x": [value]})
-    assert store.steps() == []
+    assert store.checkpoints() == []
 
 
 def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     store = MemoryStore()
     store.save(1, {"x": torch.ones(2)})
     store.save(2, {"x": torch.tensor([1, float("inf")])})
-    assert [saved.step for saved in store.steps()] == [1]
+    assert [saved.step for saved in store.checkpoints()] == [1]
     gate, waited = threading.Event(), []
     store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
     store.save(3, {"x": torch.tensor([1, float("nan")])})

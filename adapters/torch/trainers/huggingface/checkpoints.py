@@ -10,7 +10,7 @@ from typing import Any
 
 from healcore import regular_file
 from healcore.console import warning
-from healcore.runtime.store.ranks import Alone, on_first
+from healcore.runtime.store.ranks import Alone, run_on_first
 from healcore.torch.store.gloo import GlooRanks, initialized
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
@@ -35,7 +35,7 @@ def to_resume_from(requested: Any, folder: Path) -> Any:
             return requested
         found = found[: names.index(Path(requested).absolute()) + 1]
     ranks = GlooRanks() if initialized() else Alone()
-    target, defects = on_first(ranks, lambda: _newest_complete(found))
+    target, defects = run_on_first(ranks, lambda: _newest_complete(found))
     for path, defect in defects.items():
         warning(f"the run does not resume from {path}: {defect}")
     if target is None and defects:

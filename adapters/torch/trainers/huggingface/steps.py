@@ -80,7 +80,7 @@ class SplitSteps:
         for part in loop_of(self._healer).out_of_memory.parts(
             batch,
             count=None if self._is_sum(items) else self._loss_items,
-            whole=self._obstacle(),
+            split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
         ):
             if part.first and self._accumulated:

@@ -1,0 +1,137 @@
+"""`KnownCheckpoints`: which checkpoints of a run are finite, damaged or known-good.
+
+A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
+steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.saved import CheckpointDamaged, CheckpointInfo
+
+
+class KnownCheckpoints:
+    """What this process knows about the checkpoints of its run."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.started_from = -1
+        """Step of the snapshot or checkpoint that this process started from, or -1."""
+        self.newer_than_start: set[int] = set()
+        """Steps of checkpoints newer than the resumed one: this process could not use them."""
+        self.damage: list[CheckpointDamaged] = []
+        """Errors of damaged checkpoints, as this process has found them."""
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        """Step and array names of each checkpoint with disallowed NaN or Inf."""
+        self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
+        self._finite: dict[int, bool] = {}
+        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints with their statuses, without those that are known to be damaged."""
+        saves = self._context.record.attempt_history.with_status(self._context.store.checkpoints())
+        return [saved for saved in saves if saved.step not in self._lost]
+
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore."""
+        return {step for step, finite in self._finite.items() if finite}
+
+    @property
+    def last_good_step(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None."""
+        last = self._context.record.known_good_up_to
+        return max((at for at in self.restorable if at <= last), default=None)
+
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending."""
+        return sorted(at for at in self._finite if at > self._context.record.known_good_up_to)
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step. Checkpoints of later steps are abandoned.
+
+        Drops all findings so far, because their steps are repeated.
+        """
+        record = self._context.record
+        self._context.store.nonfinite_found()
+        self._nonfinite_now = {}
+        if self.started_from < 0:
+            self.started_from = step
+            saves = [each for each in self.listed() if each.status != "abandoned"]
+            self._finite = {each.step: each.finite for each in saves}
+            self.newer_than_start = {at for at in self._finite if at > step}
+        record.attempts.append(step)
+        record.known_good_up_to = min(record.known_good_up_to, step)
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
+
+    def add(self, step: int) -> None:
+        """Adds a saved checkpoint."""
+        self._finite[step] = True
+        self._lost.discard(step)
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Removes deleted or lost checkpoints."""
+        self._finite = {at: each for at, each in self._finite.items() if at not in steps}
+
+    def end_due_probation(self) -> None:
+        """Extends the known-good checkpoints if a probation may be over. Called once per step."""
+        ledger, on_probation = self._context.ledger, self.on_probation
+        probation = self._context.policy.rollback.probation
+        may_end = on_probation and ledger.next_step - on_probation[0] >= probation
+        if may_end and not ledger.open:
+            self.end_probation()
+            # A rollback needs the steps since the newest known-good checkpoint.
+            ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+
+    def end_probation(self, *, before: float = math.inf) -> None:
+        """Extends the known-good checkpoints to those whose probation was over before a step."""
+        ledger, probation = self._context.ledger, self._context.policy.rollback.probation
+        for step in self.on_probation:
+            if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
+                break
+            self._context.record.known_good_up_to = step
+            self.read_nonfinite(step)
+            if self._finite[step]:
+                self._context.log.event("good", step=step)
+
+    def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
+        """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
+
+        Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
+        """
+        for step, names in self._context.store.nonfinite_found(up_to):
+            if step in self._finite:
+                self._finite[step] = False
+            if step in self._nonfinite_now:
+                continue
+            problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+            self._context.log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self._context.log.warning(
+                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
+                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
+                    "nonfinite_ok"
+                )
+            self.nonfinite.append((step, names))
+            self._nonfinite_now[step] = names
+        return self._nonfinite_now
+
+    def report_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint; a directory once, because its name is unique."""
+        if error.path == MEMORY or all(each.path != error.path for each in self.damage):
+            self.damage.append(error)
+            self._context.log.event("damaged", step=error.step, problem=str(error))
+
+    def lose(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint on disk, and removes it if memory holds no copy."""
+        self.report_damage(error)
+        if error.step not in self._context.store.ring.copies:
+            self._lost.add(error.step)
+            self.remove({error.step})
