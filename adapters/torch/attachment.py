@@ -84,7 +84,8 @@ def attach(
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    printed, stored = checked_console(console), scaler_of(optimizer)
+    printed = checked_console(console)
+    stored = scaler_of(optimizer)
     healing = heal_optimizer(
         unwrapped(optimizer),
         engine_of(policy, overrides),
@@ -132,7 +133,8 @@ def heal_optimizer(
         )
     if scaler is not None and not scaler.is_enabled():
         scaler = None  # GradScaler(enabled=False) hands everything through and keeps no records
-    name, params = type(optimizer).__name__, gradients.parameters(optimizer)
+    name = type(optimizer).__name__
+    params = gradients.parameters(optimizer)
     if healing_of(optimizer) is not None:
         raise AttachError(
             f"this {name} is healed already: each of two policies would judge the changes of the "

@@ -89,7 +89,8 @@ class HealedStep:
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.on_step: Callable[[], None] | None = None
 
-        self.attached, self.changes = True, ExitStack()
+        self.attached = True
+        self.changes = ExitStack()
         # Dynamo must not trace what reads values, or writes to the optimizer.
         self.check: Any = torch.compiler.disable(self._check_running)
         self._restore_step = self._replace_step()
@@ -147,7 +148,8 @@ class HealedStep:
         Returns whether the host skips the step, the closure's loss, and the arguments for the
         original `step`.
         """
-        self.in_update, self._current = False, _CurrentStep()
+        self.in_update = False
+        self._current = _CurrentStep()
         loss = None
         if not self._creates_state(kwargs):
             closure = args[0] if args else kwargs.get("closure")
@@ -248,7 +250,8 @@ class HealedStep:
         if not self.measurer.dropped.found():
             return
         with torch.no_grad():
-            groups, alone = self.live_engine.groups, self.all_reduce.ranks.world == 1
+            groups = self.live_engine.groups
+            alone = self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             self._read_records()
@@ -304,7 +307,8 @@ class HealedStep:
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or keeps its record for the log."""
-        engine, needs_record = self.live_engine, self.on_judged is None
+        engine = self.live_engine
+        needs_record = self.on_judged is None
         if self.on_judged is not None:
             self.on_judged(norms)
             needs_record = self._resets_moments and engine.name == "device"

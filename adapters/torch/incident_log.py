@@ -36,7 +36,9 @@ class IncidentLog:
     def __init__(
         self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, resets_moments: bool
     ) -> None:
-        self._optimizer, self._engine, self._ranks = optimizer, engine, ranks
+        self._optimizer = optimizer
+        self._engine = engine
+        self._ranks = ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
         self._nonfinite_streak = self._incident = 0
@@ -117,7 +119,8 @@ class MissingLoss:
     """Notices, once, that the loop observes no loss, which would disable detectors silently."""
 
     def __init__(self, engine: Engine) -> None:
-        self._reads_loss, self._steps = "loss" in engine.needs, 0
+        self._reads_loss = "loss" in engine.needs
+        self._steps = 0
 
     def add(self, *, has_seen_loss: bool) -> list[str]:
         """Adds a judged step. Returns a warning at the step that proves it."""

@@ -156,7 +156,8 @@ def is_scheduler(value: Any) -> bool:
 
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
-    problem, methods = "", ("state_dict", "load_state_dict")
+    problem = ""
+    methods = ("state_dict", "load_state_dict")
     if isinstance(value, Healing):
         problem = (
             "a handle of attach(): leave it out, its engine is saved with the state, and the "
@@ -191,7 +192,8 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             "rollback would combine old moments with new weights; add their module, as in "
             f"{_EXAMPLE}"
         )
-    lost, scales = [], scaler_of(state[name])
+    lost = []
+    scales = scaler_of(state[name])
     scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     if scheduled and not any(is_scheduler(value) for value in state.values()):
         lost.append(("a learning-rate scheduler", _EXAMPLE))

@@ -40,7 +40,8 @@ class Measurer:
     def __init__(
         self, live: LiveEngine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
     ) -> None:
-        self._live, self.engine = live, live.engine
+        self._live = live
+        self.engine = live.engine
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
@@ -93,7 +94,8 @@ class Measurer:
             self.squares = torch.cat([total, parts]) if self.engine.per_tensor else total
         loss = self.losses.mean()
         if loss is not None and self.losses.count > 1:
-            grad, before = self._last_parameter.grad, None if self._grad is None else self._grad()
+            grad = self._last_parameter.grad
+            before = None if self._grad is None else self._grad()
             if grad is not before:  # backward passes add to a gradient in place
                 # The gradients are of the last loss only: the loop has left out earlier batches.
                 loss = torch.where(loss.isfinite(), loss, self.losses.last())
@@ -212,7 +214,8 @@ class LossMean:
             value = torch.full((), number, dtype=torch.float32, device=self._device)
         self._total = self._total + value if self.count else value
         self._last, self._last_weight = value, weight
-        self.count, self.weight = self.count + 1, self.weight + weight
+        self.count += 1
+        self.weight += weight
 
     def mean(self) -> Tensor | None:
         """0-d float32, or None without losses."""
@@ -224,7 +227,8 @@ class LossMean:
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
-        self.count, self.weight = 0, 0.0
+        self.count = 0
+        self.weight = 0.0
 
 
 def _quotient(total: Tensor, weight: float) -> Tensor:

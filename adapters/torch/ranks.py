@@ -148,7 +148,8 @@ class StepRanks:
 
     def _copies(self, param: Tensor) -> int:
         """Number of ranks that hold the same part of a parameter."""
-        mesh, members = getattr(param, "device_mesh", None), self._members
+        mesh = getattr(param, "device_mesh", None)
+        members = self._members
         if mesh is None:
             return max(1, len(members) // self.stages)
         placements = param.placements  # type: ignore[attr-defined]
@@ -278,7 +279,8 @@ class SignalAllReduce:
         if not (has_loss and has_norm):
             has_loss, has_norm = torch.stack([sums.losses, sums.gradients]).tolist()
         squares = sums.squares if self.ranks.has_parts else sums.squares / sums.gradients
-        norms, eval_loss = squares.sqrt().to(torch.float32), signals.eval_loss
+        norms = squares.sqrt().to(torch.float32)
+        eval_loss = signals.eval_loss
         if eval_loss is not None:
             eval_loss = (sums.eval_loss / sums.evaluations).to(torch.float32)
         reduced = signals._replace(
