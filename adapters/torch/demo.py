@@ -30,7 +30,8 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), weight_decay=scenario.weight_decay, fused=True
     )
-    batches, healer = range(scenario.steps), None
+    batches = range(scenario.steps)
+    healer = None
 
     def loss_of(index: int) -> torch.Tensor:
         batch = scenario.training_batch(index)

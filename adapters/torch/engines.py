@@ -84,8 +84,10 @@ class _StatefulEngine:
     def __init__(
         self, engine: Engine, groups: int, *, xp: Any, place: Callable[[np.ndarray], Any]
     ) -> None:
-        self.engine, self.groups = engine, groups
-        self._xp, self._place = xp, place
+        self.engine = engine
+        self.groups = groups
+        self._xp = xp
+        self._place = place
         self._start(engine.init(groups=groups))
 
     def _start(self, state: EngineState) -> None:

@@ -36,7 +36,9 @@ class IncidentLog:
     def __init__(
         self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, resets_moments: bool
     ) -> None:
-        self._optimizer, self._engine, self._ranks = optimizer, engine, ranks
+        self._optimizer = optimizer
+        self._engine = engine
+        self._ranks = ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
         self._nonfinite_streak = self._incident = 0

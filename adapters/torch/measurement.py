@@ -40,7 +40,8 @@ class Measurer:
     def __init__(
         self, live: LiveEngine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
     ) -> None:
-        self._live, self.engine = live, live.engine
+        self._live = live
+        self.engine = live.engine
         self.home = home
         self._optimizer = optimizer
         self.losses = LossMean(home)
@@ -213,7 +214,8 @@ class LossMean:
             value = torch.full((), number, dtype=torch.float32, device=self._device)
         self._total = self._total + value if self.count else value
         self._last, self._last_weight = value, weight
-        self.count, self.weight = self.count + 1, self.weight + weight
+        self.count += 1
+        self.weight += weight
 
     def mean(self) -> Tensor | None:
         """0-d float32, or None without losses."""
@@ -225,7 +227,8 @@ class LossMean:
 
     def clear(self) -> None:
         """Drops the losses since the last step."""
-        self.count, self.weight = 0, 0.0
+        self.count = 0
+        self.weight = 0.0
 
 
 def _quotient(total: Tensor, weight: float) -> Tensor:

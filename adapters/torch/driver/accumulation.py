@@ -105,8 +105,10 @@ class Accumulation:
         self._reached = self.reached_since_any_step = True
 
     def _on_step(self) -> None:
-        self._reached, self.stepped = False, True
-        self.steps, self.idle = self.steps + 1, 0
+        self._reached = False
+        self.stepped = True
+        self.steps += 1
+        self.idle = 0
         self._watch()
         if after_step := self._after_step():
             after_step()
@@ -133,8 +135,10 @@ class GradientWindow:
         scaler: torch.amp.GradScaler | None,
         modules: Sequence[nn.Module],
     ) -> None:
-        self._accumulations, self._statistics = accumulations, statistics
-        self._scaler, self._modules = scaler, modules
+        self._accumulations = accumulations
+        self._statistics = statistics
+        self._scaler = scaler
+        self._modules = modules
         self._shared: DDPGradients | None = None
         self.begin_window()
 
@@ -298,7 +302,8 @@ class DDPGradients:
         self._params: list[list[Tensor]] = []
         """The parameters that each module reduces."""
         for module in modules:
-            named, ignored = module.module.named_parameters(), module.parameters_to_ignore
+            named = module.module.named_parameters()
+            ignored = module.parameters_to_ignore
             self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
         self._syncs = [True] * len(modules)
         """Whether the loop wants each module's gradients reduced after this batch."""
@@ -334,7 +339,8 @@ class DDPGradients:
         """
         has_gradient = [p.grad is not None for params in self._params for p in params]
         votes = self._ranks.largest([failed, *has_gradient])
-        syncs, used = self._syncs, iter(votes[1:])
+        syncs = self._syncs
+        used = iter(votes[1:])
         # A repeated window broadcasts buffers as the failed window has.
         self._end_batch(self._broadcasts if votes[0] else syncs)
         if votes[0]:

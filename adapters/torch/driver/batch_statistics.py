@@ -30,7 +30,8 @@ class BatchStatistics:
     """
 
     def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
-        self._layers, self._healing = layers, healing
+        self._layers = layers
+        self._healing = healing
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""

@@ -43,9 +43,13 @@ class Recorder:
         early: deque[StepRecord],
         warnings: list[str],
     ) -> None:
-        self.name, self._state, self._healings = name, state, healings
+        self.name = name
+        self._state = state
+        self._healings = healings
         self._healing = healings[name]
-        self._pending, self._early, self._warnings = pending, early, warnings
+        self._pending = pending
+        self._early = early
+        self._warnings = warnings
         self._missing_loss = MissingLoss(self._healing.engine)
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
@@ -90,7 +94,8 @@ class Recorder:
         """
         if not norms.params:
             return ()  # only other ranks have gradients
-        found, usual = norms.to_host(), None
+        found = norms.to_host()
+        usual = None
         if self._baseline is not None:
             known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)

@@ -36,7 +36,9 @@ class TorchWeights:
         healings: Mapping[str, Healing],
         accumulations: Iterable[Accumulation],
     ) -> None:
-        self._state, self._healings, self._accumulations = state, healings, accumulations
+        self._state = state
+        self._healings = healings
+        self._accumulations = accumulations
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
         self.autocast: tuple[str, torch.dtype] | None = None
@@ -44,7 +46,8 @@ class TorchWeights:
 
     def copy(self) -> dict[int, Tensor]:
         """Parameter's id -> copy on the host: an accelerator's memory holds one set of weights."""
-        parts, copies = self._trained(), {}
+        parts = self._trained()
+        copies = {}
         for key, part in parts.items():
             # From an H100, 1 GB takes 0.02 s to pinned memory, which torch keeps; to other, 0.7 s.
             empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
@@ -225,7 +228,8 @@ def _parts(batch: Any) -> dict[Any, Any]:
 
 def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
     """The parts of a batch: path, identity and number of writes."""
-    parts, named = _parts(batch), is_dataclass(batch)
+    parts = _parts(batch)
+    named = is_dataclass(batch)
     for key, part in parts.items():
         yield from _marks(part, f"{path}.{key}" if named else f"{path}[{key!r}]")
     if not parts and not isinstance(batch, Mapping | list | tuple):
