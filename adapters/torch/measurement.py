@@ -46,7 +46,7 @@ class Measurer:
         self._optimizer = optimizer
         self.losses = LossMean(home)
         self._last_parameter = gradients.parameters(optimizer)[-1]  # a group may be empty
-        self._grad: weakref.ref[Tensor] | None = None  # of this parameter, at the last loss
+        self._grad: weakref.ref[Tensor] | None = None  # of `_last_parameter`, at the last loss
         self.eval_loss: Tensor | float = math.nan
         self.has_seen_loss = False
         self.norms: Sequence[Tensor] = ()

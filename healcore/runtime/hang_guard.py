@@ -26,10 +26,10 @@ EXIT_STATUS = 62
 _GROWTH = 3.0
 """A step may take this many times the longest step so far."""
 _REPORTED_S = 10.0
-"""Seconds after which another rank ends: an earlier exit would break a connection of rank 0, which
-writes the report."""
+"""Seconds that another rank waits before it ends, because its exit breaks connections of rank 0,
+which writes the report."""
 _REPORT_TIMEOUT_S = 60.0
-"""Seconds after which a process that the guard ends does not wait for the report any more."""
+"""Seconds that the guard waits for the report before it ends the process."""
 
 
 class HangGuard:

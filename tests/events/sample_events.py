@@ -65,7 +65,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "retried": {"attempt": 3},
     "stop": {"why": "the budget is spent", "diagnosis": "healcore stopped.", "checkpoint": 300},
-    "problem": {"problem": "the rollback is not on disk"},
+    "problem": {"problem": "the rollback could not be written"},
     "end": {"ending": "stopped", "incidents": 3, "rollbacks": 2, "last_good": 300},
 }  # fmt: skip
 

@@ -175,9 +175,9 @@ class JaxDriver(Driver):
         return set(self.nonfinite_weights()) <= self._not_finite
 
     def memory(self) -> dict[str, int]:
-        """See `Driver.memory`. The activations are of the peak, which a failed step may exceed."""
+        """See `Driver.memory`. Activations are of the peak. A failed step may have needed more."""
 
-        def size(leaves: Iterable[Any]) -> int:  # on one device; of deleted arrays too
+        def size(leaves: Iterable[Any]) -> int:  # bytes on one device; also of deleted arrays
             arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
             shapes = [array.sharding.shard_shape(array.shape) for array in arrays]
             return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
@@ -204,7 +204,7 @@ class JaxDriver(Driver):
     def learning_rates(self) -> dict[str, float | None]:
         """The rate that `protect` finds in its optimizer, or else what each last update received.
 
-        Other rates in the state would be other units than the engine's. One sync.
+        Other rates in the state may have another unit than the engine's. One sync.
         """
         tree, found = self._live.read(), {}
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
@@ -257,7 +257,7 @@ class JaxDriver(Driver):
         return not _differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: Any) -> None:
-        """Makes `tree` the live state, from which the next step has to start, without a step."""
+        """Makes `tree` the live state, from which the next step has to start. This is no step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit += 1

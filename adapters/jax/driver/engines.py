@@ -123,7 +123,7 @@ def with_engines(
 
 
 def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
-    """Applies a change of one array's values to every engine."""
+    """Applies `change`, which keeps structure and dtypes, to the state of every engine."""
     return map_nodes(HealState, lambda live: jax.tree.map(as_live, change(live), live), tree)
 
 
@@ -280,8 +280,8 @@ class StepReader:
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._untaken = self._accumulated = 0
-        """Updates in a row up to the newest that have left the healing state unchanged, and the
-        number of such updates before the last change, which is the same in an accumulation."""
+        """Latest updates in a row that left the healing state unchanged, and their number before the
+        previous change, which is the same in every accumulation."""
 
     def restart(self, states: Sequence[HealState]) -> None:
         """Sets the states from which the next dispatch starts."""

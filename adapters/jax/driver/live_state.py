@@ -274,7 +274,7 @@ class SideState:
 def as_live(new: Any, live: Any) -> Any:
     """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
 
-    Keeps the saved dtype, which differs if only one of them precedes the step that widened it.
+    Keeps the saved dtype. It differs from the live one if a step between them has widened it.
     """
     dtype = getattr(new, "dtype", None)
     if _is_number(live):

@@ -84,7 +84,7 @@ class TorchDriver(Driver):
         healings = self.healings.values()
         self._accumulations = [Accumulation(each, self._after_step) for each in healings]
         self._usual = {*self._accumulations}
-        """Those whose optimizers stepped for the last batch; at first all."""
+        """The accumulations whose optimizers stepped for the last batch; at first all."""
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
         self._unpolled = 0.0  # steps before the first call of `take_dispatch`, then -Inf
@@ -228,7 +228,7 @@ class TorchDriver(Driver):
         return not pending
 
     def interrupted(self) -> bool:
-        """See `Driver.interrupted`. Fewer optimizers than for the last batch are part of a step."""
+        """See `Driver.interrupted`. True too if fewer optimizers stepped than for the last one."""
         in_update = any(healing.healed_step.in_update for healing in self.healings.values())
         stepped = {each for each in self._accumulations if each.stepped}
         return in_update or (bool(stepped) and stepped < self._usual)

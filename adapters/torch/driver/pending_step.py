@@ -17,7 +17,7 @@ from healcore.torch.measurement import StepNorms
 
 MOST_PENDING = 256
 """Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
-MOST_EARLY = 2**16  # read records to keep, in case that nobody asks for them
+MOST_EARLY = 2**16  # largest number of records that were read and not yet taken
 
 
 class PendingEntry(NamedTuple):
@@ -28,7 +28,7 @@ class PendingEntry(NamedTuple):
     norms: StepNorms
     marks: AsyncCopy | None
     """See `SignalAllReduce.last_marks`."""
-    lr: float  # the largest of the groups; 0.0 without one, and for tensors
+    lr: float  # largest rate of the groups; 0.0 without a rate, or if rates are tensors
 
 
 class Recorder:

@@ -195,8 +195,8 @@ class Engine:
     def without_limit(self, state: EngineState) -> Engine:
         """The engine for the steps from `state` on, until the host changes the state.
 
-        Before the host limits the learning rate, after a rollback, no decision of a policy without
-        cuts depends on the schedule's rate, and the returned engine does not read the rate.
+        A policy without cuts needs the schedule's rate only after the host has limited the rate, at
+        a rollback. Until then the returned engine does not read it.
         """
         refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
         has_limit = self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0)

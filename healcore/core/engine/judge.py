@@ -95,7 +95,7 @@ def judge(
 def _run_detectors(
     config: EngineConfig, states: tuple[Any, ...], seen: Observed, may_alarm: Any, *, xp: Any
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-    """Runs the detectors that have their signals; without `may_alarm` all but `nonfinite` mute."""
+    """Runs the detectors that have their signals. Without `may_alarm` only `nonfinite` alarms."""
     new, readings = [], {}
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
@@ -126,7 +126,7 @@ def _cause_flags(
 
 
 def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Any]:
-    """Whether each detector of the rule's causes has found one."""
+    """Whether each detector of the rule's causes has found its cause."""
     found = []
     for name, detector in config.detectors:
         if name in readings and rule.causes & detector.CAUSE:

@@ -273,7 +273,7 @@ class Cursor:
         if isinstance(self.loader, Iterator):
             self._exhausted = True
             return
-        # A state between two epochs may lead to the end of the first: then the epoch begins again.
+        # A state between two epochs may restore the end of the first. Then this epoch begins again.
         if index > 0:
             self._last_end, self.next_id = self.next_id, BatchId(epoch + 1, 0)
         self._batches, self._between_epochs = None, True

@@ -77,7 +77,7 @@ class LoaderRegistry:
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
-            after an epoch runs, this epoch, of which no batch is left.
+            after an epoch runs, still that epoch, which has no batch left.
         names_epochs: whether the program's loop passes the number of its epoch.
     """
 
@@ -91,7 +91,9 @@ class LoaderRegistry:
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
-        self._is_short = False  # a loader ends before its saved position, as a slice of the data
+        self._is_short = (
+            False  # a loader ends before its saved position, as after a slice of the data
+        )
         self._noticed: set[str] = set()
 
     def __iter__(self) -> Iterator[RunLoader]:
@@ -107,12 +109,12 @@ class LoaderRegistry:
         return next((known for known in self._loaders if known.loader is loader), None)
 
     def count_from(self, number: int) -> None:
-        """Numbers the next new loader, if the loaders of earlier epochs are not made again."""
+        """Sets the next new loader's number, if no loader of an earlier epoch is made again."""
         self._count = max(self._count, number)
         self._saved = {key: place for key, place in self._saved.items() if int(key) >= number}
 
     def saved(self, loader: Any, epoch: int | None = None) -> dict[str, Any] | None:
-        """The position of this loader, read in `epoch`, of an earlier process, or None."""
+        """The position that an earlier process has saved for this loader in `epoch`, or None."""
         known = self.find(loader)
         return self._saved.get(str(self._number_in(epoch) if known is None else known.number))
 
@@ -262,7 +264,7 @@ class LoaderRegistry:
 
         Batches to read `again` are no longer skipped. Loaders of which one cannot be rewound
         continue forward, past the bad batches. `position` is None if the checkpoint has none.
-        The ids are of the last trained loader, and of others at the same batch, as in a `zip`.
+        The ids apply to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
         Returns:
             Reason why the loaders were not rewound, or an empty string.

@@ -30,7 +30,7 @@ from healcore.runtime.data.loader_adapters import (
 
 BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""
-_KEPT = 64  # number of recent batches to whose beginning a rewind is exact
+_KEPT = 64  # number of recent batches to which a rewind is exact
 _FRESH = {"_iterator": None, "_initial_iter_for_state_dict": False}  # also StatefulDataLoader's
 _GLOBAL = 3  # number of global generators: of Python, NumPy and torch
 
@@ -120,7 +120,7 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         return self._state_before(self._index)
 
     def state_before(self, index: int) -> dict[str, Any] | None:
-        """The state before a batch that was read, if reading it has drawn random numbers."""
+        """The state before a batch that was read. None if unknown, or if reading draws nothing."""
         order = self._order
         known = order.reads_ahead and order.start_states is not None and order.planned is None
         return self._state_before(index) if known and order.knows(index) else None
@@ -347,10 +347,10 @@ def _digested(item: Any, recent: deque[tuple[Any, int]]) -> tuple[Any, int]:
 
 
 def division(loader: Any) -> list[Any] | None:
-    """[unit, number] that must not change with the number of ranks, or None if unknown.
+    """What has to stay equal for another number of ranks, as [unit, number], or None if unknown.
 
-    If it is equal, batch i has the same rows. It is the number of batches for a list or a loader in
-    order, where every rank reads the same batches, else the rows per global batch.
+    Then batch i has the same rows. The unit is batches if every rank reads the same ones (a list, a
+    loader in order), else rows of a global batch.
     """
     if isinstance(loader, Sequence):
         return ["batches", len(loader)]

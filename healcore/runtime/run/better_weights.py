@@ -61,8 +61,8 @@ class BetterWeights:
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
         """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
 
-        After several places that were accepted one after another, only alerts. Weights that are not
-        `finite` cannot be accepted: then nothing is done.
+        After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert. Weights that are
+        not `finite` cannot be accepted; then the method does nothing.
         """
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
@@ -120,7 +120,7 @@ class BetterWeights:
     def _accept(
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
-        """Undoes what was tried, and never rolls back for this trouble again."""
+        """Undoes the trials. No later rollback is for this trouble."""
         ledger, until = self._context.ledger, self._data.step + 1
         ledger.accepted, ledger.accepted_until = ledger.accepted + 1, until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
@@ -137,13 +137,15 @@ class BetterWeights:
             driver = self._context.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
         self.comparisons.accept(until)
-        tries = f"after {counted(len(past), 'rollback')}, so the change is taken as intended"
+        why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:
-            tries = f"and {MAX_ACCEPTED} places before it came back after all that was tried"
-        changes = "what was tried is undone, and " if undone else ""
+            why = (
+                f"The last {MAX_ACCEPTED} changes came back after every trial, so this is intended"
+            )
+        changes = "; the trials are undone" if undone else ""
         self._context.log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
-            f"batches, since step {verdict.onset}, {tries}: {changes}the run goes on without "
+            f"batches, since step {verdict.onset}. {why}{changes}. The run continues without "
             "another rollback for it"
         )
         return done

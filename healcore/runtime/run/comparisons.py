@@ -54,7 +54,7 @@ class _Comparison(NamedTuple):
 
 
 class Comparisons:
-    """Compares the current weights with earlier weights, and returns a verdict if these are better.
+    """Compares the current weights with earlier weights, and returns a verdict if those are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
@@ -82,7 +82,7 @@ class Comparisons:
         self.silent_until = 0
         """Step before which weights are neither compared nor copied."""
         self.steps_are_windows = False
-        """Whether each step ends an accumulation. The next one may have begun since."""
+        """Whether each step ends an accumulation. The next accumulation may have begun."""
         self.loss_function = LossFunction(loss_fn, context.driver, context.ranks, warn)
         self._context, self._interval = context, interval
         self._threshold = context.policy.rollback.evidence
@@ -285,7 +285,7 @@ class Comparisons:
         return best if mean > best.level_or_inf + best.spread else None
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
-        """The anchors to compare with: the newest that is old enough, `best`, and with evidence.
+        """Anchors to compare with: the newest old enough one, `best`, and old ones with evidence.
 
         Weights of a few steps ago differ too little, and are as damaged as the current weights.
         After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
@@ -326,7 +326,7 @@ class Comparisons:
     def _compare_with(
         self, anchor: Anchor, step: TrainedStep, known: list[float] | None
     ) -> _Comparison | None:
-        """Compares with one anchor, on the step and on a past step. None: see `_losses_of`."""
+        """Compares with one anchor, on the step and on a past step. None as from `_losses_of`."""
         losses = self._losses_of([step], anchor, known)
         if losses is None:
             return None

@@ -96,7 +96,7 @@ class Anchor:
     def learn(self, index: int, rise: float) -> None:
         """Updates the evidence with the comparison at step `index`.
 
-        The unit of a rise is the median of the recent positive ones. Without one only its sign
+        A rise is measured in the median of the recent positive rises. Without one, only its sign
         counts.
         """
         if self.evidence <= 1:

@@ -18,7 +18,7 @@ from healcore.runtime.run.termination import EndRequests, IncompleteRun
 from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100
-"""Batches without a step after which a run may end: fewer may be gradient accumulation."""
+"""Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
 _MAX_ITERATIONS = 1000
 """Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
@@ -29,8 +29,8 @@ class Loop:
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
     (checkpoints), `recovery` (incidents and rollbacks), `end_requests`, `log` (files and console),
-    `claim` (the lock of the store's directory). With `has_trainer`, a loop that ends early was not
-    left by `break`.
+    `claim` (the lock of the store's directory). With `has_trainer` a trainer owns the loop, so that
+    an early end is not a `break`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Loop:
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._yielded_step = math.inf
-        """Step whose body of a loop over `steps` runs, or Inf outside of such a body."""
+        """Number of the step whose body of a loop over `steps` runs, or Inf outside of a body."""
         self._has_stepped = False  # since the last `_between_steps`
         self._step_is_epoch = False  # in `epochs`
 
@@ -76,7 +76,7 @@ class Loop:
         loaders, self.own_count_error = self.data.loaders, ""
         for epoch in range(loaders.next_epoch, total):
             self.data.begin_pass()
-            # An exception after the step of epoch 0 leaves a checkpoint of step 1 in epoch 0.
+            # If the code after the step of epoch 0 raises, the checkpoint has step 1 and epoch 0.
             counted = loaders.is_empty and (epoch > 0 or self.data.resumed_here)
             if counted and self.data.step + self.driver.has_stepped() == max(epoch, 1):
                 self._step_is_epoch = True
@@ -159,7 +159,7 @@ class Loop:
         return rolled_back
 
     def update(self, take_state: Callable[[], None]) -> None:
-        """See `Healer.update`. A rollback at the last batch has to precede the returned state."""
+        """See `Healer.update`. At the last batch, a rollback is part of the returned state."""
         if self.own_count_error:
             raise IncompleteRun(f"healcore: {self.own_count_error}")
         take_state()
@@ -266,7 +266,9 @@ class Loop:
         training = [each for each in self.data.loaders if each.trains and each.in_loop]
         ends = any(each.at_end and each.next_id.index > 1 for each in training)
         if ends and self.data.loaders.names_epochs:
-            return False  # after a restart the code after the epoch would average over no batch
+            return (
+                False  # a restart would run the code after the epoch without a batch of the epoch
+            )
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
         if self.read_and_act(all=True):

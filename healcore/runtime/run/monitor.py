@@ -28,12 +28,12 @@ from healcore.runtime.run_options import Hooks, IncidentContext
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
 _LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
-"""Causes with an alarm at every step until they end, also if the policy only alerts."""
+"""Causes that raise an alarm at every step until they end, also if the policy only alerts."""
 _MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
 _MIN_INTERVALS_REMEMBERED = 5
-"""Min number of checkpoint intervals whose batch ids are kept. Trouble begins up to two intervals
-after the restored checkpoint, lasts as long, and is found by comparisons."""
+"""Min number of checkpoint intervals whose batch ids are kept. Comparisons find trouble late:
+it may begin two intervals after the restored checkpoint, and last two more."""
 
 
 class _Judged(NamedTuple):

@@ -19,9 +19,9 @@ from healcore.runtime.data import BatchId
 
 Step = Annotated[int, Field(ge=0)]
 MAX_SKIPS = 2
-"""Trials that skip batches at one place."""
+"""Trials that skip batches for one trouble."""
 MAX_ACCEPTED = 3
-"""Places accepted one after another; then a verdict only alerts."""
+"""Troubles accepted in a row. After that a verdict is only an alert."""
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
@@ -60,7 +60,7 @@ class RollbackRecord(Order):
     step: int = 0  # steps done when the rollback began
     target: Step = 0  # step of the restored checkpoint
     skipped: int = 0  # number of skipped batches
-    engine: str = ""  # the optimizer of the next three: with the lowest multiplier, and a limit
+    engine: str = ""  # optimizer of the next three: lowest multiplier, preferably with a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
     lr_scale: float = 1.0  # the multiplier at `target`: 1 where the schedule is below the limit
@@ -76,7 +76,7 @@ class Trial(StrEnum):
     LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
     REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
     SKIP_BATCHES = "skip_batches"  # the batches of the unusual steps at the onset are skipped
-    ACCEPT = "accept"  # what was tried is undone; no later rollback is for this trouble
+    ACCEPT = "accept"  # the trials are undone; no later rollback is for this trouble
 
 
 class TroubleFacts(NamedTuple):
@@ -91,13 +91,13 @@ class TroubleFacts(NamedTuple):
 
 
 def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
-    """The next trial at a place where `tried` has not helped, in this order.
+    """The next trial for a trouble where `tried` has not helped, in this order.
 
-    * The rate is above every healthy rate, or the better weights are the first of the run: limit
-      it. An unknown rate is limited after a repeat that has not helped.
+    * Limit the rate if it is above every healthy rate, or if the better weights are the run's
+      first. Limit an unknown rate only after a repeat that has not helped.
     * Repeat once with nothing changed.
     * Skip the batches that are unusual at the onset, at most `MAX_SKIPS` times.
-    * Undo what was tried.
+    * Undo the trials.
     """
     healthy = facts.healthy_rates
     higher = (

@@ -218,7 +218,7 @@ class OutOfMemory:
     def _failed_ranks(
         self, overrun: _Overrun | None, error: BaseException | None
     ) -> dict[int, _Overrun]:
-        """Rank -> its overrun, of the ranks whose part did not fit. Collective with several."""
+        """Rank -> its overrun, of the ranks whose part did not fit. Collective."""
         overruns = [overrun]
         if self._joint is not None:
             if error is not None:

@@ -58,20 +58,20 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """The host's record of a run. `record` adds the steps in order."""
+    """The host's record of a run. `add_step` adds the steps in order."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
     unhealthy: list[int] = field(default_factory=list)
-    """Steps that were skipped or not taken or had an alarm within an incident, and the micro-steps
-    right after such a step; ascending."""
+    """Steps that were skipped, were not taken, or had an alarm within an incident; also micro-steps
+    directly after such a step. Ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
     rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
     incident_count: int = 0  # including undone and dropped incidents
     skips: int = 0  # skipped steps so far, including undone steps
     untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
     open: bool = False  # whether an incident with more than skipped non-finite steps is open
-    accepted: int = 0  # places accepted in a row: the trouble came back after all that was tried
+    accepted: int = 0  # troubles accepted in a row, see `Trial.ACCEPT`
     accepted_until: int = 0  # step before which no comparison rolls back again
 
     def add_step(
@@ -113,7 +113,7 @@ class Ledger:
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
-        """Finds or opens an alarm's incident. An incident of skips only takes no other alarms."""
+        """Finds or opens an alarm's incident. An incident of nothing but skips takes no other."""
         last = self.incidents[-1] if self.incidents else None
         number = max(record.incident for record in records)
         same = last is not None and not last.over

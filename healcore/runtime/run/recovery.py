@@ -79,8 +79,8 @@ class Recovery:
 
         Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
         weights or state with NaN or Inf. All other evidence comes from the comparisons. Weights
-        that are not finite do not recover: a verdict that waits for that is due. Raises RunStopped
-        if the run has to stop.
+        that are not finite do not recover, so a verdict that waits for a recovery is carried out
+        now. Raises RunStopped if the run has to stop.
         """
         damaged, needs_evidence = self._is_damaged(order), self._needs_evidence(order)
         first = self.monitor.last_trained
@@ -187,7 +187,7 @@ class Recovery:
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
-        since = max((at for at in self.saver.checkpoints.restorable if at < first), default=0)
+        since = max((each for each in self.saver.checkpoints.restorable if each < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
         if since <= self.monitor.last_trained < bad[0]:
             bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage

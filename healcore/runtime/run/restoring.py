@@ -118,7 +118,7 @@ class Restorer:
     def _load_target(
         self, order: Order, live: Engines, rates: Rates, saved: _Checkpoint
     ) -> RollbackRecord:
-        """Loads the target of a rollback, with the engine states and rates of after it."""
+        """Loads the target of a rollback, with the engine states and rates that follow it."""
         engine = self.context.policy.engine
         engines = engines_after_rollback(engine, live, saved.engines)
         if order.trial == Trial.ACCEPT:
@@ -153,8 +153,8 @@ class Restorer:
             if saver.store.durable and step not in run_on_first(self.context.ranks, on_disk):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
-            problem = f"the rollback is not on disk: {error}; a restart before the next save"
-            self.context.log.problem(done.step, f"{problem} repeats it")
+            problem = f"the rollback could not be written: {error}; a restart before the next save"
+            self.context.log.problem(done.step, f"{problem} does it again")
         saver.report_failures()
 
     def newest_record(self) -> RunRecord | None:
@@ -211,7 +211,7 @@ class Restorer:
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 
-        A checkpoint that some rank cannot load is left out: it is no damage of the resumed one.
+        A checkpoint that some rank cannot load is left out. The resumed one is intact all the same.
         """
         copies: dict[int, Any] = {}
         if saved is None or not self.saver.comparisons.is_enabled:

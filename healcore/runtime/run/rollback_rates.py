@@ -32,9 +32,9 @@ def limit_rates(
     """Engine states with learning rates that fit the schedule at the restored step.
 
     With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
-    higher is limited to its last healthy rate. If no such rate is known, the limit of each is the
-    policy's factor times the rate at the fault. A multiplier stays as it is if the rate is unknown,
-    or if the policy's cuts do not depend on it.
+    above its last healthy rate is limited to that rate. If no such rate is known, the limit of each
+    is the policy's factor times the rate at the fault. A multiplier stays as it is if the rate is
+    unknown, or if the policy's cuts do not depend on it.
 
     Args:
         engine: engine of the policy.

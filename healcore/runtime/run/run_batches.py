@@ -67,7 +67,7 @@ class RunBatches:
         self._most_per_step = 1
         # Updates on the last batch and on the one before, in a loop that calls `update` in JAX.
         self._updates = self._usual_updates = 0
-        self._own_batches: list[ObservedBatch] = []  # named by a loop without a loader
+        self._own_batches: list[ObservedBatch] = []  # which a loop without a loader has passed
         self._generators: HostParts | None = None  # of the checkpoint, until the first batch
         self._resumed_evaluation: RunLoader | None = None  # an evaluation of before the checkpoint
         self._resumed = False
@@ -101,7 +101,7 @@ class RunBatches:
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, *args)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
-            self.restore_generators()  # `begin` has drawn, but not for an epoch that begins now
+            self.restore_generators()  # a rewind has drawn; an epoch that begins keeps its draws
             self._resumed_evaluation = None if begun.trains else begun
         settings = self._context.record.settings
         log = self._context.log
@@ -213,7 +213,7 @@ class RunBatches:
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
         """Ends the loop over a loader that has no further batch."""
         if evaluates and loader is self.loaders.last_trained:
-            self.loaders.last_trained = self.last_read = None  # the loop of `steps` has none
+            self.loaders.last_trained = self.last_read = None  # a loop over `steps` has none
         if loader is not self.loaders.last_trained:  # an evaluation: its batches are of no step
             loader.pending_ids = []
             loader.contents.clear()
@@ -244,7 +244,7 @@ class RunBatches:
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.
 
-        `ended` is whether the pass before has ended. The checkpoint may be from there.
+        `ended` is whether the previous pass has ended. The checkpoint may be from after that end.
         """
         if (saved := self._generators) is not None:
             here = ended and (self.repeated_all_passes or self.loaders.names_epochs)

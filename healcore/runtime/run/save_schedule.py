@@ -97,8 +97,8 @@ class SaveSchedule:
 class _SavingTime:
     """The time that the regular saves of a run take, and its limit, a share of the run's time.
 
-    Without this limit a state that takes as long to write as 100 steps take makes a run twice as
-    long (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
+    Without this limit, saves that each take as long as the steps between two saves double the time
+    of a run (124 M parameters on an H100: 66 ms per step, and 37 ms without saves).
     """
 
     def __init__(self, ranks: Ranks) -> None:

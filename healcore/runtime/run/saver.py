@@ -237,7 +237,7 @@ class Deletions:
     def __init__(
         self, context: RunContext, checkpoints: KnownCheckpoints, keep: Keep | None, every: int
     ) -> None:
-        """Takes the steps `every` between two saves: by default one probation is kept."""
+        """`every`: steps between two saves. By default the candidates of one probation are kept."""
         candidates = min(-(-context.policy.rollback.probation // every) + 1, MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
         self._context, self._checkpoints = context, checkpoints
@@ -256,7 +256,7 @@ class Deletions:
         Within the region of the last rollback, its target and the next older known-good checkpoint
         stay: a second rollback there must not use a checkpoint that became known-good later. The
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
-        newest of them is verified first: nothing is deleted for a damaged one.
+        newest of them is verified first. If it is damaged, nothing is deleted.
         """
         store, record = self._context.store, self._context.record
         if record.known_good_up_to <= self._known_good_up_to:

@@ -295,9 +295,9 @@ def _check_resume(
         )
     if not loop.has_trainer:  # a trainer decides when its run is complete
         completed = AlreadyCompleted(
-            f"nothing to do: {where} holds a run that completed at step {last}; resume=True "
-            "trains it further if the program has more epochs (batches(loader, epochs=...)) or "
-            "steps than that run had, else the program goes on; an empty directory begins a new run"
+            f"nothing to do: {where} holds a run that completed at step {last}. To train further, "
+            "raise the number of epochs (batches(loader, epochs=...)) or of steps, and pass "
+            "resume=True. For a new run, pass an empty directory"
         )
         loop.log.info(str(completed))
         raise completed

@@ -136,7 +136,7 @@ class SignalWatch:
 
     Several runs of a process each install their handler, and each handler calls the previous one.
     The run that has begun last has to end first.
-    `propose` proposes to all ranks to end. It is None for a process that ends by itself.
+    `propose` asks all ranks to end. None if this process ends alone.
     """
 
     def __init__(self, propose: Callable[[Proposal], object] | None = None) -> None:
@@ -314,7 +314,7 @@ class EndRequests:
             self._due_at = step.index + 1 + LAG
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
-        """Votes if a vote is due after `step` steps (collective): raises what ends the run."""
+        """Votes if a vote is due after `step` steps. May raise what ends the run. Collective."""
         if self._due_at is None or step < self._due_at:
             return
         of_ranks: list[list[Proposal]] = self._ranks.gather(self._pending)

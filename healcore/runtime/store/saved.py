@@ -124,7 +124,7 @@ class CheckpointInfo(NamedTuple):
 
     @classmethod
     def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> CheckpointInfo:
-        """The entry of a manifest or a copy in memory. `AttemptHistory` has the status."""
+        """The entry of a manifest or a copy in memory. `AttemptHistory` sets the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
         return cls(saved.step, "candidate", not bad, *numbers, path, bad)

@@ -143,7 +143,7 @@ class CheckpointStore(Writer):
     def nonfinite_found(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save up to a step with disallowed NaN or Inf, once each.
 
-        Waits until these saves are inspected. Earlier saves than the last one are.
+        Waits until these saves are inspected. All saves but the last one are already.
         """
         if up_to >= self._last_step:
             self._wait_for_inspection()
@@ -187,7 +187,7 @@ class CheckpointStore(Writer):
         return [*manifest.scan(self.root).complete]
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The intact records of the run by step, also of checkpoints that are damaged elsewhere."""
+        """The intact records by step, also of checkpoints whose arrays are damaged."""
         self._wait_for_inspection()
         return manifest.scan(self.root).records | self.ring.records()
 
@@ -367,7 +367,7 @@ class CheckpointStore(Writer):
     def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
         """The copy in memory if every rank has one, and the same save on disk.
 
-        No rank uses a copy that another rank has lost: then any save on disk counts. At least one
+        If any rank has lost its copy, no rank uses one, and any save on disk counts. At least one
         result is not None. Raises CheckpointNotFound, or CheckpointDamaged for an incomplete
         directory.
         """

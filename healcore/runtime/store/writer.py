@@ -74,7 +74,7 @@ class Writer:
     def failures(self) -> list[StoreError]:
         """The errors since the last call that no call has raised. Does not wait.
 
-        Except for SaveFailed, another copy was used: from memory or from the directory.
+        After an error other than SaveFailed, another copy was used (memory or directory).
         """
         return [self._failures.pop(0) for _ in range(len(self._failures))]
 

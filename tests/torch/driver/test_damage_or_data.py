@@ -255,7 +255,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     assert [bool(e["batches"]) for e in backs] == [False, True, True, False]
     assert not any("lr_limit" in e for e in backs)
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "as intended" in each]
-    assert "what was tried is undone" in line
+    assert "the trials are undone" in line
     assert healer.metrics()["heal/lr_scale"] == 1.0
     assert (healer.step, events(tmp_path, "end")[0]["ending"]) == (STEPS, "completed")
     assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))

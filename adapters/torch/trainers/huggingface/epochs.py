@@ -176,7 +176,7 @@ class EpochFeed:
     def _read(self) -> None:
         healer, batches = self.healer, self._batches
         if batches is None:
-            # After a restart this counts every epoch so far. Completed epochs are not read again.
+            # After a restart this is the number of all epochs so far. Completed ones are not read.
             epoch, index = self._next_id()
             epochs = max(self.epoch - epoch + (not index), 1)
             # `Trainer._run_epoch` calls `set_epoch` on the same objects.
@@ -295,7 +295,7 @@ class Counters:
         return {name: value for name, value in settings.items() if value is not None}
 
     def begin(self) -> None:
-        """Begins the Trainer's sums of this `train()`, which exclude steps before a restart."""
+        """Resets the Trainer's sums: of this `train()`, without the steps before a restart."""
         trainer, state = self.trainer, self.trainer.state
         trainer._tr_loss.zero_()
         trainer._total_loss_scalar = 0.0

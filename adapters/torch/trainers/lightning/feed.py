@@ -106,8 +106,8 @@ class Feed:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
         is_last = data.last_read.is_last() or getattr(self._loader, "exhausted", False)
-        # A batch of the next epoch follows if the rest of this epoch is unreadable. It ends the
-        # epoch, because Lightning's last step and validation have to follow a batch.
+        # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
+        # this epoch, because Lightning's last step and validation have to follow a batch.
         epoch, index = data.pending_ids[-1]
         before = 0 if epoch else self._done_before
         self.done = is_last or index < batch_progress.current.ready - before
