@@ -280,8 +280,8 @@ class StepReader:
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._untaken = self._accumulated = 0
-        """Latest updates in a row that left the healing state unchanged, and their number before the
-        previous change, which is the same in every accumulation."""
+        """Latest updates in a row that left the healing state unchanged; and their number before
+        the previous change, which is the same in every accumulation."""
 
     def restart(self, states: Sequence[HealState]) -> None:
         """Sets the states from which the next dispatch starts."""
