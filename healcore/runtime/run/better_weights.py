@@ -139,7 +139,9 @@ class BetterWeights:
         self.comparisons.accept(until)
         why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:
-            why = f"The last {MAX_ACCEPTED} changes outlived all trials, so this one is intended"
+            why = (
+                f"The last {MAX_ACCEPTED} changes came back after all trials: this one is intended"
+            )
         changes = "; the trials are undone" if undone else ""
         self._context.log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
