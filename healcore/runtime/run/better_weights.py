@@ -139,9 +139,7 @@ class BetterWeights:
         self.comparisons.accept(until)
         why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:
-            why = (
-                f"The last {MAX_ACCEPTED} changes came back after all trials: this one is intended"
-            )
+            why = f"The last {MAX_ACCEPTED} changes came back after all trials: this is intended"
         changes = "; the trials are undone" if undone else ""
         self._context.log.warning(
             f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
