@@ -72,7 +72,7 @@ class HealedStep:
         self.all_reduce = all_reduce
         self.in_update = False
         self._current = _CurrentStep()
-        self._clears = False
+        self._grads_are_none = False
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
         engine = live_engine.engine
@@ -101,7 +101,7 @@ class HealedStep:
         """Replaces `step` of the optimizer object. Returns a function that restores `step`."""
         optimizer: Any = self.optimizer
         own_step = vars(optimizer).get("step")  # None if the class has it
-        replacement = types.MethodType(self._replaced(optimizer.step), optimizer)
+        replacement = types.MethodType(self._make_step(optimizer.step), optimizer)
         optimizer.step = replacement
         handle = optimizer.register_step_pre_hook(self.check)
 
@@ -114,8 +114,8 @@ class HealedStep:
 
         return restore
 
-    def _replaced(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that replaces `original`, the `step` before `attach`.
+    def _make_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes the function that replaces `original`, the `step` before `attach`.
 
         A bound method is made of the result, because learning-rate schedulers wrap `__func__`.
         """
@@ -214,9 +214,10 @@ class HealedStep:
         self.measurer.clear()  # losses of a closure's later evaluations
         if self._current.skipped is not None:
             params = gradients.parameters(self.optimizer)
-            for p in params if skipped and self._clears else ():
+            for p in params if skipped and self._grads_are_none else ():
                 p.grad = None
-            self._clears = self._clears if skipped else all(p.grad is None for p in params)
+            if not skipped:
+                self._grads_are_none = all(p.grad is None for p in params)
             self._read_records()
             if self.on_ended is not None:
                 self.on_ended(self._current.skipped)

@@ -172,11 +172,7 @@ class Comparisons:
             return None
         losses, self._dispatch_losses = self._dispatch_losses, []
         if not self.loss_function.is_checked:
-            first, single = self._anchor_of(index), loss if len(losses) == 1 else math.nan
-            self.loss_function.learn_first_step(step, single, first and first.weights)
-            self._credit.charge(0)  # the check is no part of a step's time
-            if not self.is_enabled:
-                self.anchors.clear()
+            self._learn_first_step(step, losses)
         wanted, self._wanted = self._wanted and self._credit.left > 0, False
         if state.verdict is not None:
             wanted, best = index >= state.verdict.due, None
@@ -189,6 +185,14 @@ class Comparisons:
             for anchor in self.anchors:
                 anchor.add(step)
         return verdict
+
+    def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
+        """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
+        first, single = self._anchor_of(step.index), losses[0] if len(losses) == 1 else math.nan
+        self.loss_function.learn_first_step(step, single, first and first.weights)
+        self._credit.charge(0)  # the check is no part of a step's time
+        if not self.is_enabled:
+            self.anchors.clear()
 
     def pending(self, index: int) -> Verdict | None:
         """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""

@@ -93,9 +93,9 @@ class Saver:
         with self.schedule.saving(regular=why == "regular"):
             self.write(self.data.step, why)
             if why in ("first", "regular"):
-                self.keep_anchor()
+                self.add_anchor()
 
-    def keep_anchor(self) -> None:
+    def add_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
         self.comparisons.add_anchor(self.data.step, self.checkpoints.restorable)
         self.store.ring.protected = frozenset(each.step for each in self.comparisons.anchors)

@@ -319,7 +319,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
     recovery.monitor.read_engines()
     recovery.comparisons.silent_until = loop.record.ledger.accepted_until
     if resume:  # otherwise the first save does it
-        saver.keep_anchor()
+        saver.add_anchor()
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
         saver.store.nonfinite_ok += tuple(record.nonfinite_ok)

@@ -120,9 +120,6 @@ class StoredCheckpoint(NamedTuple):
             raise self.damaged(STATE, why) from error
 
 
-# -- writing and removing ---------------------------------------------------------------------
-
-
 def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: int) -> None:
     """Writes the per-rank entries of this rank, and on rank 0 also the shared entries."""
     own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
@@ -176,9 +173,6 @@ def sweep(root: Path) -> list[str]:
         for path in files.entries_of(folder)
         if files.TEMPORARY.fullmatch(path.name) and files.discard(path)
     ]
-
-
-# -- the checkpoints in a directory -----------------------------------------------------------
 
 
 def step_of(folder: Path) -> int | None:

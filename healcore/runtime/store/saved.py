@@ -110,8 +110,6 @@ class CheckpointInfo(NamedTuple):
 
     step: int
     status: Status
-    finite: bool
-    """Whether every array is finite, except arrays that `nonfinite_ok` names."""
     bytes: int
     created: float
     """Wall-clock seconds since 1970. Clocks jump: order checkpoints by `step`."""
@@ -122,12 +120,17 @@ class CheckpointInfo(NamedTuple):
     nonfinite: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf that `nonfinite_ok` does not name."""
 
+    @property
+    def finite(self) -> bool:
+        """Whether every array is finite, except arrays that `nonfinite_ok` names."""
+        return not self.nonfinite
+
     @classmethod
     def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> CheckpointInfo:
         """The entry of a manifest or a copy in memory. `AttemptHistory` sets the status."""
         bad = disallowed(saved.nonfinite, nonfinite_ok)
         numbers = saved.nbytes, saved.created, saved.attempt
-        return cls(saved.step, "candidate", not bad, *numbers, path, bad)
+        return cls(saved.step, "candidate", *numbers, path, bad)
 
 
 def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:

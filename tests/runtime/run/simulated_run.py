@@ -73,10 +73,11 @@ class Listed(CheckpointStore):
     def save(self, step: int, state: Any, *, record: Mapping[str, Any] | None = None) -> None:
         self.passes()
         attempt = max(1, len(AttemptHistory.of(record).starts))
-        self.saves[step] = CheckpointInfo(step, "candidate", self.finite, 0, 0.0, attempt, "a list")
+        bad = () if self.finite else ("weights",)
+        self.saves[step] = CheckpointInfo(step, "candidate", 0, 0.0, attempt, "a list", bad)
         self.stored[step] = json.loads(json.dumps(record))
         self.corrupt.discard(step)
-        self.bad += [] if self.finite else [(step, ("weights",))]
+        self.bad += [(step, bad)] if bad else []
 
     def checkpoints(self) -> list[CheckpointInfo]:
         history = AttemptHistory.newest(self.stored)

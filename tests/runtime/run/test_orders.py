@@ -35,7 +35,7 @@ from tests.healer.step_records import record
 
 
 def saved(step: int, status: Any = "good", finite: bool = True) -> CheckpointInfo:
-    return CheckpointInfo(step, status, finite, 1, 0.0, 1, None)
+    return CheckpointInfo(step, status, 1, 0.0, 1, None, () if finite else ("w",))
 
 
 GOOD = [saved(0, "candidate"), saved(100), saved(200), saved(300), saved(400, "candidate")]

@@ -116,8 +116,7 @@ class History(RuleBasedStateMachine):
 
     def target(self, depth: int) -> int | None:
         """The checkpoint that it must return to; None if there is none."""
-        saves = self.process.checkpoints.listed()
-        usable = [s for s in saves if s.finite and s.step <= self.onset]
+        usable = [s for s in self.process.checkpoints.listed() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
         first = self.process.restorer.context.record.first_step
@@ -255,7 +254,7 @@ def good(process: Process) -> list[int]:
 def test_the_newest_that_are_finite_stay(bad):
     process = waiting()
     for step in bad:
-        process.store.saves[step] = process.store.saves[step]._replace(finite=False)
+        process.store.saves[step] = process.store.saves[step]._replace(nonfinite=("w",))
     goes_well(process, EVERY)  # to the next save
     assert good(process) == [step for step in STEPS if step not in bad][-KEEP.good :]
     goes_well(process, 40)

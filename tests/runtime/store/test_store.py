@@ -205,7 +205,7 @@ CODES = {"g": "good", "c": "candidate", "a": "abandoned", "n": "candidate"}
 def saves(text: str) -> list[CheckpointInfo]:
     """Of "gcan": a known-good one of step 0, a candidate of step 10, …; n: one with NaN in it."""
     return [
-        CheckpointInfo(10 * i, CODES[code], code != "n", 1, 0.0, 1, None)  # type: ignore[arg-type]
+        CheckpointInfo(10 * i, CODES[code], 1, 0.0, 1, None, ("w",) * (code == "n"))  # type: ignore[arg-type]
         for i, code in enumerate(text)
     ]
 
@@ -233,7 +233,7 @@ def test_older_ones_stay_at_distances_that_grow_geometrically(every):
     """Of a run that saves regularly and whose checkpoints all become good."""
     keep, kept = Keep(good=3, older=True), list[CheckpointInfo]()
     for step in range(0, 3000 * every, every):
-        kept.append(CheckpointInfo(step, "good", True, 1, 0.0, 1, None))
+        kept.append(CheckpointInfo(step, "good", 1, 0.0, 1, None))
         gone = superfluous(kept, keep)
         kept = [save for save in kept if save.step not in gone]
         assert superfluous(kept, keep) == []
