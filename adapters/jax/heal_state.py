@@ -146,11 +146,10 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
 
 
 def with_engine_state(state: HealState, new: EngineState) -> HealState:
-    """Replaces the EngineState, outside of `jit`, and resets the last decision.
+    """Replaces the EngineState by NumPy arrays, outside of `jit`, and resets the last decision.
 
     Raises StateError if `new` belongs to another model.
     """
-    new = jax.device_get(new)
     head = np.zeros(_LOSS_SEEN, np.int32)
     seen = new.last.loss != 0
     vector = np.concatenate([*map(_bits, [head, seen, *jax.tree.leaves(new)])])

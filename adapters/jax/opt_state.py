@@ -128,7 +128,7 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
     """
     engine = engine_of(policy)
-    return engine.to_dict(jax.device_get(engine_state(engine, find(opt_state))))
+    return engine.to_dict(engine_state(engine, find(opt_state)))
 
 
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:

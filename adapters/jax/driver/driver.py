@@ -132,14 +132,11 @@ class JaxDriver(Driver):
 
     @transferring
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict`. One sync."""
-        tree = self._live.read()
-        states = [
-            heal_state.engine_state(self._engine, heal_state.node_at(tree, entry.path))
-            for entry in self._engines
-        ]
-        pairs = zip(self._engines, jax.device_get(states), strict=True)
-        return {entry.name: self._engine.to_dict(state) for entry, state in pairs}
+        """Engine name -> `Engine.to_dict`. One sync per engine."""
+        tree, engine = self._live.read(), self._engine
+        nodes = {entry.name: heal_state.node_at(tree, entry.path) for entry in self._engines}
+        states = {name: heal_state.engine_state(engine, node) for name, node in nodes.items()}
+        return {name: engine.to_dict(state) for name, state in states.items()}
 
     @transferring
     def load(
