@@ -107,7 +107,7 @@ def run_demo(
         is_last = run.arm == ARMS[-1]
         table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
     console.print(table, "")
-    console.print(f"\npages and checkpoints: {out}", soft_wrap=True)
+    console.print(f"\npages and checkpoints: {out}", soft_wrap=True, markup=False)
     return runs
 
 

@@ -11,7 +11,7 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from healcore.tools.cli.options import SetOption
@@ -92,7 +92,8 @@ def diff_(left: _Named, right: _Named) -> None:
 
     differences = diff(load(left), load(right))
     if differences:
-        table = Table("key", left, right, box=None, pad_edge=False)
+        columns = [Column(Text(name), overflow="fold") for name in (left, right)]
+        table = Table("key", *columns, box=None, pad_edge=False)
         for key, a, b in differences:
             table.add_row(key, _cell(a), _cell(b))
         console().print(table)

@@ -29,7 +29,7 @@ def healcore_cli(*arguments: str):
 @pytest.fixture
 def mine(tmp_path):
     """A policy file: pretraining with another threshold."""
-    file = tmp_path / "mine.toml"
+    file = tmp_path / "mine[b].toml"  # no markup of rich
     file.write_text(preset_text("pretraining").replace("z_threshold = 2.5 ", "z_threshold = 3.5 "))
     return str(file)
 
@@ -43,7 +43,7 @@ def test_every_policy_is_listed_shown_as_its_file_and_checked(mine):
         assert (done.exit_code, done.output) == (0, preset_text(name))
     done = healcore_cli("policy", "check", *ALL, mine)
     assert (done.exit_code, len(done.output.splitlines())) == (0, len(ALL) + 1)
-    assert "mine.toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
+    assert "mine[b].toml: ok (heal, clip zclip, watches nonfinite, loss_spike" in done.output
     assert healcore_cli("--version").output == f"healcore {healcore.__version__}\n"
 
 
@@ -58,9 +58,10 @@ def test_check_of_a_wrong_one_goes_on_to_the_others(tmp_path):
 
 
 def test_policy_diff_prints_changed_values_and_exits_with_1(mine):
-    done = healcore_cli("policy", "diff", "pretraining", mine)
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["policy", "diff", "pretraining", mine])
     (line,) = [line for line in done.output.splitlines() if line.startswith("clip.")]
     assert (done.exit_code, line.split()) == (1, ["clip.z_threshold", "2.5", "3.5"])
+    assert mine in done.output
 
 
 def test_show_with_a_value_replaced_is_a_policy_to_keep():
