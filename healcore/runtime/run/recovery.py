@@ -213,8 +213,10 @@ class Recovery:
             )
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
-        event = {"step": order.index, "cause": [], "action": action, "why": why}
-        self.context.log.event("order", **event, observed=policy.observes)
+        observed = policy.observes
+        self.context.log.event(
+            "order", step=order.index, cause=[], action=action, why=why, observed=observed
+        )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
 
     def roll_back(self, order: Order) -> RollbackRecord | None:
