@@ -172,9 +172,9 @@ class Log:
             line = self._line(seq, kind, step, fields)
             lost = self.lost
             if self.path is not None:
-                durable, links = has(kind, Trait.DURABLE), self.follow_links
+                durable = has(kind, Trait.DURABLE)
                 try:
-                    append(self.path, line, durable=durable, follow_links=links)
+                    append(self.path, line, durable=durable, follow_links=self.follow_links)
                     self._reported = lost
                 except Exception as error:
                     if not self.lost:

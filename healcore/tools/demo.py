@@ -104,8 +104,7 @@ def run_demo(
         rollbacks = ", ".join(f"{each.left:.0f} → {each.first_step:.0f}" for each in attempts)
         counts = map(str, run.skips_and_clips())
         name = f"{run.framework} {run.arm}"
-        is_last = run.arm == ARMS[-1]
-        table.add_row(name, *losses, *counts, rollbacks, end_section=is_last)
+        table.add_row(name, *losses, *counts, rollbacks, end_section=run.arm == ARMS[-1])
     console.print(table, "")
     console.print(f"\npages and checkpoints: {out}", soft_wrap=True, markup=False)
     return runs

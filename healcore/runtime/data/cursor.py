@@ -25,7 +25,6 @@ from healcore.runtime.data.loader_adapters import (
     class_name,
     decode_position,
     encode_position,
-    state_to_text,
 )
 from healcore.runtime.data.torch_loader import SamplerEpochs, TorchLoader, division, is_replayable
 
@@ -305,16 +304,16 @@ class Cursor:
         It consists of Python values that any checkpoint can hold. If the loader's state cannot be
         taken, the cursor cannot rewind from then on.
         """
-        text = None
         try:
             # Beginning the next epoch for its state would read ahead.
             if self.can_rewind and not self._between_epochs:
                 self._begin()
-            text = state_to_text(self._adapter.state(ended=self._between_epochs))
+            state = self._adapter.state(ended=self._between_epochs)
+            position = self._encoded(self.next_id, state)
         except Exception as error:  # the loader's code may raise anything
             why_not = f"the state of {self._name} cannot be taken: {error_text(error)}"
             self._adapter = LoaderAdapter(self.loader, why_not=why_not)
-        position = self._encoded(self.next_id, text)
+            position = self._encoded(self.next_id, None)
         if self.can_rewind:
             self._captures.append((self.next_id, position))
         return position
@@ -333,7 +332,7 @@ class Cursor:
             batch = self._last_end  # the next epoch's order may be drawn when it begins
         same = batch.epoch == self.next_id.epoch
         if same and (state := self._adapter.state_before(batch.index)) is not None:
-            return self._encoded(batch, state_to_text(state))
+            return self._encoded(batch, state)
         for known, position in reversed(self._captures):
             if known == batch or (known.epoch == batch.epoch and 0 < known.index < batch.index):
                 behind = position["behind"] + batch.index - known.index
@@ -426,7 +425,6 @@ class Cursor:
             self._batches, behind = self._adapter.resume(target.state, behind)
             self._epoch_restored, self._between_epochs = True, False
         self._exhausted = False
-        self._error = None
         self.next_id = BatchId(epoch, index - behind)
         self._drop_until(target.batch)
         self._error = None
@@ -436,6 +434,6 @@ class Cursor:
         check_division(position, division(self.loader), self._name)
         return target
 
-    def _encoded(self, batch: BatchId, text: str | None) -> dict[str, Any]:
+    def _encoded(self, batch: BatchId, state: Any) -> dict[str, Any]:
         number = self._sampler_epochs.number(batch.epoch)
-        return encode_position(self._adapter.kind, batch, text, number, division(self.loader))
+        return encode_position(self._adapter.kind, batch, state, number, division(self.loader))

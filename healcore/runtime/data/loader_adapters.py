@@ -8,6 +8,7 @@ Classes of torch are recognized by name.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,11 +77,15 @@ class Position(NamedTuple):
 
 
 def encode_position(
-    kind: str, batch: BatchId, state: str | None, sampler_epoch: int | None, division: Any
+    kind: str, batch: BatchId, state: Any, sampler_epoch: int | None, division: Any
 ) -> dict[str, Any]:
-    """A position as dictionaries, lists, numbers and strings; see `Position`."""
+    """A position as dictionaries, lists, numbers and strings; see `Position`.
+
+    The text of the state is also a copy: loaders return live objects.
+    """
+    text = None if state is None else values.dumps(state, _STATE_PATH)
     names = ("version", "kind", "epoch", "index", "state", "told_epoch", "behind", "division")
-    parts = (POSITION_VERSION, kind, *batch, state, sampler_epoch, 0, division)
+    parts = (POSITION_VERSION, kind, *batch, text, sampler_epoch, 0, division)
     return dict(zip(names, parts, strict=True))
 
 
@@ -111,16 +116,6 @@ def check_division(value: Mapping[str, Any], division: list[Any] | None, loader:
     )
 
 
-def state_to_text(state: Any) -> str | None:
-    """A loader's state as text. The text is also a copy: loaders return live objects."""
-    return None if state is None else values.dumps(state, _STATE_PATH)
-
-
-def state_from_text(text: str | None) -> Any:
-    """A new copy of the state."""
-    return None if text is None else values.loads(text, _STATE_PATH)
-
-
 def decode_position(value: Any) -> Position:
     """Decodes a position of a checkpoint or a user; DataError if it cannot be read."""
     if not isinstance(value, Mapping) or value.get("version") != POSITION_VERSION:
@@ -136,7 +131,8 @@ def decode_position(value: Any) -> Position:
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
         number = None if number is None else int(number)
-        return Position(str(value["kind"]), batch, state_from_text(value["state"]), number, behind)
+        state = None if value["state"] is None else values.loads(value["state"], _STATE_PATH)
+        return Position(str(value["kind"]), batch, state, number, behind)
     except DataError:
         raise
     except Exception as error:  # the value may be crafted or damaged
@@ -253,14 +249,14 @@ class _StatefulIterator(LoaderAdapter):
         super().__init__(loader, first=first)
         self._current = first
         self._get, self._set = names
-        self._beginnings: dict[int, str | None] = {}
+        self._beginnings: dict[int, Any] = {}
 
     def start(self, epoch: int) -> Iterator[Any]:
-        if (text := self._beginnings.get(epoch)) is not None:
-            return self.resume(state_from_text(text), 0)[0]
+        if (state := self._beginnings.get(epoch)) is not None:
+            return self.resume(copy.deepcopy(state), 0)[0]
         self._current = super().start(epoch)
         with suppress(Exception):  # `state` raises it again
-            self._beginnings[epoch] = state_to_text(self.state(ended=False))
+            self._beginnings[epoch] = copy.deepcopy(self.state(ended=False))
         return self._current
 
     def state(self, *, ended: bool) -> Any:

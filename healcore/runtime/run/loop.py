@@ -109,7 +109,7 @@ class Loop:
                 return
 
     def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
-        """See `Healer.batches`; `args` as for `LoaderRegistry.begin`."""
+        """See `Healer.batches`; `args` as for `RunBatches.begin`."""
         data, guard = self.data, self.guard
         self.queue_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))

@@ -92,14 +92,15 @@ class RunBatches:
         """
         return 0 < self.passes >= self._context.record.passes and self.loaders.at_epochs
 
-    def begin(self, loader: Any, *args: Any) -> RunLoader:
-        """Begins to iterate over a loader; `args` as for `LoaderRegistry.begin`."""
+    def begin(
+        self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
+    ) -> RunLoader:
+        """Begins to iterate over a loader; see `LoaderRegistry.begin`."""
         self.passes += 1
         self._context.record.passes = max(self._context.record.passes, self.passes)
-        epoch = args[1] if len(args) > 1 else None
         saved = self.loaders.saved(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
-        begun = self.loaders.begin(loader, *args)
+        begun = self.loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # a rewind has drawn; an epoch that begins keeps its draws
             self._resumed_evaluation = None if begun.trains else begun
