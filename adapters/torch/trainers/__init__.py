@@ -50,23 +50,16 @@ def resolve_options(
     return policy, healer_options
 
 
-class TrainerCheckpoints(MemoryStore):
-    """The store of a run without rollbacks, whose checkpoints the trainer saves. It holds nothing.
+def trainer_checkpoints(save_now: Callable[[], None]) -> CheckpointStore:
+    """A store that holds nothing, for a run without rollbacks whose checkpoints the trainer saves.
 
-    Args:
-        save_now: called if the policy orders a checkpoint.
+    `save_now` is called if the policy orders a checkpoint.
     """
-
-    def __init__(self, save_now: Callable[[], None]) -> None:
-        super().__init__()
-        self.trainer_save = save_now
-
-    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
-        """Does nothing: the trainer's checkpoint has the state of the policy."""
-
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """An empty tuple, because the check would copy the state."""
-        return ()
+    store: Any = MemoryStore()
+    store.trainer_save = save_now
+    store.replace_record = lambda step, record: None  # the trainer saves the state of the policy
+    store.nonfinite_in = lambda state: ()  # the check would copy the state
+    return store
 
 
 def newest_step(store: Any) -> int | None:

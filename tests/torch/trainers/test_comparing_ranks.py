@@ -72,16 +72,14 @@ def lightning_run(world: int) -> dict[str, Any]:
 
     done, rollbacks = list[int](), list[Any]()
 
-    class Damages(lightning.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            damage(trainer.global_step, module.net[2], done)
-
+    damages: Any = lightning.Callback()
+    damages.on_train_batch_start = lambda run, own, *_: damage(run.global_step, own.net[2], done)
     torch.manual_seed(0)
     module = fits.Regression()
     callback = LightningHealingCallback(loss_fn=module.loss, **options(rollbacks))
     running = fits.trainer(
         callback,
-        Damages(),
+        damages,
         max_epochs=1,
         devices=world,
         strategy="ddp" if world > 1 else "auto",

@@ -334,23 +334,20 @@ def _check(engine: Any) -> None:
     offloads = bool(zero.offload_optimizer or zero.offload_param or engine.zenflow)
     without_norm = stage in (1, 2) and not zero.compute_grad_norm
     scaled_norm = stage == 0 and engine.fp16_enabled()
-    for applies, reason in (
-        (hasattr(engine, "train_batch"), "a pipeline engine steps inside train_batch()"),
-        (engine.basic_optimizer is None, "it has no optimizer"),
-        (stage >= 3, "ZeRO-3 never has the whole step at once; use stage 1 or 2, or FSDP2"),
-        (
-            scaled_norm,
-            "with fp16 and ZeRO stage 0 DeepSpeed 0.19 divides the gradients by its loss scale "
-            "but does not multiply the loss by it, so the norm is wrong; use stage 1",
-        ),
-        (offloads, "with offloading the update runs outside of optimizer.step()"),
-        (without_norm, "zero_optimization.compute_grad_norm is false"),
-        (engine.has_moe_layers, "the experts' gradients are on some ranks only"),
-        (parallel > 1, "with model parallelism each rank has the norm of its part only"),
-        (float16, "torch_autocast with float16 has a GradScaler per group; use bf16"),
-    ):
-        if applies:
-            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
+    obstacles = {
+        "a pipeline engine steps inside train_batch()": hasattr(engine, "train_batch"),
+        "it has no optimizer": engine.basic_optimizer is None,
+        "ZeRO-3 never has the whole step at once; use stage 1 or 2, or FSDP2": stage >= 3,
+        "with fp16 and ZeRO stage 0 DeepSpeed 0.19 divides the gradients by its loss scale but "
+        "does not multiply the loss by it, so the norm is wrong; use stage 1": scaled_norm,
+        "with offloading the update runs outside of optimizer.step()": offloads,
+        "zero_optimization.compute_grad_norm is false": without_norm,
+        "the experts' gradients are on some ranks only": engine.has_moe_layers,
+        "with model parallelism each rank has the norm of its part only": parallel > 1,
+        "torch_autocast with float16 has a GradScaler per group; use bf16": float16,
+    }
+    if found := [reason for reason, applies in obstacles.items() if applies]:
+        raise AttachError(f"this DeepSpeed engine cannot be healed: {found[0]}")
 
 
 def _check_policy(engine: Any, core: Engine, limit: float | None) -> None:

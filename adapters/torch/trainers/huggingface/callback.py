@@ -31,13 +31,13 @@ from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
-    TrainerCheckpoints,
     TrainerOptions,
     healings_of,
     load_engines,
     newest_step,
     patched,
     resolve_options,
+    trainer_checkpoints,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
@@ -255,8 +255,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         for new in (split.training_step, self._run_epoch):
             call = functools.partial(new, getattr(trainer, new.__name__))
             stack.enter_context(patched(trainer, new.__name__, call))
-        stack.enter_context(steps.unclipped(trainer, limit))
-        stack.enter_context(steps.extended_log(trainer, healer.metrics))
+        steps.stop_clipping(trainer, limit, stack)
+        steps.extend_log(trainer, healer.metrics, stack)
         self._running = healer
 
     def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
@@ -273,7 +273,7 @@ class HealingCallback(TrainerCallback, ExportableState):
                 options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
-            store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
+            store = trainer_checkpoints(lambda: setattr(trainer.control, "should_save", True))
         elif loss_fn == "auto":
             loss_fn = steps.loss_fn_of(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -6,16 +6,16 @@ size and accumulation steps do not change, and no sample is lost. A loss that is
 items of the window (tokens of a causal language model) is summed over the parts. Any other loss is
 weighted by the part's share of its micro-batch.
 
-Each context manager changes one Trainer for its block. The Trainer's arguments stay unchanged,
-because every checkpoint saves them and trackers read them.
+Each function with a `stack` changes one Trainer until the stack is closed. The Trainer's arguments
+stay unchanged, because every checkpoint saves them and trackers read them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -195,8 +195,7 @@ def _is_instance_by_name(trainer: Any, names: tuple[str, ...]) -> bool:
 # -- the norm, the log and the loss of one batch --------------------------------------------------
 
 
-@contextmanager
-def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
+def stop_clipping(trainer: Any, limit: float | None, stack: ExitStack) -> None:
     """Makes the Trainer measure the gradient norm for its log without clipping the gradients.
 
     The Trainer clips before the optimizer's step is judged: a norm of 700 would be judged as 1.0.
@@ -204,7 +203,8 @@ def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
     is bit-identical to the Trainer's own clipping, because the parameters are in the model's order.
     Without a `limit` the policy enforces the Trainer's limit, or there is none.
     """
-    active = True  # other code may keep a reference to `measure_only` after the block
+    active = [True]  # other code may keep a reference to `measure_only` after the training
+    stack.callback(active.clear)
 
     def without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -218,22 +218,15 @@ def unclipped(trainer: Any, limit: float | None) -> Iterator[None]:
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
 
     # The Trainer clips parameters on several device meshes by a separate function.
-    places = (trainer.accelerator, "clip_grad_norm_"), (trainer, "_mixed_mesh_grad_norm")
-    with ExitStack() as stack:
-        for owner, name in places:
-            if (function := getattr(owner, name, None)) is not None:
-                stack.enter_context(patched(owner, name, without_limit(function)))
-        if limit is not None:
-            hook: Any = torch.compiler.disable(clip)
-            stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
-        try:
-            yield
-        finally:
-            active = False
+    for owner, name in (trainer.accelerator, "clip_grad_norm_"), (trainer, "_mixed_mesh_grad_norm"):
+        if (function := getattr(owner, name, None)) is not None:
+            stack.enter_context(patched(owner, name, without_limit(function)))
+    if limit is not None:
+        hook: Any = torch.compiler.disable(clip)
+        stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
 
 
-@contextmanager
-def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Iterator[None]:
+def extend_log(trainer: Any, metrics: Callable[[], dict[str, float]], stack: ExitStack) -> None:
     """Adds the entries of `metrics()` that have changed to each training row and the last row.
 
     A callback could not do this, because the callbacks of trackers run before the user's callbacks.
@@ -245,8 +238,7 @@ def extended_log(trainer: Any, metrics: Callable[[], dict[str, float]]) -> Itera
         of_training = "loss" in logs or "train_loss" in logs
         original({**logs, **changed()} if of_training else logs, *args, **kwargs)
 
-    with patched(trainer, "log", log):
-        yield
+    stack.enter_context(patched(trainer, "log", log))
 
 
 def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:

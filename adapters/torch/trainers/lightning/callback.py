@@ -95,8 +95,6 @@ class LightningHealingCallback(Callback):
         self._changes = ExitStack()
         """Restores the Trainer and its loops."""
         self._metrics = ChangedMetrics(dict)
-        self._pending_losses: list[Tensor] = []
-        """Losses since the last step, if the fit has several optimizers."""
         self._engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
@@ -121,9 +119,8 @@ class LightningHealingCallback(Callback):
             )
         self._progress = progress = Progress(trainer)
         progress.open = functools.partial(self._running, trainer, progress)
-        self._continues = (
-            trainer.strategy.broadcast(newest_step(self._options["store"])) is not None
-        )
+        newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
+        self._continues = newest is not None
         if self._continues:
             self._ignore_ckpt_path(trainer._checkpoint_connector)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
@@ -151,7 +148,7 @@ class LightningHealingCallback(Callback):
             self._fit_policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
         self._replace_hook(fit := trainer.fit_loop)
-        self._pending_losses.clear()
+        self._schedulers = [*trainer.lr_scheduler_configs]
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
@@ -162,8 +159,10 @@ class LightningHealingCallback(Callback):
             trainer.should_stop |= completed  # also a fit that another callback has stopped
             if fit._should_reload_train_dl:
                 epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
+                count = fit.epoch_progress.current
+                count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
                 fit.setup_data()
-                fit._last_train_dl_reload_epoch -= epoch % every
+                count.completed = epoch
                 run.data.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -233,21 +232,16 @@ class LightningHealingCallback(Callback):
             loss = loss.detach() / scaler.scale(torch.ones((), device=loss.device))
         if trainer.accumulate_grad_batches != 1:
             loss = loss.detach() * trainer.accumulate_grad_batches
-        if len(trainer.optimizers) > 1:
-            self._pending_losses.append(loss.detach())
-        else:
-            for healing in self.healings.values():
-                healing.observe(loss)
+        for healing in self.healings.values():
+            healing.observe(loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Observes the losses since the last step for the optimizer that steps."""
+        """Drops the losses since the last step for the optimizers that do not step."""
         for healing in self.healings.values():
-            if healing.optimizer is optimizer:
-                for loss in self._pending_losses:
-                    healing.observe(loss)
-        self._pending_losses.clear()
+            if healing.optimizer is not optimizer:
+                healing.drop_losses()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Observes the loss of the evaluation."""
@@ -278,7 +272,8 @@ class LightningHealingCallback(Callback):
             options["loss_fn"] = lambda batch: loss_fn(
                 to_device(fit._data_fetcher.as_passed(batch))
             )
-        healer = Healer(self._fit_policy, state=_state(trainer, progress), **options)
+        state = _state(trainer, progress, self._schedulers)
+        healer = Healer(self._fit_policy, state=state, **options)
         self.healer = healer.__enter__()
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
@@ -337,29 +332,54 @@ class LightningHealingCallback(Callback):
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
 
-def _state(trainer: Any, progress: Progress) -> dict[str, Any]:
+def _state(trainer: Any, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:
     """State of a fit. Checkpoints and events use the same names of optimizers."""
     optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
     if len(optimizers) == 1:
         optimizers = {"optimizer": trainer.optimizers[0]}
-    configs = trainer.lr_scheduler_configs
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return {
         "model": trainer.lightning_module,
         **optimizers,
-        **{f"scheduler{i}": config.scheduler for i, config in enumerate(configs)},
+        **{f"scheduler{i}": config.scheduler for i, config in enumerate(schedulers)},
         **({} if scaler is None else {"scaler": scaler}),
         "progress": progress,
-        **_averages(trainer),
+        **_averages(trainer, schedulers),
     }
 
 
-def _averages(trainer: Any) -> dict[str, Any]:
+def _averages(trainer: Any, schedulers: list[Any]) -> dict[str, Any]:
     """The callbacks that hold copies of the module, such as weight averages, and the copies."""
     found, module = dict[str, Any](), trainer.lightning_module
     for callback in trainer.callbacks:
         values = {f"{callback.state_key}.{n}": value for n, value in vars(callback).items()}
         copies = {n: v for n, v in values.items() if isinstance(v, AveragedModel | type(module))}
         if copies and module not in copies.values():
-            found |= {callback.state_key: callback, **copies}
+            part = _Averaging(callback, trainer.lr_scheduler_configs, schedulers)
+            found |= {callback.state_key: part, **copies}
     return found
+
+
+class _Averaging:
+    """A callback that averages weights, as a part of the state.
+
+    StochasticWeightAveraging replaces the schedulers of the fit (`first`) when it begins, which a
+    rollback may undo. Its own `load_state_dict` is for a new fit.
+    """
+
+    def __init__(self, callback: Any, schedulers: list[Any], first: list[Any]) -> None:
+        self._callback, self._schedulers, self._first = callback, schedulers, first
+        self.state_dict = callback.state_dict
+
+    def load_state_dict(self, state: Any) -> None:
+        callback = self._callback
+        callback.load_state_dict(state)
+        if not getattr(callback, "_initialized", False):
+            return
+        if state["scheduler_state"] is not None:
+            callback.n_averaged.fill_(state["n_averaged"])
+            callback._swa_scheduler.load_state_dict(state["scheduler_state"])
+        else:
+            callback._initialized = False
+            callback._swa_scheduler = callback.n_averaged = None
+            self._schedulers[:] = self._first

@@ -95,7 +95,10 @@ class Feed:
             self._progress.run = self._progress.open()
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
-            self._loader = self._train_loader()
+            loaders = self.combined_loader.flattened
+            rewinds = len(loaders) == 1 and self._length is not None
+            combined = CombinedBatches(self.combined_loader, self._length)
+            self._loader = loaders[0] if rewinds else combined
         data = self._progress.run.data
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
@@ -122,12 +125,6 @@ class Feed:
             return batch
         structure = self.combined_loader.iterables
         return apply_to_collection(structure, type(self._loader), lambda _: batch)
-
-    def _train_loader(self) -> Any:
-        flattened = self.combined_loader.flattened
-        if len(flattened) == 1 and self._length is not None:
-            return flattened[0]
-        return CombinedBatches(self.combined_loader, self._length)
 
     def _length_of(self, epoch: int) -> int:
         return self._length if epoch else max(self._length - self._done_before, 0)

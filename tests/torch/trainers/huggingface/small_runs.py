@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 BATCH = 4
-SILENT = {"log_level": "error", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 QUIET: dict[str, Any] = {"logging_steps": 1, "use_cpu": True, "dataloader_pin_memory": False}
-QUIET |= SILENT
+QUIET |= {"log_level": "error", "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 """Arguments of a Trainer that logs every step and writes nothing."""
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 10}
 

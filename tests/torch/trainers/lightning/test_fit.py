@@ -122,7 +122,7 @@ CASES: dict[str, Any] = {
     "read once": (Regression, lambda: [iterable(once=True)], {}),
     "limited": (Regression, lambda: [iterable()], {"limit_train_batches": 5, **PAIRS}),
     "reloaded": (Reloaded, list, {"reload_dataloaders_every_n_epochs": 1}),
-    "reloaded at 2": (Reloaded, list, {"reload_dataloaders_every_n_epochs": 2}),
+    "reloaded at 2": (partial(Reloaded, warmup=9), list, {"reload_dataloaders_every_n_epochs": 2}),
     "several": (Several, lambda: [{"a": shuffled(), "b": shuffled(batches=3)}], {}),
 }
 
@@ -147,6 +147,7 @@ def test_a_healthy_fit_has_the_same_bits_as_without_healcore(case: str, tmp_path
 
 
 average = partial(given.EMAWeightAveraging, decay=0.5)
+swa = partial(given.StochasticWeightAveraging, 0.02, swa_epoch_start=1)
 window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
 
 
@@ -157,7 +158,7 @@ window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
         ("on_validation_end", 16, 1, (3, 4), average, "iterable"),
         ("on_train_epoch_end", 16, 1, (3, 4), average, "iterable"),
         ("on_train_batch_end", 5, 1, (3,), average, "reloaded"),
-        ("on_train_batch_end", 10, 2, (3,), average, "reloaded at 2"),
+        ("on_train_batch_end", 13, 3, (4,), swa, "reloaded at 2"),
     ],
 )
 def test_a_resumed_fit_ends_as_the_whole_fit(hook, at, begins, ends, other, case, tmp_path: Path):
@@ -181,7 +182,7 @@ def test_a_resumed_fit_ends_as_the_whole_fit(hook, at, begins, ends, other, case
     setattr(own, hook, call)
     whole = run("whole", ends[-1])
     with pytest.raises(ZeroDivisionError):
-        run("resumed", 3)
+        run("resumed", ends[0])
     epochs.clear()
     assert torch.equal(whole, [run("resumed", number) for number in ends][-1])
     assert epochs == [*range(begins, ends[-1])]
@@ -396,7 +397,9 @@ def test_a_rollback_into_an_epoch_with_another_accumulation():
         rollback={"probation": 4, "confirm": False, "skip_batches": 0},
     )
     scheduler = given.GradientAccumulationScheduler({0: 1, 2: 2})
-    module, running = fit(own, scheduler, average(), callback, max_epochs=3)
+    late = swa(swa_epoch_start=3)
+    module, running = fit(own, scheduler, average(), late, callback, max_epochs=3)
+    assert late.n_averaged == 1, "begun twice"
     assert running.global_step == 8 + 8 + 2, "rolled back to step 12; two windows are skipped"
     assert vector(module).isfinite().all(), "with the average of the weights"
 
