@@ -213,8 +213,8 @@ class Saver:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def after_step(self) -> None:
-        """Keeps the random states after this step, for a save at a later exception."""
+    def keep_random_states(self) -> None:
+        """Keeps the random states after a step or an epoch, for a save at a later exception."""
         if self._resumes_exactly:
             self.data.host.after_step()
 
