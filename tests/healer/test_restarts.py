@@ -189,7 +189,8 @@ class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
     ("end", "first", "resumed", "left"),
     [
         *((17, 16, [1, 2], 0), (22, 21, [2], 0), ("after 1", 20, [1, 2], 0)),
-        *(("before 2", 20, [2], 0), (22, 20, [2], 2), ("within 1", 20, [1, 2], 0)),
+        *(("before 2", 20, [2], 0), (22, 20, [2], 2), ("fails within 1", 20, [1, 2], 0)),
+        ("fails before 2", 20, [2], 0),
     ],
 )
 def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fresh, tmp_path):
@@ -200,6 +201,8 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
 
     def program(healer, step, end=None):
         def saves(here):
+            if end == f"fails {here}":
+                raise ValueError
             if here == end:
                 healer.save()
                 raise Crash
@@ -219,8 +222,7 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
                     break
             saves(f"after {epoch}")
             ended.append((healer.step, random.random(), float(torch.rand(()))))  # an evaluation
-            if end == f"within {epoch}":
-                raise ValueError
+            saves(f"within {epoch}")
 
     start(framework, tmp_path / "undisturbed", program)
     start(framework, tmp_path / "killed", program, 12)

@@ -86,6 +86,7 @@ class Loop:
                 return
             yield epoch
             loaders.next_epoch = epoch + 1
+            self.saver.keep_random_states()
         self.reached_end = True
 
     def steps(self, total: int) -> Iterator[int]:
@@ -214,7 +215,7 @@ class Loop:
             self.recovery.monitor.loader_start = first.index
         self.recovery.reader.push(pending, first)
         self.guard.stepped(self.data.step)
-        self.saver.after_step()
+        self.saver.keep_random_states()
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""

@@ -83,8 +83,8 @@ class Saver:
         self.checkpoints.begin_attempt(step)
         self.schedule.last_saved = step
 
-    def after_step(self) -> None:
-        """Keeps the random states after this step, for a save at a later exception."""
+    def keep_random_states(self) -> None:
+        """Keeps the random states after a step or an epoch, for a save at a later exception."""
         if self.resumes_exactly:
             self.data.host.after_step()
 
