@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from healcore.core.decision import Decision
-from healcore.jax import opt_state as in_state
+from healcore.jax import opt_state
 from healcore.jax.commit import commit
 from healcore.jax.heal_state import map_nodes
 
@@ -66,12 +66,12 @@ def update(
 
 def last_decision(optimizer: nnx.Optimizer) -> Decision:
     """The decision of the optimizer's last step; see `healcore.jax.last_decision`."""
-    return in_state.last_decision(_arrays(optimizer.opt_state))
+    return opt_state.last_decision(_arrays(optimizer.opt_state))
 
 
 def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
     """Named scalars for a logger; see `healcore.jax.metrics`."""
-    return in_state.metrics(_arrays(optimizer.opt_state))
+    return opt_state.metrics(_arrays(optimizer.opt_state))
 
 
 def _arrays(tree: Any) -> Any:

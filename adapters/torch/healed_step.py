@@ -249,7 +249,7 @@ class HealedStep:
 
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`."""
-        if not self.measurer.dropped.found():
+        if not self.measurer.dropped.take():
             return
         with torch.no_grad():
             groups = self.live_engine.groups
@@ -268,17 +268,17 @@ class HealedStep:
     @torch.no_grad()
     def _judge(self) -> None:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
-        engine, policy = self.live_engine, self.live_engine.engine
+        live = self.live_engine
         parameters = gradients.parameters(self.optimizer)
         params = [p for p in parameters if p.grad is not None]
         has_ranks = self.all_reduce.ranks.world > 1
         if not params and not has_ranks:
             return
-        if len(parameters) > engine.groups:
-            engine.grow(len(parameters))
-        if policy.per_tensor and len(parameters) != engine.groups:
+        if len(parameters) > live.groups:
+            live.grow(len(parameters))
+        if live.engine.per_tensor and len(parameters) != live.groups:
             raise ParametersChangedError(
-                f"the optimizer had {engine.groups} parameters, now {len(parameters)}, and this "
+                f"the optimizer had {live.groups} parameters, now {len(parameters)}, and this "
                 "policy has a clipping history for each: detach() and attach again"
             )
         divisor, found_inf = self.enforcer.amp_flags()
@@ -286,18 +286,18 @@ class HealedStep:
         own_loss = signals.loss if has_ranks else None
         if has_ranks:
             signals, found_inf = self.all_reduce.reduce(
-                signals, self.measurer.squares, found_inf, engine.decision
+                signals, self.measurer.squares, found_inf, live.decision
             )
         if signals.grad_norm is None:
             return
         signals = self.measurer.overflows.mark(signals, found_inf)
         self.in_update = True  # a collective that raised before this line changed nothing
-        order = engine.step(signals, found_inf, divisor)
+        order = live.step(signals, found_inf, divisor)
         self._current.skipped = False
         if self._resets_next and order.skip is not True:
             reset_moments(self.optimizer)
             self._resets_next = False
-        if policy.mode != "observe":
+        if live.engine.mode != "observe":
             if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
                 order = order.to_host()
             self.enforcer.enforce(parameters, order, divisor)

@@ -254,7 +254,7 @@ class DroppedSteps:
         """Whether the optimizer has stepped since the last `update()`. The caller sets it."""
         self._records = None if scaler is None else scaler._per_optimizer_states
 
-    def found(self) -> bool:
+    def take(self) -> bool:
         """Whether a step was skipped since the last call. Call it at least once per step."""
         if self._scaler is None or self._scaler._per_optimizer_states is self._records:
             return False

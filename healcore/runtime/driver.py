@@ -80,7 +80,7 @@ class Driver(Protocol):
         """Starts to copy the records of the dispatch since the last call. None without one."""
         ...
 
-    def has_stepped(self) -> int:
+    def pending_steps(self) -> int:
         """Steps of each optimizer, rounded up, that `take_dispatch` has not returned. 0 in JAX."""
         return 0
 
@@ -137,7 +137,7 @@ class Driver(Protocol):
         """
         ...
 
-    def interrupted(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether an exception has interrupted an update: the state may be half updated."""
         return False
 
@@ -151,7 +151,7 @@ class Driver(Protocol):
 
     # -- weights --------------------------------------------------------------------------------
 
-    def finite(self) -> bool:
+    def has_finite_weights(self) -> bool:
         """Whether all parameters are finite now. Waits for the device."""
         return not self.nonfinite_weights()
 

@@ -416,7 +416,7 @@ class Healer(Generic[State]):
         Drops the earlier weights that the Healer compares with. Call it on every rank.
         """
         self._live.driver.expect_change()
-        self._live.recovery.comparisons.accept(self._live.data.step + 1)
+        self._live.recovery.comparisons.pause_until(self._live.data.step + 1)
 
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
@@ -429,7 +429,7 @@ class Healer(Generic[State]):
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
         self._loop.begin()
-        return self._loop.data.step + bool(self._loop.driver.has_stepped())
+        return self._loop.data.step + bool(self._loop.driver.pending_steps())
 
     @property
     def rollbacks(self) -> int:

@@ -62,10 +62,11 @@ class HealingReport:
         )
         events = loop.log.events
         written = None if events.path is None else path_for(events.path, events.run)
+        completed = ending == Ending.COMPLETED
         return cls(
             policy=loop.policy.name,
             ending=ending.value if ending else "running",
-            converged=ending == Ending.COMPLETED and not end.open and loop.driver.finite(),
+            converged=completed and not end.open and loop.driver.has_finite_weights(),
             steps=end.step,
             attempts=end.counts.rollbacks,
             recoveries=sum(incident.over for incident in ledger.incidents),

@@ -14,7 +14,7 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
-from healcore.jax.driver import engines as in_state
+from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver.engines import Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights, transferring
@@ -51,7 +51,7 @@ class JaxDriver(Driver):
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
-        self._engines = in_state.find_engines(tree, self._live.trained, self._engine)
+        self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
         self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
@@ -67,7 +67,7 @@ class JaxDriver(Driver):
         self._ranks: Ranks | None = None
         self.window = SummedGradients(self._counters)
         self._remember_step()
-        self._edit = max(in_state.edit_numbers(self._states()))
+        self._edit = max(engine_states.edit_numbers(self._states()))
         """Number of the last edit of the state, by a rollback, `expect_change`, ..."""
         self._edit_is_new = False
         """Whether no `update` since the last edit has continued from the edited state."""
@@ -93,7 +93,7 @@ class JaxDriver(Driver):
         try:
             self._live.check_if_new()
             if self._edit_is_new:  # one sync, in the first update after an edit
-                edits = in_state.edit_numbers(self._states())
+                edits = engine_states.edit_numbers(self._states())
                 self._edit_is_new = any(edit != self._edit for edit in edits)
                 if self._edit_is_new:
                     raise HealStateError(_STALE)
@@ -121,7 +121,7 @@ class JaxDriver(Driver):
     @transferring
     def expect_change(self) -> None:
         """Opens every engine's grace window."""
-        self._edit_state(in_state.map_states(with_change_expected, self._live.read()))
+        self._edit_state(engine_states.map_states(with_change_expected, self._live.read()))
 
     # -- the state --------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class JaxDriver(Driver):
         tree = self._live.read() if state is None else self._live.restored(state)
         if reset_moments:
             tree = reset_moments_of(tree, lambda leaf: as_live(jnp.zeros_like(leaf), leaf))
-        self._edit_state(in_state.with_engines(self._engine, self._engines, tree, engines))
+        self._edit_state(engine_states.with_engines(self._engine, self._engines, tree, engines))
         self._remember_step()
 
     def moments_obstacle(self) -> str:
@@ -167,7 +167,7 @@ class JaxDriver(Driver):
 
     # -- weights and numbers ----------------------------------------------------------------------
 
-    def finite(self) -> bool:
+    def has_finite_weights(self) -> bool:
         """Whether all parameters are finite that were finite at the start."""
         return set(self.nonfinite_weights()) <= self._not_finite
 
@@ -259,7 +259,7 @@ class JaxDriver(Driver):
         if not self._live.in_place:
             self._edit += 1
             self._edit_is_new = True
-            tree = in_state.map_states(lambda state: with_edit(state, self._edit), tree)
+            tree = engine_states.map_states(lambda state: with_edit(state, self._edit), tree)
         self._live.write(tree)
         if all_polled:  # otherwise `take_dispatch` still has to return the step before the edit
             self._last_counters = self._counters()
@@ -280,7 +280,7 @@ class SummedGradients:
         self._counters = counters
         self._begin: list[Any] | None = None
 
-    def accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         """Whether a window has begun without a step since."""
         return self._begin is not None and not self.has_stepped()
 

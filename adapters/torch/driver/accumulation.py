@@ -142,7 +142,7 @@ class GradientWindow:
         self._shared: DDPGradients | None = None
         self.begin_window()
 
-    def accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         """Whether any optimizer has gradients that it has not stepped with."""
         return any(accumulation.in_progress for accumulation in self._accumulations)
 

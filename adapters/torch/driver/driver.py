@@ -153,8 +153,8 @@ class TorchDriver(Driver):
             return None
         return PendingStep(entries, early)
 
-    def has_stepped(self) -> int:
-        """See `Driver.has_stepped`."""
+    def pending_steps(self) -> int:
+        """See `Driver.pending_steps`."""
         return -(-len(self._pending) // len(self.healings))
 
     def request_vote(self) -> None:
@@ -227,8 +227,8 @@ class TorchDriver(Driver):
             pending = [accumulation for accumulation in pending if accumulation.idle < patience]
         return not pending
 
-    def interrupted(self) -> bool:
-        """See `Driver.interrupted`. True too if fewer optimizers stepped than for the last one."""
+    def is_interrupted(self) -> bool:
+        """See `Driver.is_interrupted`. Also if fewer optimizers stepped than for the last batch."""
         in_update = any(healing.healed_step.in_update for healing in self.healings.values())
         stepped = {each for each in self._accumulations if each.stepped}
         return in_update or (bool(stepped) and stepped < self._usual)

@@ -225,7 +225,7 @@ class Cursor:
             self._skipped.append(which)
         raise StopIteration
 
-    def skipped(self) -> list[BatchId]:
+    def take_skipped(self) -> list[BatchId]:
         """Ids of the batches skipped since the last call, in order."""
         skipped, self._skipped = self._skipped, []
         return skipped

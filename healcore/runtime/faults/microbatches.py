@@ -78,7 +78,7 @@ class Microbatch(Generic[Batch]):
 class Gradients(Protocol):
     """The gradients of a window, which is all parts since the last optimizer step."""
 
-    def accumulating(self) -> bool:
+    def is_accumulating(self) -> bool:
         """Whether any gradients have not been used by an optimizer step."""
         ...
 

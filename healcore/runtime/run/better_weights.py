@@ -77,7 +77,7 @@ class BetterWeights:
             return self._accept(order, verdict, past) if finite else None
         done = self._roll_back(order)
         if done is None and finite:
-            self.comparisons.accept(verdict.index + 1)
+            self.comparisons.pause_until(verdict.index + 1)
         return done
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
@@ -94,7 +94,8 @@ class BetterWeights:
         tried = [Trial(each.trial) for each in past]
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = broadcast(self._context.ranks, self.comparisons.unusual(verdict)) if tried else []
+        unusual = self.comparisons.find_unusual_steps(verdict) if tried else []
+        unusual = broadcast(self._context.ranks, unusual)
         policy = self._context.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(
@@ -136,7 +137,7 @@ class BetterWeights:
         if done is None:
             driver = self._context.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
-        self.comparisons.accept(until)
+        self.comparisons.pause_until(until)
         why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:
             why = f"The last {MAX_ACCEPTED} changes came back after all trials: this is intended"

@@ -194,12 +194,12 @@ class Comparisons:
         if not self.is_enabled:
             self.anchors.clear()
 
-    def pending(self, index: int) -> Verdict | None:
+    def pending_verdict(self, index: int) -> Verdict | None:
         """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
         verdict = self.state.verdict
         return None if verdict is None else verdict._replace(index=index)
 
-    def at_end(self, index: int) -> Verdict | None:
+    def decide_at_end(self, index: int) -> Verdict | None:
         """Decides about a pending verdict at the end of the run, after which no step can recover.
 
         Returns:
@@ -210,7 +210,7 @@ class Comparisons:
         [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
         is_better = losses is not None and _rise(*map(sum, losses)) > 0
-        return self.pending(index) if is_better else None
+        return self.pending_verdict(index) if is_better else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -220,14 +220,14 @@ class Comparisons:
         self._forget_trouble()
         self._history.forget()
 
-    def accept(self, until: int) -> None:
-        """Drops anchors and losses, and compares and copies no weights before step `until`."""
-        self.silent_until = max(self.silent_until, until)
+    def pause_until(self, step: int) -> None:
+        """Drops anchors and losses, and compares and copies no weights before `step`."""
+        self.silent_until = max(self.silent_until, step)
         self.anchors.clear()
         self._forget_trouble()
         self._history.forget()
 
-    def unusual(self, verdict: Verdict) -> list[int]:
+    def find_unusual_steps(self, verdict: Verdict) -> list[int]:
         """Steps near the onset that may have caused the damage: by their batch or gradient norm.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of a sample

@@ -87,7 +87,7 @@ class Shutdown:
             self.read_last_steps()
         if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
             self.collect("the last step could not be counted", loop.count_last_step)
-        uncounted = loop.driver.has_stepped() or loop.driver.interrupted()
+        uncounted = loop.driver.pending_steps() or loop.driver.is_interrupted()
         between_steps = self.data.between_steps and not (loop.after_update or uncounted)
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self.save_and_log_fault, self.fault, self.raised)
@@ -300,7 +300,8 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     try:
         loop.recovery.stop_if_never_finite(at_end=True)
         judges = loop.policy.rollback.nonfinite_state == "rollback" and not loop.policy.observes
-        if judges and not loop.recovery.is_finite() and (found := loop.saver.nonfinite_in_state()):
+        judges = judges and not loop.recovery.weights_are_finite()
+        if judges and (found := loop.saver.nonfinite_in_state()):
             loop.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not loop.policy.observes and 2 * (untrained + skipped) > total:
             loop.recovery.stop(

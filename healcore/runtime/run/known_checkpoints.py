@@ -60,7 +60,7 @@ class KnownCheckpoints:
         Drops all findings so far, because their steps are repeated.
         """
         record = self._context.record
-        self._context.store.nonfinite_found()
+        self._context.store.take_nonfinite()
         self._nonfinite_now = {}
         if self.started_from < 0:
             self.started_from = step
@@ -106,7 +106,7 @@ class KnownCheckpoints:
 
         Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
         """
-        for step, names in self._context.store.nonfinite_found(up_to):
+        for step, names in self._context.store.take_nonfinite(up_to):
             if step in self._finite:
                 self._finite[step] = False
             if step in self._nonfinite_now:

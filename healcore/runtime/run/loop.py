@@ -54,7 +54,7 @@ class Loop:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self.own_count_error = ""
         """Error of a loop that counts steps itself, after a snapshot was replaced, or ""."""
-        self._begun = False  # whether a loop has begun since the start
+        self._loop_begun = False  # whether a loop has begun since the start
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._yielded_step = math.inf
@@ -67,8 +67,8 @@ class Loop:
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step."""
         self.own_count_error = ""
-        if not self._begun:
-            self._begun = True
+        if not self._loop_begun:
+            self._loop_begun = True
             self.data.restore_generators()
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -78,7 +78,7 @@ class Loop:
             self.data.begin_pass()
             # If the code after the step of epoch 0 raises, the checkpoint has step 1 and epoch 0.
             counted = loaders.is_empty and (epoch > 0 or self.data.resumed_here)
-            if counted and self.data.step + self.driver.has_stepped() == max(epoch, 1):
+            if counted and self.data.step + self.driver.pending_steps() == max(epoch, 1):
                 self._step_is_epoch = True
                 for number in self.steps(total):
                     loaders.next_epoch = number
@@ -91,7 +91,7 @@ class Loop:
 
     def steps(self, total: int) -> Iterator[int]:
         """See `Healer.steps`."""
-        without_step, last, self._begun = 0, -1, False
+        without_step, last, self._loop_begun = 0, -1, False
         while True:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
@@ -114,7 +114,7 @@ class Loop:
         data, guard = self.data, self.guard
         self.queue_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))
-        begun, self._begun = data.begin(loader, *args), True
+        begun, self._loop_begun = data.begin(loader, *args), True
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
         while True:
@@ -175,7 +175,7 @@ class Loop:
         self.guard.pause()
         self.polled = True
         self.queue_dispatch()
-        if self.own_count_error or not self._begun:
+        if self.own_count_error or not self._loop_begun:
             self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
         self.after_update = False
@@ -227,7 +227,7 @@ class Loop:
         if self.read_and_act(all=True):
             return True
         recovery = self.recovery
-        verdict = recovery.comparisons.at_end(self.data.step) if of_training else None
+        verdict = recovery.comparisons.decide_at_end(self.data.step) if of_training else None
         if verdict is not None and self._note_rollback(recovery.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
@@ -246,7 +246,7 @@ class Loop:
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         self.guard.watch()  # reading waits for the device
-        for step in self.recovery.reader.due(all=all):
+        for step in self.recovery.reader.read_due(all=all):
             self.guard.pause()
             order = self.recovery.process(step)
             self.end_requests.note_mark(step)
@@ -284,7 +284,7 @@ class Loop:
 
     def count_last_step(self) -> bool:
         """Counts the last step of a loop that was left. False if an update was interrupted."""
-        if self.driver.interrupted():
+        if self.driver.is_interrupted():
             return False
         self.queue_dispatch()
         return True

@@ -44,7 +44,7 @@ class RunMetrics:
             if name in self._last and self._last[name].step > engine["state"]["step"]:
                 del self._last[name]
 
-    def compared(self, records: Sequence[StepRecord]) -> list[StepRecord]:
+    def with_loss_ratios(self, records: Sequence[StepRecord]) -> list[StepRecord]:
         """The records of one step, with the loss and the evaluation relative to the mean loss.
 
         Losses of steps with a cause do not enter the mean. Each process starts a new mean.

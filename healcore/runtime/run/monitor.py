@@ -82,7 +82,7 @@ class IncidentMonitor:
         """First step of the current loader: ids of earlier loaders have no meaning in it."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
         self._alarms_outside = 0
-        self._begun: list[IncidentRecord] = []
+        self._unclosed: list[IncidentRecord] = []
         """Incidents of this process without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
@@ -221,7 +221,7 @@ class IncidentMonitor:
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
-        self._begun.append(incident)
+        self._unclosed.append(incident)
         first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
         if first.rank_signals is not None and self.context.ranks.world > 1:
             values = enumerate(self.context.ranks.gather(first.rank_signals))
@@ -239,9 +239,9 @@ class IncidentMonitor:
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
         newest = step.index - self._quiet_steps
-        if not all(incident.over and incident.last <= newest for incident in self._begun):
+        if not all(incident.over and incident.last <= newest for incident in self._unclosed):
             return
-        begun, self._begun = self._begun, []
+        begun, self._unclosed = self._unclosed, []
         for incident in begun:
             event = self.context.log.event(
                 "over",

@@ -121,7 +121,7 @@ class OutOfMemory:
 
     def _begin(self, split_obstacle: str) -> None:
         """Begins a new window, unless the current window still waits for its optimizer step."""
-        accumulating = self._gradients.accumulating()
+        accumulating = self._gradients.is_accumulating()
         if accumulating and self._batches and not self._gradients.has_stepped():
             return
         self._batches.clear()
@@ -243,7 +243,7 @@ class OutOfMemory:
             line += f". {self.largest_owner()}"
         return _Overrun(samples, parts, fault, line, why_not)
 
-    def _shrink(self, overrun: _Overrun, error: BaseException, rank: str) -> None:
+    def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
         step, record = self._data.step, self._context.record
@@ -259,15 +259,15 @@ class OutOfMemory:
         if why:
             changed = self._last_resort()
             if not changed:
-                self._recovery.stop(rank + why, error, Cause.OOM)
-            self._context.log.fault(step, fault, f"{rank}{why}: {changed}", answer="clear_cache")
+                self._recovery.stop(prefix + why, error, Cause.OOM)
+            self._context.log.fault(step, fault, f"{prefix}{why}: {changed}", answer="clear_cache")
             return
         record.shrinks += 1
         record.part_limit = -(-samples // min(2 * parts, samples))
         self._context.log.fault(
             step,
             fault,
-            f"{rank}{before} of {samples} samples do not fit into memory, the step is repeated "
+            f"{prefix}{before} of {samples} samples do not fit into memory, the step is repeated "
             f"with {record.part_limit} at a time: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,

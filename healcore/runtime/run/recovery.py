@@ -35,7 +35,7 @@ class Recovery:
         self.comparisons = self.saver.comparisons
         self.better_weights = BetterWeights(restorer, monitor, self.roll_back)
         self._host_rules = HostRules(self.context.policy.rules, self.context.policy.engine.config)
-        self._checked = 0
+        self._answered_nonfinite = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._declined: Counter[str] = Counter()
         """Reason -> declined orders, to log lasting trouble only now and then."""
@@ -43,9 +43,9 @@ class Recovery:
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.data.step += self.reader.count_correction()
-        records = [self._host_rules.ordered(each) for each in step.records]
-        step = step._replace(records=self.monitor.metrics.compared(records))
+        self.data.step += self.reader.take_count_correction()
+        records = [self._host_rules.with_rollback_order(each) for each in step.records]
+        step = step._replace(records=self.monitor.metrics.with_loss_ratios(records))
         self.context.log.records(step.index, step.records)
         return self.monitor.process(step)
 
@@ -65,14 +65,15 @@ class Recovery:
 
         With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
         """
-        row, from_start = self.monitor.nonfinite_streak, self.monitor.never_finite
-        due = row >= (FROM_START if from_start else IN_A_ROW) or (at_end and from_start and row > 0)
+        streak, from_start = self.monitor.nonfinite_streak, self.monitor.never_finite
+        longest = FROM_START if from_start else IN_A_ROW
+        due = streak >= longest or (at_end and from_start and streak > 0)
         ordered = order is not None and order.action & _SERIOUS
         if self.context.policy.observes or not (due or (from_start and ordered)):
             return
         weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
-            self.stop(diagnosis.nonfinite_streak_text(record, row, weights, from_start))
+            self.stop(diagnosis.nonfinite_streak_text(record, streak, weights, from_start))
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order. Returns the rollback, or None without one.
@@ -91,7 +92,7 @@ class Recovery:
             onset = min(order.onset, first)
             order = replace(order, onset=onset, sound_until_onset=True, batches=batches)
         if needs_evidence and damaged:
-            by, cause = "state" if self.is_finite() else "weights", Cause(order.cause)
+            by, cause = "state" if self.weights_are_finite() else "weights", Cause(order.cause)
             self.context.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
@@ -104,7 +105,7 @@ class Recovery:
             self.stop(self._stop_reason(order))
         if not order.action & Action.ROLLBACK:
             return None
-        verdict = self.comparisons.pending(order.index) if damaged else None
+        verdict = self.comparisons.pending_verdict(order.index) if damaged else None
         better = verdict and self.better_weights.carry_out(verdict, finite=False)
         if better is not None:
             return better
@@ -114,7 +115,7 @@ class Recovery:
         count = len(self.context.ledger.same_trouble(order.onset, reach))
         if count < max(self.context.policy.budget.recoveries, 1):
             return self.roll_back(self._with_measures(order))
-        if not needs_evidence or not self.is_finite():
+        if not needs_evidence or not self.weights_are_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
@@ -125,15 +126,15 @@ class Recovery:
         rules = self.context.policy.engine.config.rules
         return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
-    def is_finite(self) -> bool:
+    def weights_are_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
-        return all(self.context.ranks.gather(self.context.driver.finite()))
+        return all(self.context.ranks.gather(self.context.driver.has_finite_weights()))
 
     def _is_damaged(self, order: Order) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
         if order.arrays or not order.action & _SERIOUS:
             return False
-        if not self.is_finite():
+        if not self.weights_are_finite():
             return True
         judges = self.context.policy.rollback.nonfinite_state == "rollback"
         return judges and not self.monitor.has_micro_steps and bool(self.saver.nonfinite_in_state())
@@ -183,7 +184,7 @@ class Recovery:
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.checkpoints.read_nonfinite()
-        new, self._checked = len(nonfinite) - self._checked, len(nonfinite)
+        new, self._answered_nonfinite = len(nonfinite) - self._answered_nonfinite, len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
@@ -204,7 +205,7 @@ class Recovery:
         past = ledger.same_trouble(order.onset, policy.rollback.region)
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
-        if harmless and self.is_finite():
+        if harmless and self.weights_are_finite():
             self.context.log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
@@ -225,8 +226,8 @@ class Recovery:
         Returns None if no checkpoint is usable for better earlier weights; then the run continues.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.reader.due(all=True))
-        self.data.step += self.reader.count_correction()
+        unread = list(self.reader.read_due(all=True))
+        self.data.step += self.reader.take_count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
         self.context.ledger.skips += skips
         if order.better_step is None:
@@ -247,15 +248,15 @@ class Recovery:
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
         self.reader.forget_accumulation()
-        self._checked = 0
+        self._answered_nonfinite = 0
         self._host_rules.restart()
         self.monitor.read_engines()
         return done
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
-        for step in self.reader.due(all=True):
-            self.data.step += self.reader.count_correction()
+        for step in self.reader.read_due(all=True):
+            self.data.step += self.reader.take_count_correction()
             self.context.log.records(step.index, step.records)
             self.monitor.metrics.add(step.records)
             self.context.ledger.skips += any(each.skip for each in step.records)

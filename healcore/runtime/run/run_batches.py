@@ -224,7 +224,7 @@ class RunBatches:
 
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        if batches := [list(each) for each in loader.skipped()]:
+        if batches := [list(each) for each in loader.take_skipped()]:
             self._context.log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
             self._context.log.info(f"step {self.step}: {text} skipped")

@@ -141,7 +141,7 @@ class Saver:
 
     def report_failures(self) -> None:
         """Reports failed saves, and errors for which another copy was used."""
-        for error in self.store.failures():
+        for error in self.store.take_failures():
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
@@ -166,7 +166,7 @@ class Saver:
     def save_if_not_finite(self) -> None:
         """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
         due = self.data.step != self.schedule.last_saved and self.schedule.recent_alarm
-        if due and self.schedule.may_save and not self.context.driver.finite():
+        if due and self.schedule.may_save and not self.context.driver.has_finite_weights():
             self.save("last")
 
     def save_last(self, *, completed: bool) -> None:
@@ -196,7 +196,7 @@ class Saver:
         """
         if self.context.ledger.open or self.schedule.recent_alarm:
             return "the last steps had an alarm"
-        if not self.context.driver.finite():
+        if not self.context.driver.has_finite_weights():
             return "the weights are not finite"
         if self.data.within_batch:
             return "the updates on this batch have not ended"

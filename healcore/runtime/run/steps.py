@@ -51,7 +51,7 @@ class DelayedReader:
         """Queues a dispatch. `first` has its first step's index and its batches, but no records."""
         self._queue.append((pending, first))
 
-    def due(self, *, all: bool = False) -> Iterator[StepResult]:
+    def read_due(self, *, all: bool = False) -> Iterator[StepResult]:
         """Yields the steps that are due, oldest first; with `all` every queued step."""
         while True:
             while self._read_steps:
@@ -60,7 +60,7 @@ class DelayedReader:
                 return
             self._read_steps.extend(self._read(*self._queue.popleft()))
 
-    def count_correction(self) -> int:
+    def take_count_correction(self) -> int:
         """Steps read since the last call, minus their expected number (`PendingDispatch.count`)."""
         correction, self._correction = self._correction, 0
         return correction
@@ -110,7 +110,7 @@ class HostRules:
         self._states: dict[tuple[str, int], RuleState] = {}
         self._fired: dict[str, int] = {}
 
-    def ordered(self, record: StepRecord) -> StepRecord:
+    def with_rollback_order(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
         fired, counts = False, record.judged and (record.cause or self._states)
         for number, config in enumerate(self._configs if counts else ()):

@@ -140,7 +140,7 @@ class CheckpointStore(Writer):
         self._last_step = step
         self.submit(copy.step, partial(self._complete, copy, inspected, written))
 
-    def nonfinite_found(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
+    def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
         """Step and array names of each save up to a step with disallowed NaN or Inf, once each.
 
         Waits until these saves are inspected. All saves but the last one are already.

@@ -71,7 +71,7 @@ class Writer:
                 self._failures.remove(failure)
                 raise failure from failure.error
 
-    def failures(self) -> list[StoreError]:
+    def take_failures(self) -> list[StoreError]:
         """The errors since the last call that no call has raised. Does not wait.
 
         After an error other than SaveFailed, another copy was used (memory or directory).
@@ -85,7 +85,7 @@ class Writer:
 
     def _finish(self) -> None:
         self.join()
-        for failure in self.failures():
+        for failure in self.take_failures():
             console.warning(str(failure))
 
 

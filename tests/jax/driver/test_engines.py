@@ -105,12 +105,12 @@ def test_engines_of_one_optimizer_have_their_places_as_names():
 def test_the_parameters_have_to_be_finite_and_nothing_else(tx, parts):
     state = {"params": PARAMS, "opt_state": tx.init(PARAMS), "metric": jnp.float32(0)}
     driver = JaxDriver(state, POLICY)
-    assert driver.finite()
+    assert driver.has_finite_weights()
     for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(state)):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path)
             driver.update(jax.tree.map(lambda x, bad=leaf: x * jnp.nan if x is bad else x, state))
-            assert driver.finite() is not any(part in name for part in parts), name
+            assert driver.has_finite_weights() is not any(part in name for part in parts), name
 
 
 def test_batch_statistics_of_nnx_are_no_parameters():
@@ -118,7 +118,7 @@ def test_batch_statistics_of_nnx_are_no_parameters():
     model = run.state["model"]
     for leaf, finite in ((model.norm.mean, True), (model.first.bias, False)):
         leaf[...] = leaf[...] + jnp.nan
-        assert driver.finite() is finite
+        assert driver.has_finite_weights() is finite
 
 
 def test_each_parameter_of_nnx_counts_once_whichever_optimizer_trains_it():

@@ -66,5 +66,5 @@ for name, store in {**stores, "pinned": CheckpointStore(PinningFormat())}.items(
     bad["both"] = put(jnp.ones((8, 8)).at[7, 7].set(jnp.inf), "x", "y")
     store.save(2, {"x": bad})
     store.wait()
-    assert store.nonfinite_found() == [(2, ("x.both",))], store.checkpoints()
+    assert store.take_nonfinite() == [(2, ("x.both",))], store.checkpoints()
 print("fine")

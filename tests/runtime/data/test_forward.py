@@ -63,7 +63,7 @@ def test_fast_forward(kind):
     done = cursor.fast_forward(earlier.position())
     assert f"read {counted(last.index, 'batch', 'batches')} and dropped them" in done
     assert take(cursor) == []
-    assert cursor.skipped() == [last]
+    assert cursor.take_skipped() == [last]
 
 
 def test_fast_forward_behind_or_beyond():
@@ -150,7 +150,7 @@ def test_an_exception_comes_through_with_the_name_of_its_batch(workers):
     cursor = Cursor(loader)
     cursor.skipped_batch_ids.add(BatchId(0, 1))
     assert [which.index for which, _ in take(cursor)] == [0, 2, 3]
-    assert cursor.skipped() == [BatchId(0, 1)]
+    assert cursor.take_skipped() == [BatchId(0, 1)]
 
 
 def dying():

@@ -97,10 +97,10 @@ def walk(kind: Kind, row: list[Any], steps: list[tuple[str, Any]]) -> None:
             cursor.skipped_batch_ids |= {BatchId(*pair) for pair in value}
             model.skipped_batch_ids |= {BatchId(*pair) for pair in value}
         else:
-            assert cursor.skipped() == model.skipped
+            assert cursor.take_skipped() == model.skipped
             model.skipped = []
     assert take(cursor) == [batch for batch in iter(model.next, []) for batch in batch]
-    assert cursor.skipped() == model.skipped
+    assert cursor.take_skipped() == model.skipped
 
 
 def random_walks(kind: Kind, count: int, length: int) -> None:

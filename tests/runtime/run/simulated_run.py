@@ -112,7 +112,7 @@ class Listed(CheckpointStore):
         self.passes()
         del self.saves[step], self.stored[step]
 
-    def nonfinite_found(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
+    def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
         found = [each for each in self.bad if each[0] <= up_to]
         self.bad = self.bad[len(found) :]
         return found

@@ -50,7 +50,7 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     assert verdict.evidence >= 1e4
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
-    assert run.comparisons.unusual(verdict) == []
+    assert run.comparisons.find_unusual_steps(verdict) == []
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
     while verdict is None:
         norm = 4.0 if run.step == 255 else 2.0
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
-    assert run.comparisons.unusual(verdict) == [250, 251, 252, 255]
+    assert run.comparisons.find_unusual_steps(verdict) == [250, 251, 252, 255]
 
 
 def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
@@ -170,7 +170,7 @@ def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():
 
 def test_an_accepted_level_is_not_compared_and_new_copies_are_made_after_it():
     run = after(250)
-    run.comparisons.accept(400)
+    run.comparisons.pause_until(400)
     assert not run.comparisons.anchors
     before = run.driver.evaluations
     assert damaged(run, 150) is None
@@ -211,7 +211,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
         assert run.take(run.step, weight=9.0, alarm=True, loss=9.0) is None
     assert len(calls) == 1
     assert not run.comparisons.is_enabled
-    assert run.comparisons.at_end(run.step) is None
+    assert run.comparisons.decide_at_end(run.step) is None
     assert not run.comparisons.anchors, "their memory is free"
     (line,) = run.warnings
     assert type(wrong or SignalError("")).__name__ in line

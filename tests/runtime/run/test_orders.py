@@ -194,7 +194,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
         read: Any = SimpleNamespace(read=lambda j=judged: [[record(judged=j)]], count=1)
         read.vote_requested = False
         reader.push(read, StepResult(0, [], (BatchId(0, int(judged)),)))
-        found = [*reader.due(all=True)]
+        found = [*reader.read_due(all=True)]
         reader.forget_accumulation()
     assert found[0].batches == (BatchId(0, 1),)
 
@@ -210,7 +210,7 @@ def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 
     for step, is_bad in enumerate(bad, start):
         cause = Cause.NONFINITE_LOSS if is_bad else Cause(0)
         each = FINE._replace(step=step + 1, cause=cause, skip=bool(is_bad), engine=engine)
-        if found.ordered(each).action & Action.ROLLBACK:
+        if found.with_rollback_order(each).action & Action.ROLLBACK:
             due.append(step)
     return due
 

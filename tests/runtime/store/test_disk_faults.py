@@ -116,9 +116,9 @@ def test_a_failed_background_write_shows_at_wait_and_once(case, tmp_path):
     store.save(1, case.state(1))
     store.save(2, case.state(2))  # waits for the first and does not raise its error
     store.join()
-    first, second = store.failures()
+    first, second = store.take_failures()
     assert (first.step, second.step, "No such file" in str(first)) == (1, 2, True)
-    assert store.failures() == []
+    assert store.take_failures() == []
     store.wait()
     with pytest.raises(StoreError, match="cannot be read"):
         store.checkpoints()
@@ -405,7 +405,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
 
     def child() -> None:
         # It can use what it inherits, and its end does not end the save.
-        assert store.failures() == store.steps_on_disk() == []
+        assert store.take_failures() == store.steps_on_disk() == []
         store.wait()
         assert [saved.step for saved in store.checkpoints()] == [1]
         memory = MemoryStore()

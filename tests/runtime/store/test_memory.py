@@ -105,7 +105,7 @@ def test_save_does_not_wait_for_the_disk(case, tmp_path):
     write = store._write
     store._write = lambda *arguments: gate.wait(60) and write(*arguments)
     store.save(1, case.state(1))
-    assert store.checkpoints() == store.failures() == []
+    assert store.checkpoints() == store.take_failures() == []
     gate.set()
     store.wait()
     assert [saved.step for saved in store.checkpoints()] == [1]
@@ -116,7 +116,7 @@ def test_memory_and_disk_stand_for_each_other(case, tmp_path):
     store = case.filled(tmp_path, 7, 8)
     name = damage_in_memory(store, 7)
     assert same_states(case.state(7), store.restore(7, case.state(2)).state)
-    assert any("memory" in str(each) and name in str(each) for each in store.failures())
+    assert any("memory" in str(each) and name in str(each) for each in store.take_failures())
     assert store.checkpoints()[0].path is not None
     assert store.ring.copies.keys() == {8}
     flip(Path(store.checkpoints()[1].path) / "state.json", 17)

@@ -175,7 +175,7 @@ def test_an_older_save_on_disk_is_another_one(case, tmp_path):
             3, case.state(13), record={"seed": 13, "attempts": [0, 1], "known_good_up_to": 1}
         )
         store.join()
-    assert [failure.step for failure in store.failures()] == [3]
+    assert [failure.step for failure in store.take_failures()] == [3]
     assert statuses(store) == [(1, "good"), (3, "candidate")]
     assert holds(case, store, 3, 13)
     # Gone from memory, it is the older one again.

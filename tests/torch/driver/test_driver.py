@@ -89,7 +89,7 @@ def test_losses_go_to_all_optimizers_or_to_one_and_each_step_has_a_record():
         for module, name in ((a, "one"), (b, "two"), (a, "one")):
             module(torch.ones(1)).backward()
             state[name].step()
-            parts.append(driver.interrupted())
+            parts.append(driver.is_interrupted())
         assert parts == [True, False, False], "an exception here leaves half a step, as of a GAN"
         handle: Any = driver.take_dispatch()
         return [(record.engine, record.step, record.loss) for record in handle.read()[0]]

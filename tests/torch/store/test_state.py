@@ -155,9 +155,9 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     gate, waited = threading.Event(), []
     store.submit(3, lambda: waited.append(gate.wait(10)))  # save 3 is not inspected
     store.save(3, {"x": torch.tensor([1, float("nan")])})
-    assert (store.nonfinite_found(2), waited) == ([(2, ("x",))], [])
+    assert (store.take_nonfinite(2), waited) == ([(2, ("x",))], [])
     gate.set()
-    assert store.nonfinite_found() == [(3, ("x",))]
+    assert store.take_nonfinite() == [(3, ("x",))]
 
 
 @pytest.mark.parametrize("what", store_ranks.CASES)

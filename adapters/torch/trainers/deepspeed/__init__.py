@@ -243,7 +243,7 @@ class SkippedByDeepSpeed(DroppedSteps):
         self._skipped = engine.skipped_steps
         self.stepped = False
 
-    def found(self) -> bool:
+    def take(self) -> bool:
         """Whether a step was skipped since the last call."""
         before, self._skipped = self._skipped, self._engine.skipped_steps
         return self._skipped > before  # a rollback lowers it
