@@ -46,8 +46,8 @@ class Rows(Corrupt, Sequence):
 
 def does_not_list(healer: Any) -> None:
     """This rank's view of the checkpoints lacks one."""
-    store, steps = healer._loop.saver.store, healer._loop.saver.store.checkpoints
-    store.steps = lambda: [saved for saved in steps() if saved.step != 15]
+    store, listed = healer._loop.saver.store, healer._loop.saver.store.checkpoints
+    store.checkpoints = lambda: [saved for saved in listed() if saved.step != 15]
 
 
 def forgets(healer: Any) -> None:
