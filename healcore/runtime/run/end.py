@@ -97,7 +97,7 @@ class Shutdown:
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", saver.checkpoints.read_nonfinite)
+            self.collect("the last saves", saver.known.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
