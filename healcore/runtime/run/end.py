@@ -72,7 +72,7 @@ class Shutdown:
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         self.fault: Fault | None = None
         self.problems: list[str] = []
-        self.memory = ""  # sentence about an out-of-memory error
+        self.memory_text = ""  # sentence about an out-of-memory error
 
     def close(self) -> BaseException | None:
         """Ends the run. Returns an exception for the block to raise instead of its own, or None."""
@@ -97,7 +97,7 @@ class Shutdown:
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", saver.checkpoints.read_nonfinite)
+            self.collect("the last saves", saver.known.read_nonfinite)
         if self.ending == Ending.COMPLETED:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
@@ -194,8 +194,8 @@ class Shutdown:
             answer = None if why_not else "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory = f". {loop.out_of_memory.largest_owner()}"
-            problem += self.memory
+            self.memory_text = f". {loop.out_of_memory.largest_owner()}"
+            problem += self.memory_text
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
             loop.warn(f"no checkpoint was saved at the exception: {why_not}")
@@ -258,7 +258,7 @@ class Shutdown:
 
     def exception_text(self, error: BaseException) -> str:
         """The text of the exception that ends the run, for the postmortem."""
-        text = error_text(error) + self.memory
+        text = error_text(error) + self.memory_text
         if is_broken_connection(error):
             text += ". Another rank has ended: its output says why, unless it was killed; "
             text += f"then {AFTER_A_KILL}"

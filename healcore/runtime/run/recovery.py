@@ -183,12 +183,12 @@ class Recovery:
         policy, step, ledger = self.context.policy, self.data.step, self.context.ledger
         if at_end:
             self.saver.save_if_not_finite()
-        nonfinite = self.saver.checkpoints.read_nonfinite()
+        nonfinite = self.saver.known.read_nonfinite()
         new, self._answered_nonfinite = len(nonfinite) - self._answered_nonfinite, len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
-        since = max((each for each in self.saver.checkpoints.restorable if each < first), default=0)
+        since = max((each for each in self.saver.known.restorable if each < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
         if since <= self.monitor.last_trained < bad[0]:
             bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage
@@ -309,7 +309,7 @@ class Recovery:
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
-        good = self.saver.checkpoints.last_good_step
+        good = self.saver.known.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
         saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
@@ -323,7 +323,7 @@ class Recovery:
             last_good=good,
             last_good_path=path,
             probation=self.context.policy.rollback.probation if saves else None,
-            nonfinite_saves=tuple(self.saver.checkpoints.nonfinite),
+            nonfinite_saves=tuple(self.saver.known.nonfinite),
             metrics=self.monitor.metrics.values(),
             **fields,
         )
@@ -331,7 +331,7 @@ class Recovery:
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints, or none if the store cannot be read."""
         try:
-            return self.saver.checkpoints.listed()
+            return self.saver.known.listed()
         except StoreError:
             return []
 

@@ -75,7 +75,7 @@ class Restorer:
         """
         saver, step = self.saver, self.data.step
         saver.wait()
-        saver.checkpoints.end_probation(before=order.onset)
+        saver.known.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
         live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
@@ -102,7 +102,7 @@ class Restorer:
             onset=order.onset,
             depth=order.depth,
             tried=[each.target for each in past],
-            initial=(self.context.record.first_step, self.saver.checkpoints.started_from),
+            initial=(self.context.record.first_step, self.saver.known.started_from),
             sound_until_onset=order.sound_until_onset,
         )
 
@@ -230,7 +230,7 @@ class Restorer:
 
     def saves(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them."""
-        listed = self.context.ranks.gather(self.saver.checkpoints.listed())
+        listed = self.context.ranks.gather(self.saver.known.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in listed))
         return [saved for saved in listed[0] if saved.step in common]
 
@@ -240,7 +240,7 @@ class Restorer:
         with suppress(StoreError):  # a missing disk is reported where it is needed
             damaged = self.saver.store.damaged()
         for error in broadcast(self.context.ranks, damaged):
-            self.saver.checkpoints.report_damage(error)
+            self.saver.known.report_damage(error)
 
     def _load_first_intact(
         self, steps: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
@@ -255,7 +255,7 @@ class Restorer:
 
         def damaged(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.saver.checkpoints.report_damage(error)
+            self.saver.known.report_damage(error)
 
         for step in steps:
             restored = None

@@ -48,12 +48,12 @@ class Saver:
         self.context, self.data, self.store = context, data, context.store
         self.schedule = schedule
         self.comparisons = comparisons
-        self.checkpoints = KnownCheckpoints(context)
+        self.known = KnownCheckpoints(context)
         self.resumes_exactly = context.store.durable and context.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._deletions = Deletions(context, self.checkpoints, keep, schedule.every)
+        self._deletions = Deletions(context, self.known, keep, schedule.every)
         self._failures = 0
         self._saved_once = False
 
@@ -80,7 +80,7 @@ class Saver:
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned."""
         self._deletions.begin_attempt(step)
-        self.checkpoints.begin_attempt(step)
+        self.known.begin_attempt(step)
         self.schedule.last_saved = step
 
     def keep_random_states(self) -> None:
@@ -97,7 +97,7 @@ class Saver:
 
     def add_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
-        self.comparisons.add_anchor(self.data.step, self.checkpoints.restorable)
+        self.comparisons.add_anchor(self.data.step, self.known.restorable)
         self.store.ring.protected = frozenset(each.step for each in self.comparisons.anchors)
 
     def write(self, step: int, why: str) -> None:
@@ -119,7 +119,7 @@ class Saver:
             self._save_failed(step, error)
         else:
             self._saved_once = True
-            self.checkpoints.add(step)
+            self.known.add(step)
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.context.log.event("save", step=step, why=why, seconds=seconds)
@@ -132,7 +132,7 @@ class Saver:
         """
         self.report_failures()
         self._deletions.read()
-        self.checkpoints.end_due_probation()
+        self.known.end_due_probation()
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
@@ -145,14 +145,14 @@ class Saver:
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.checkpoints.report_damage(error)
+                self.known.report_damage(error)
                 self.context.log.warning(f"{error}; another copy was used")
             else:
                 self.context.log.problem(self.data.step, f"{error}; the copies in memory are used")
 
     def _save_failed(self, step: int, error: Exception) -> None:
         if step not in self.store.ring.copies:
-            self.checkpoints.remove({step})
+            self.known.remove({step})
         self.unsaved[step] = str(error)
         self._failures += 1
         self.context.log.event("save_failed", step=step, problem=str(error))
@@ -235,12 +235,12 @@ class Deletions:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
 
     def __init__(
-        self, context: RunContext, checkpoints: KnownCheckpoints, keep: Keep | None, every: int
+        self, context: RunContext, known: KnownCheckpoints, keep: Keep | None, every: int
     ) -> None:
         """`every`: steps between two saves. By default the candidates of one probation are kept."""
         candidates = min(-(-context.policy.rollback.probation // every) + 1, MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
-        self._context, self._checkpoints = context, checkpoints
+        self._context, self._known = context, known
         self._known_good_up_to = -1  # of the record, at the last deletion
         self._results: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
@@ -265,7 +265,7 @@ class Deletions:
         attempts, region = record.attempt_history, self._context.policy.rollback.region
         past = record.ledger.same_trouble(record.ledger.next_step, region)
         target = past[-1].target if past else -1
-        stay = store.ring.protected | self._checkpoints.newer_than_start
+        stay = store.ring.protected | self._known.newer_than_start
 
         def chosen() -> tuple[list[int], set[int], int | None]:
             saves = attempts.with_status(store.checkpoints())
@@ -297,9 +297,9 @@ class Deletions:
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):
-                self._checkpoints.remove(result)
+                self._known.remove(result)
             elif isinstance(result, CheckpointDamaged):
-                self._checkpoints.lose(result)
+                self._known.lose(result)
             else:
                 step = self._context.ledger.next_step
                 self._context.log.event("problem", step=step, problem=str(result))

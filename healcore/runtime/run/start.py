@@ -310,7 +310,7 @@ def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resum
     if resume:
         _resume(loop, newest)
     else:
-        if saver.checkpoints.damage:
+        if saver.known.damage:
             raise _no_usable_checkpoint(loop, {})
         record.run = broadcast(loop.ranks, loop.log.events.run)
         record.first_step = data.step
@@ -358,7 +358,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
 
 def _damage(loop: Loop) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.checkpoints.damage}
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.known.damage}
 
 
 def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:

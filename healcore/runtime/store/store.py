@@ -92,7 +92,7 @@ class CheckpointStore(Writer):
         self._written.set()
         self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
         self._last_step = -1  # of the last copy
-        self._unreadable = ""
+        self._scan_error = ""
         self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
         if root is None:
             return
@@ -359,8 +359,8 @@ class CheckpointStore(Writer):
         except StoreError as error:
             if not self.ring.copies:
                 raise
-            if str(error) != self._unreadable:  # once, not at each listing
-                self._unreadable = str(error)
+            if str(error) != self._scan_error:  # once, not at each listing
+                self._scan_error = str(error)
                 self._failures.append(error)
             return manifest.scan(None)
 

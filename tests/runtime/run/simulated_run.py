@@ -147,7 +147,7 @@ class Process:
         self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.data.step)
-    checkpoints = property(lambda self: self.saver.checkpoints)
+    known = property(lambda self: self.saver.known)
     onset = property(lambda self: self.ledger.incidents[-1].onset)
     """The onset of the incident under way."""
 
