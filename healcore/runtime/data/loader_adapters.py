@@ -124,13 +124,13 @@ def decode_position(value: Any) -> Position:
             f"not {value!r:.80}"
         )
     try:
-        number, behind = value["told_epoch"], int(value["behind"])
+        behind = int(value["behind"])
         batch = BatchId(value["epoch"], value["index"])
         if not all(type(part) is int and part >= 0 for part in batch):
             raise DataError(f"epoch and index of a batch are whole numbers >= 0, not {(*batch,)}")
         if not 0 <= behind <= batch.index:
             raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-        number = None if number is None else int(number)
+        number = None if value["told_epoch"] is None else int(value["told_epoch"])
         state = None if value["state"] is None else values.loads(value["state"], _STATE_PATH)
         return Position(str(value["kind"]), batch, state, number, behind)
     except DataError:
@@ -288,7 +288,8 @@ class _IndexedLoader(LoaderAdapter, Iterator[Any]):
         return self, 0
 
     def __next__(self) -> Any:
-        has_length, at = hasattr(self._loader, "__len__"), self._next
+        at = self._next
+        has_length = hasattr(self._loader, "__len__")
         if has_length and at >= len(self._loader):
             raise StopIteration
         try:

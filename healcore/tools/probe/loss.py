@@ -96,9 +96,8 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     *gaps, last = (np.diff(logs, append=len(rows.step)) - 1).tolist()
     if last >= inputs.min_steps and last > 2 * max(gaps, default=0):
         # pandas and some writers of JSON write NaN as an empty cell or null.
-        verdict, message = checks[0].verdict, checks[0].message
-        message += f"; the last {last} rows are empty, which may be NaN"
-        checks[0] = checks[0]._replace(verdict=worst([verdict, WARN]), message=message)
+        message = f"{checks[0].message}; the last {last} rows are empty, which may be NaN"
+        checks[0] = checks[0]._replace(verdict=worst([checks[0].verdict, WARN]), message=message)
     if len(norms.value):
         checks.append(_gradient_norm(norms))
     if len(finite) < inputs.min_steps:
