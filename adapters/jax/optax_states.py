@@ -115,9 +115,6 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
         )
 
 
-# -- moments ------------------------------------------------------------------------------------
-
-
 def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     """Applies `zeroed` to each moment and each count of a bias correction, not to schedules."""
 

@@ -165,9 +165,6 @@ class StepNorms(NamedTuple):
         return loss, float(whole) / divisor
 
 
-# -- losses ---------------------------------------------------------------------------------------
-
-
 def one_number(name: str, value: Any) -> Tensor | float:
     """Checks one number. Returns a float, or a detached 0-d tensor of its own device and dtype.
 

@@ -116,8 +116,6 @@ class StepRanks:
             return 0
         return zlib.crc32(str([tuple(p.shape) for p in self._params]).encode()) & 0xFFFF
 
-    # -- lookup ---------------------------------------------------------------------------------
-
     def _set(self, group: Any) -> None:
         """Sets the group, its ranks and the pipeline stages, and checks the parameters."""
         if group is not None:

@@ -96,9 +96,6 @@ def thinned(curves: Curves) -> Curves:
     return Curves(**few, rows=len(curves.step))
 
 
-# -- reading --------------------------------------------------------------------------------------
-
-
 def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str]]:
     """Reads the rows of the processes of a run, and lists damaged lines. Raises OSError.
 

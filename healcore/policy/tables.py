@@ -93,8 +93,6 @@ def dotted(parts: tuple[str | int, ...]) -> str:
     return key
 
 
-# -- tables ----------------------------------------------------------------------------------------
-
 Path = tuple[str | int, ...]
 
 _EXAMPLES = {
@@ -241,9 +239,6 @@ def _instead(path: Path, default: Any, received: Any, choices: tuple[str, ...]) 
     if isinstance(default, int) and isinstance(received, float) and received.is_integer():
         default = int(received)
     return f"{key} = {show_value(close or (NONE if default is None else default))}"
-
-
-# -- from tables -----------------------------------------------------------------------------------
 
 
 def written(table: Any) -> dict[str, Any]:

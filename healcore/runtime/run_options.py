@@ -92,8 +92,6 @@ class HostPolicy(NamedTuple):
         return self.rollback.confirm and self.engine.limits_lr
 
 
-# -- options ---------------------------------------------------------------------------------------
-
 BatchKey = tuple[int, int]
 """Id of a batch: epoch, and index within the epoch. `BatchId` is a subtype."""
 

@@ -20,9 +20,6 @@ AnyPath = str | os.PathLike[str]
 CANNOT_RUN = 2  # exit status
 
 
-# -- text -----------------------------------------------------------------------------------------
-
-
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
     """Prints untrusted text, with `err` on standard error, with `nl` followed by a newline."""
     typer.echo(clean(text), err=err, nl=nl)
@@ -60,9 +57,6 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             fail(str(error))
 
     return run
-
-
-# -- files ----------------------------------------------------------------------------------------
 
 
 class OutputError(HealcoreError, ValueError):

@@ -240,8 +240,6 @@ class JaxDriver(Driver):
         if self._marks is not None:
             self._marks.close()
 
-    # -- internal ---------------------------------------------------------------------------------
-
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
         return [heal_state.node_at(roots, entry.path) for entry in self._engines]

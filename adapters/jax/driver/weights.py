@@ -160,9 +160,6 @@ def _with(live: Any, weights: Mapping[str, Any]) -> Any:
     return tree_map_with_path(one, live)
 
 
-# -- averages -----------------------------------------------------------------------------------
-
-
 class PartGroup(NamedTuple):
     """Parts with tensors of the same shapes, and how many of these parts are trained."""
 

@@ -117,8 +117,6 @@ def coordination_client() -> Any:
     return client
 
 
-# -- votes -----------------------------------------------------------------------------------------
-
 _CHECK_INTERVAL_S = 0.5
 """Seconds between two checks for a request. A check takes about 1 ms in the thread."""
 _REPEAT_INTERVAL_S = 5.0

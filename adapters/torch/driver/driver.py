@@ -315,8 +315,6 @@ class TorchDriver(Driver):
         for healing in self._own:
             healing.detach()
 
-    # -- internal -------------------------------------------------------------------------------
-
     def _after_step(self) -> None:
         self._observed = False
         for accumulation in self._accumulations:

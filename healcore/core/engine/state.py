@@ -111,8 +111,6 @@ class EngineConfig(NamedTuple):
     """Steps after an expected change in which only non-finite values are alarms."""
 
 
-# -- state -----------------------------------------------------------------------------------------
-
 SCHEMA = 9  # version of the saved form
 
 _NEVER = 1 << 30

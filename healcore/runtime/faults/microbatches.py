@@ -169,9 +169,6 @@ def clear_frames(error: BaseException) -> list[Any]:
     return held
 
 
-# -- the structure of a batch ---------------------------------------------------------------------
-
-
 class _Leaf(NamedTuple):
     """An array or a list that may be divided."""
 

@@ -62,8 +62,6 @@ class Loop:
         self._has_stepped = False  # since the last `_between_steps`
         self._step_is_epoch = False  # in `epochs`
 
-    # -- the loop -------------------------------------------------------------------------------
-
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step."""
         self.own_count_error = ""
@@ -306,8 +304,6 @@ class Loop:
         if self.has_trainer or loader is None or not loader.in_loop:
             return ""
         return loader.break_place
-
-    # -- reports --------------------------------------------------------------------------------
 
     def warn(self, problem: str) -> None:
         """Reports a problem of the current step."""

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from collections import deque
-from collections.abc import MutableMapping, MutableSequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
-from healcore import console
 from healcore.console import counted
-from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
+from healcore.runtime.run.batch_reader import BatchReader
 from healcore.runtime.run.evidence import ObservedBatch
 from healcore.runtime.run.host_state import HostParts, HostState
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import SignalWatch
-
-
-class _Unreadable(NamedTuple):
-    """A batch that the policy skips because it cannot be read."""
-
-    batch: BatchId
-    fault: Fault
-    error: Exception
 
 
 class RunBatches:
@@ -56,9 +43,7 @@ class RunBatches:
         self.last_read: RunLoader | None = None
         self._context = context
         self._signals = signals
-        self._single_rank = context.ranks.world == 1
-        self._reads = self._consecutive_failures = 0
-        self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
+        self._reader = BatchReader(context, signals)
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
         self._last_ids: list[BatchId] = []  # of the last step's batches
@@ -127,7 +112,7 @@ class RunBatches:
         """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
         alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
         with alone:
-            batch, batch_id = self._read(loader)
+            batch, batch_id = self._reader.read(loader, self.step)
         self.last_read = loader
         self._generators = self._generators if loader is self._resumed_evaluation else None
         loader.pending_ids.append(batch_id)
@@ -136,80 +121,6 @@ class RunBatches:
             loader.contents.append(ObservedBatch(batch))
         loader.in_use = True
         return batch
-
-    def _read(self, loader: RunLoader) -> tuple[Any, BatchId]:
-        """The next readable batch and its id. Raises StopIteration after the last batch.
-
-        With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
-        would end its epoch early, and the other ranks would wait for it.
-        """
-        skip: _Unreadable | None = None  # carried out once the loader has yielded the batch after
-        while True:
-            self._reads += 1
-            try:
-                result = loader.next()
-            except Exception as error:
-                if skip is not None and error is not skip.error:
-                    self._skip(loader, skip)
-                skip = self._skip_for(loader, error)
-                if skip is None:
-                    raise
-                if not self._single_rank:
-                    self._skip(loader, skip)
-                    loader.unreadable = None  # it counts as read
-                    return _copied(loader.last_batch), skip.batch
-            else:
-                if skip is not None:
-                    self._skip(loader, skip)
-                self._consecutive_failures = 0
-                if not self._single_rank:
-                    loader.last_batch = _copied(result[0])
-                return result
-
-    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
-        """The batch to skip, whose read has raised, or None if the error propagates."""
-        batch = loader.unreadable
-        if batch is None or self._signals.signal_number is not None:
-            return None  # no batch is at fault; a signal kills a loader's workers too
-        fault = classify(error)
-        skips = "skip_batch" in self._context.policy.answers(Cause.DATA)
-        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
-            return None
-        limits = self._context.policy.skip_batch
-        failed = self._failed_reads
-        in_a_row = self._consecutive_failures
-        while failed and failed[0] <= self._reads - limits.within:
-            failed.popleft()
-        if in_a_row >= limits.consecutive or len(failed) >= limits.count:
-            done = "skipped" if self._single_rank else "replaced by the previous batch"
-            error.add_note(
-                f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
-                f"{limits.within} were {done}, which is the limit of [skip_batch]"
-            )
-            return None
-        if not self._single_rank and loader.last_batch is None:
-            return None
-        failed.append(self._reads)
-        self._consecutive_failures += 1
-        # An unknown error of a batch is one of its data.
-        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
-
-    def _skip(self, loader: RunLoader, skip: _Unreadable) -> None:
-        """Skips the batch, unless another batch has replaced it, and logs the fault."""
-        batch, fault, error = skip
-        # torch puts the traceback of a loader's worker into its message.
-        lines = f"{type(error).__name__}: {error}".strip().splitlines()
-        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
-        problem = f"{batch} cannot be read: {text}"
-        if self._single_rank:
-            loader.skipped_batch_ids.add(batch)
-        else:
-            problem += "; the previous batch is used in its place"
-        if self._context.ranks.rank:  # only rank 0 has a log
-            console.warning(f"rank {self._context.ranks.rank}: step {self.step}: {problem}")
-        ids, rows = [list(batch)], batch.rows and [batch.rows]
-        answer = "skip_batch"
-        self._context.log.fault(self.step, fault, problem, answer=answer, batches=ids, rows=rows)
 
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
         """Ends the loop over a loader that has no further batch."""
@@ -344,8 +255,3 @@ class RunBatches:
         """Approximate number of steps whose batches rollbacks have skipped."""
         skipped = sum(map(len, self.loaders.skipped_by_loader().values()))
         return skipped // max(1, len(self._last_ids))
-
-
-def _copied(batch: Any) -> Any:
-    """A shallow copy of a mutable batch, from which the loop may remove entries."""
-    return copy.copy(batch) if isinstance(batch, MutableMapping | MutableSequence) else batch

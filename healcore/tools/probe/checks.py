@@ -107,9 +107,6 @@ class CheckpointInputs(_Inputs):
     require_good: bool = _option(False, "Pass only with a known-good checkpoint.")
 
 
-# -- verdicts ------------------------------------------------------------------------------------
-
-
 class ProbeVerdict(enum.Enum):
     """Verdict of one check or of a whole probe, from the least severe."""
 

@@ -119,9 +119,6 @@ def _trend(curve: np.ndarray) -> float:
     return (score - math.copysign(1, score) if score else 0.0) / math.sqrt(variance)
 
 
-# -- instability events ----------------------------------------------------------------------------
-
-
 class Event(NamedTuple):
     """One instability event, from step `step` to step `last`, over `values` logged values."""
 

@@ -151,9 +151,6 @@ def _optax_moments(tree: Tree) -> Iterator[Moments]:
                 break
 
 
-# -- names -----------------------------------------------------------------------------------------
-
-
 def name_parameters(tree: Tree, moments: Sequence[Moments]) -> None:
     """Sets the name, layer and kind of the parameters."""
     optimizers: dict[Keys, dict[str, Moments]] = {}

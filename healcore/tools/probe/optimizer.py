@@ -125,9 +125,6 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
     return f"it holds no exp_avg_sq of torch, and no mu and nu of optax{saved}"
 
 
-# -- comparison ------------------------------------------------------------------------------------
-
-
 class Deviation(NamedTuple):
     """Comparison of one parameter with similar parameters."""
 
@@ -229,9 +226,6 @@ def _top(compared: Sequence[Deviation], inputs: OptimizerInputs) -> list[dict[st
     for each in sorted(compared, key=lambda each: (not each.outlier, -abs(each.sigmas))):
         farthest.setdefault(each.layer, each)
     return [each._asdict() for each in [*farthest.values()][: inputs.top]]
-
-
-# -- checks ----------------------------------------------------------------------------------------
 
 
 def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:

@@ -79,9 +79,6 @@ def short_names(reports: Sequence[RunReport]) -> list[str]:
     return [short[title] if counts[short[title]] == 1 else title for title in titles]
 
 
-# -- reading --------------------------------------------------------------------------------------
-
-
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 

@@ -161,9 +161,6 @@ def parse_rows(
     return RawLog(path, run, arrays, masks, problems, notes)
 
 
-# -- traces ----------------------------------------------------------------------------------------
-
-
 class Rows(NamedTuple):
     """Rows of a trace. Every array is (n,)."""
 

@@ -203,9 +203,6 @@ def _scalar(value: Any) -> float | None:
     return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "fiu" else None
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
-
 def _flatten(record: Fields) -> Fields:
     """Flattens one level of nesting: {"train": {"loss": 1}} becomes {"train/loss": 1}."""
     if dict not in set(map(type, record.values())):
@@ -268,9 +265,6 @@ def read_records(
 
     runs = list(engines) if len(engines) > 1 else [None]
     return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
-
-
-# -- tables ----------------------------------------------------------------------------------------
 
 
 def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:

@@ -166,9 +166,6 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
     raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
 
-# -- formats -------------------------------------------------------------------------------------
-
-
 class Format(NamedTuple):
     """A format of logs."""
 

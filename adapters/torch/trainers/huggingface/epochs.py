@@ -205,9 +205,6 @@ class EpochFeed:
         return BatchId(0, 0) if known is None else known.next_id
 
 
-# -- counters --------------------------------------------------------------------------------------
-
-
 _STATE = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),

@@ -251,8 +251,6 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    # -- within ---------------------------------------------------------------------------------
-
     def _running(self, trainer: Any, progress: Progress) -> Loop:
         """Returns the run when Lightning requests the first batch.
 
