@@ -39,7 +39,8 @@ class HangGuard:
     """
 
     def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog) -> None:
-        self._policy, self._rule = policy, policy.hang
+        self._policy = policy
+        self._rule = policy.hang
         self._ends = "stop" in policy.answers(Cause.HANG)
         self._rank, self._world, self._log = ranks.rank, ranks.world, log
         self._counting_since = self._longest_s = 0.0
@@ -136,7 +137,9 @@ class HangGuard:
 
     def _report(self, why: str, text: str, waited: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
-        step, events, run = self._step, self._log.events, self._log.run
+        step = self._step
+        events = self._log.events
+        run = self._log.run
         stacks = [{"ranks": [self._rank], "stacks": text}]
         self._log.event(
             "fault",

@@ -194,7 +194,8 @@ class Healer(Generic[State]):
         """
         if self._run is not None:
             raise HealerError("a Healer is opened once: create another one")
-        self._run, self._pid = open_run(self._options), os.getpid()
+        self._run = open_run(self._options)
+        self._pid = os.getpid()
         return self
 
     def __exit__(
@@ -359,7 +360,8 @@ class Healer(Generic[State]):
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
             eval_loss: an evaluation's loss. In JAX only metrics, because `tx.update` has its own.
         """
-        run, observe = self._live, getattr(self._live.driver, "observe", None)
+        run = self._live
+        observe = getattr(self._live.driver, "observe", None)
         if eval_loss is not None:
             if observe_eval := getattr(run.driver, "observe_eval", None):
                 observe_eval(eval_loss, optimizer)

@@ -51,7 +51,8 @@ class HealingReport:
     @classmethod
     def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:
         """The report of a run; `ending` is None before its end. `error` has ended the run."""
-        end, ledger = loop.recovery.run_end(Ending.COMPLETED), loop.record.ledger
+        end = loop.recovery.run_end(Ending.COMPLETED)
+        ledger = loop.record.ledger
         causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
         tallies = [engine["state"]["tally"] for engine in loop.driver.engines().values()]
         changes = by_name(

@@ -70,8 +70,6 @@ def test_a_cut_that_would_not_reach_the_second_iterate_is_refused(wrapper):
         protect(inner, cuts_nothing).init(params)
 
 
-# -- moments --------------------------------------------------------------------------------------
-
 WARM = optax.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=6, decay_steps=40)
 KNOWN: dict[str, Any] = {
     "momentum": optax.sgd(1e-2, momentum=0.9),

@@ -176,9 +176,6 @@ def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
             assert a.tobytes() == b.tobytes(), i
 
 
-# -- the comparison itself -------------------------------------------------------------------------
-
-
 def test_the_sign_of_zero_a_dtype_and_a_shape_are_differences():
     a = np.zeros(3, np.float32)
     assert lockstep.first_difference((a,), (a.copy(),)) is None

@@ -104,7 +104,8 @@ class BatchReader:
             problem += "; the previous batch is used in its place"
         if self._context.ranks.rank:  # only rank 0 has a log
             console.warning(f"rank {self._context.ranks.rank}: step {step}: {problem}")
-        ids, rows = [list(batch)], batch.rows and [batch.rows]
+        ids = [list(batch)]
+        rows = batch.rows and [batch.rows]
         answer = "skip_batch"
         self._context.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
 

@@ -122,8 +122,10 @@ class BetterWeights:
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
         """Undoes the trials. No later rollback is for this trouble."""
-        ledger, until = self._context.ledger, self._data.step + 1
-        ledger.accepted, ledger.accepted_until = ledger.accepted + 1, until
+        ledger = self._context.ledger
+        until = self._data.step + 1
+        ledger.accepted += 1
+        ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
         order = replace(

@@ -175,7 +175,8 @@ class Comparisons:
             self._learn_first_step(step, losses)
         wanted, self._wanted = self._wanted and self._credit.left > 0, False
         if state.verdict is not None:
-            wanted, best = index >= state.verdict.due, None
+            wanted = index >= state.verdict.due
+            best = None
         else:
             wanted = index >= self.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
@@ -188,7 +189,8 @@ class Comparisons:
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
         """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
-        first, single = self._anchor_of(step.index), losses[0] if len(losses) == 1 else math.nan
+        first = self._anchor_of(step.index)
+        single = losses[0] if len(losses) == 1 else math.nan
         self.loss_function.learn_first_step(step, single, first and first.weights)
         self._credit.charge(0)  # the check is no part of a step's time
         if not self.is_enabled:
@@ -308,7 +310,9 @@ class Comparisons:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
         if not (self.steps_are_windows or self._context.driver.may_save(self._interval)):
             return None  # within an accumulation: the weights have not changed since the last step
-        evaluations, verdict, loss_fn = 0, None, self.loss_function
+        evaluations = 0
+        verdict = None
+        loss_fn = self.loss_function
         known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
         for anchor in self._eligible_anchors(step.index, best):
             compared = self._compare_with(anchor, step, known)
@@ -335,7 +339,8 @@ class Comparisons:
         if losses is None:
             return None
         [now], [then] = losses
-        rise, evaluations = _rise(now, then), 1 + (known is None)
+        rise = _rise(now, then)
+        evaluations = 1 + (known is None)
         if not 0 < rise < math.inf:
             return _Comparison(evaluations, rise, now - then)
         past = anchor.draw()
@@ -399,7 +404,8 @@ class Comparisons:
             first, last = self.state.alarms
             if last >= onset - SAMPLE:
                 onset = min(onset, first)
-            healthy, rates = {**self.state.healthy_rates}, tuple(self.state.rates)
+            healthy = {**self.state.healthy_rates}
+            rates = tuple(self.state.rates)
             onset = max(onset, anchor.step)
             verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, healthy, rates)
         return verdict._replace(

@@ -149,7 +149,8 @@ class Shutdown:
 
         A restart from a later state would not see these orders.
         """
-        loop, failed = self.loop, "the last steps could not be read"
+        loop = self.loop
+        failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
             try:
                 self.collect(failed, lambda: loop.count_last_step() and loop.read_and_act(all=True))
@@ -160,7 +161,8 @@ class Shutdown:
 
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
         """Saves the last state, and sets the ending of a loop that has ended by itself."""
-        completed, saved = self.completed, True
+        completed = self.completed
+        saved = True
         if together and may_save:
             save = partial(self.saver.save_last, completed=completed)
             saved = self.collect("the last state could not be saved", save) is None
@@ -177,7 +179,8 @@ class Shutdown:
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop, why_not = self.loop, ""
+        loop = self.loop
+        why_not = ""
         answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
         if self.saver.resumes_exactly and "save" in loop.policy.answers(fault.cause):
@@ -212,7 +215,9 @@ class Shutdown:
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
-        step, saver, target = self.data.step, self.saver, "resumes from the newest checkpoint"
+        step = self.data.step
+        saver = self.saver
+        target = "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
             newest = max(saver.store.steps_on_disk(), default=None)
             known = f"resumes from the checkpoint of step {newest}"
@@ -281,8 +286,10 @@ class Shutdown:
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
-    data, untrained = loop.data, loop.record.ledger.untrained
-    unread, skipped = len(data.pending_ids), data.skipped_steps
+    data = loop.data
+    untrained = loop.record.ledger.untrained
+    unread = len(data.pending_ids)
+    skipped = data.skipped_steps
     total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
     if data.steps_taken and not loop.polled:

@@ -71,7 +71,8 @@ class Loop:
 
     def epochs(self, total: int) -> Iterator[int]:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
-        loaders, self.own_count_error = self.data.loaders, ""
+        loaders = self.data.loaders
+        self.own_count_error = ""
         for epoch in range(loaders.next_epoch, total):
             self.data.begin_pass()
             # If the code after the step of epoch 0 raises, the checkpoint has step 1 and epoch 0.
@@ -89,7 +90,9 @@ class Loop:
 
     def steps(self, total: int) -> Iterator[int]:
         """See `Healer.steps`."""
-        without_step, last, self._loop_begun = 0, -1, False
+        without_step = 0
+        last = -1
+        self._loop_begun = False
         while True:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
@@ -112,7 +115,8 @@ class Loop:
         data, guard = self.data, self.guard
         self.queue_dispatch()
         acts = not self._is_evaluation(data.loaders.find(loader))
-        begun, self._loop_begun = data.begin(loader, *args), True
+        begun = data.begin(loader, *args)
+        self._loop_begun = True
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
         while True:
@@ -187,7 +191,8 @@ class Loop:
             self.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        unread, unseen = len(data.pending_ids), False
+        unread = len(data.pending_ids)
+        unseen = False
         may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
         trains = data.last_read is not None and (data.last_read.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains

@@ -93,7 +93,8 @@ class IncidentMonitor:
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
-        records, order = step.records, None
+        records = step.records
+        order = None
         self._batches[step.index] = step.batches
         self._batches.pop(step.index - self._kept, None)
         self._count_nonfinite(step)
@@ -222,7 +223,8 @@ class IncidentMonitor:
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
         self._unclosed.append(incident)
-        first, of_ranks = max(step.records, key=lambda record: record.cause != 0), None
+        first = max(step.records, key=lambda record: record.cause != 0)
+        of_ranks = None
         if first.rank_signals is not None and self.context.ranks.world > 1:
             values = enumerate(self.context.ranks.gather(first.rank_signals))
             of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
@@ -263,8 +265,10 @@ class IncidentMonitor:
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
         """
-        incident, records = lead.incident, lead.step.records
-        skips, outside = self.context.ledger.skips, self._alarms_outside
+        incident = lead.incident
+        records = lead.step.records
+        skips = self.context.ledger.skips
+        outside = self._alarms_outside
         return (
             (bool(lead.record.action & Action.CUT_LR) and not self.context.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
@@ -273,7 +277,8 @@ class IncidentMonitor:
         )
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
-        (step, record, incident), policy = judged, self.context.policy
+        step, record, incident = judged
+        policy = self.context.policy
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number > MOST_ALARMS and not has_line:

@@ -102,7 +102,8 @@ class OutOfMemory:
                 else:
                     self._retries.report_success()
                     return
-                self.part, done = None, 0
+                self.part = None
+                done = 0
                 clear_cache = "clear_cache" in self._answers
                 self._gradients.redo_window(self._held, clear_cache=clear_cache)
                 self._held.clear()
@@ -232,7 +233,8 @@ class OutOfMemory:
         fault = classify(error)
         if fault.cause is not Cause.OOM:
             return None
-        samples, why_not = 0, self._repeat_obstacle
+        samples = 0
+        why_not = self._repeat_obstacle
         if not why_not:
             try:
                 samples = count_samples(batch)
@@ -248,7 +250,8 @@ class OutOfMemory:
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
         step, record = self._data.step, self._context.record
         limit = self._context.policy.budget.shrinks
-        before, why = -(-samples // parts), ""
+        before = -(-samples // parts)
+        why = ""
         if before == 1:
             why = "a single sample does not fit into memory"
         elif record.shrinks >= limit:

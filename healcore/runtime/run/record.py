@@ -51,7 +51,9 @@ class IncidentRecord:
 
     def add(self, index: int, causes: int) -> None:
         """Adds an alarm at a step, with its `Cause` flags."""
-        self.last, self.alarms, self.cause = index, self.alarms + 1, self.cause | causes
+        self.last = index
+        self.alarms += 1
+        self.cause |= causes
         for name in names(Cause(causes)):
             self.first.setdefault(name, index)
 
@@ -173,7 +175,8 @@ class Ledger:
         self._rewind(step, None)
 
     def _rewind(self, step: int, saved: Ledger | None) -> None:
-        self.next_step, self.open = step, False
+        self.next_step = step
+        self.open = False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         if self.incidents:
             self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1

@@ -92,7 +92,8 @@ class Recovery:
             onset = min(order.onset, first)
             order = replace(order, onset=onset, sound_until_onset=True, batches=batches)
         if needs_evidence and damaged:
-            by, cause = "state" if self.weights_are_finite() else "weights", Cause(order.cause)
+            by = "state" if self.weights_are_finite() else "weights"
+            cause = Cause(order.cause)
             self.context.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
@@ -184,10 +185,12 @@ class Recovery:
         if at_end:
             self.saver.save_if_not_finite()
         nonfinite = self.saver.known.read_nonfinite()
-        new, self._answered_nonfinite = len(nonfinite) - self._answered_nonfinite, len(nonfinite)
+        new = len(nonfinite) - self._answered_nonfinite
+        self._answered_nonfinite = len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
-        first, action = min(nonfinite), _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
+        first = min(nonfinite)
+        action = _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
         since = max((each for each in self.saver.known.restorable if each < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
         if since <= self.monitor.last_trained < bad[0]:
@@ -301,7 +304,9 @@ class Recovery:
         """Ends the run with a diagnosis; `error` with the cause `fault` is the reason, or None."""
         self.count_last_steps()
         end = self.run_end(Ending.STOPPED, why, fault=fault)
-        text, good, cause = diagnosis.explain(end), end.last_good, fault or None
+        text = diagnosis.explain(end)
+        good = end.last_good
+        cause = fault or None
         self.context.log.event(
             "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
         )

@@ -15,7 +15,8 @@ def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None)
     """Engine states after a rollback. An engine without a saved state restarts its warm-up."""
     merged = {}
     for name, state in live.items():
-        now, then = engine.from_dict(state), (saved or {}).get(name)
+        now = engine.from_dict(state)
+        then = (saved or {}).get(name)
         before = engine.init(groups=state["groups"]) if then is None else engine.from_dict(then)
         merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
     return merged
@@ -87,7 +88,8 @@ def compatible_states(engine: Engine, saved: Engines) -> tuple[dict[str, Any], s
 
     A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
     """
-    fit, problem = {}, ""
+    fit = {}
+    problem = ""
     for name, state in saved.items():
         try:
             engine.from_dict(state)

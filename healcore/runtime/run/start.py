@@ -227,7 +227,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         _begin(loop, newest, settings, bool(saves))
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
-        problem, step = f"the run did not start: {error_text(error)}", loop.data.step
+        problem = f"the run did not start: {error_text(error)}"
+        step = loop.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
         loop.end_requests.signals.stop()
@@ -243,7 +244,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
 
 
 def _log_start(loop: Loop, settings: Mapping[str, Any], *, resumes: bool) -> None:
-    store, rate = loop.saver.store, next(iter(loop.driver.learning_rates().values()))
+    store = loop.saver.store
+    rate = next(iter(loop.driver.learning_rates().values()))
     loop.log.event(
         "start",
         step=None,
@@ -363,7 +365,8 @@ def _damage(loop: Loop) -> dict[int, str]:
 
 def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
     """The error that names the problem of each checkpoint, newest first, and what to do."""
-    where, wrong = loop.saver.store.root or "the store", {**wrong, **_damage(loop)}
+    where = loop.saver.store.root or "the store"
+    wrong = {**wrong, **_damage(loop)}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "

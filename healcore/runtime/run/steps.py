@@ -79,7 +79,8 @@ class DelayedReader:
             # Accumulated batches belong to the update that their gradients go into.
             has_stepped = not records[0].taken or any(each.judged for each in records)
             self._accumulated = () if has_stepped else batches
-            is_last, contents = i == len(steps) - 1, self._contents + first.contents
+            is_last = i == len(steps) - 1
+            contents = self._contents + first.contents
             if is_last:
                 self._contents = () if has_stepped else contents
             yield StepResult(
@@ -112,13 +113,16 @@ class HostRules:
 
     def with_rollback_order(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
-        fired, counts = False, record.judged and (record.cause or self._states)
+        fired = False
+        counts = record.judged and (record.cause or self._states)
         for number, config in enumerate(self._configs if counts else ()):
             key = record.engine, number
-            state, hit = self._states.get(key), np.bool_(record.cause & config.causes)
+            state = self._states.get(key)
+            hit = np.bool_(record.cause & config.causes)
             if state is None and not hit:
                 continue
-            state, step = state or init_rule(config), np.int32(record.step)
+            state = state or init_rule(config)
+            step = np.int32(record.step)
             self._states[key], firing = update_rule(config, state, hit, step, 0, xp=np)
             fired |= bool(firing.fired)
         if not fired:

@@ -141,7 +141,8 @@ def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) ->
 
     The results are in no particular order.
     """
-    items, workers = list(items), threads() if nbytes >= _WORTH_THREADS else 1
+    items = list(items)
+    workers = threads() if nbytes >= _WORTH_THREADS else 1
     if workers == 1:
         return list(map(action, items))
     # Not one task per item: submitting a task takes as long as a small item.

@@ -197,7 +197,8 @@ class ArrayFormat(ABC):
 
     def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
-        step, sealed = checked_step(step), None if record is None else sealed_record(record)
+        step = checked_step(step)
+        sealed = None if record is None else sealed_record(record)
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
@@ -308,7 +309,8 @@ class ArrayFormat(ABC):
             return replace(leaf, parts=parts)
 
         saved = [copy.flat.leaves[name] for name in target.arrays]
-        leaves, live = files.map_in_threads(fresh, saved, copy.nbytes), target.flat.leaves
+        leaves = files.map_in_threads(fresh, saved, copy.nbytes)
+        live = target.flat.leaves
         return self.assemble(target, {x.name: self.array(x, live.get(x.name)) for x in leaves})
 
 

@@ -101,7 +101,8 @@ class StoredCheckpoint(NamedTuple):
 
     def entries(self, rank: int) -> dict[str, Any]:
         """Structure and Python values of the state, for a rank, from verified files."""
-        sizes, found = self.manifest.files, {}
+        sizes = self.manifest.files
+        found = {}
         own = _rank_file(rank)
         for name in [STATE, own] if own in sizes else [STATE]:
             found |= {**json.loads(regular_file.read(self.folder / name, sizes[name].bytes))}

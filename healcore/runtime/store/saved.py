@@ -302,7 +302,8 @@ def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
     Without the oldest, and with saves more frequent than the probation is long, every candidate
     would be deleted just before it is verified.
     """
-    remaining, surplus = list(steps), []
+    remaining = list(steps)
+    surplus = []
     while len(remaining) > most:
         gaps = [remaining[i + 1] - remaining[i - 1] for i in range(1, len(remaining) - 1)]
         surplus.append(remaining.pop(1 + gaps.index(min(gaps))))

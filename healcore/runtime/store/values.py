@@ -86,7 +86,8 @@ def newest_class(base: type, name: str, fields: list[str] | None = None) -> Any:
     Raises:
         StoreError: this program has no such class.
     """
-    queue, found = base.__subclasses__(), None
+    queue = base.__subclasses__()
+    found = None
     for kind in queue:
         queue += [new for new in kind.__subclasses__() if new not in queue]
         if class_name(kind) == name and fields in (None, [*getattr(kind, "_fields", ())]):
@@ -261,7 +262,8 @@ def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
 def _inline(value: Any) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
-        tag, content = "numpy" if isinstance(value, np.ndarray) else "number", pack_array(value)
+        tag = "numpy" if isinstance(value, np.ndarray) else "number"
+        content = pack_array(value)
     elif tag := _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0]):
         content = adapter_registry.find(tag, "plain_values").node_of(value)
     else:
