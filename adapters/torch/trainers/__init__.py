@@ -81,15 +81,14 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
     Without usable states, warns and keeps the initial baselines.
     """
     known = {name: state for name, state in engines.items() if name in healings_of(healer)}
-    problem = "" if known else "it has none"
     try:
+        if not known:
+            raise StateError("it has none")
         loop_of(healer).driver.load(None, known)
     except StateError as error:
-        problem = str(error)
-    if problem:
         console.warning(
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
-            f"and the learning-rate multiplier are reset: {problem}"
+            f"and the learning-rate multiplier are reset: {error}"
         )
     loop_of(healer).recovery.monitor.read_engines()
 

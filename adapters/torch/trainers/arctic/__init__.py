@@ -64,10 +64,8 @@ def arctic_callbacks(
                 "auto_resume of the recipe's checkpoint conflicts with arctic_callbacks, which "
                 "continues the run from its own store: set auto_resume to false"
             )
-        folders = [Path(each.output_dir) for each in self.config.checkpoint]
-        where: Any = store
-        if store == "auto":
-            where = folders[0] / "_healcore" if folders else None
+        folders = (Path(each.output_dir, "_healcore") for each in self.config.checkpoint)
+        where: Any = next(folders, None) if store == "auto" else store
         state, engine = engine_state(self.model), self.model
         # The settings that determine the result, except DeepSpeed's.
         state["optimizer"].run_settings = {
@@ -97,15 +95,17 @@ class HealedEpochs:
     """
 
     def __init__(self, trainer: Any, healer: Healer[Any]) -> None:
-        self._trainer, self._healer, self._exit = trainer, healer, ExitStack()
+        self._trainer = trainer
+        self._healer = healer
+        self._exit = ExitStack()
         self._exit.enter_context(healer)
-        self._loader, config = trainer.train_dataloader, trainer.config
+        self._loader = trainer.train_dataloader
         self._own_early_exit: Callable[[], bool] = trainer.need_early_exit
         self._own_epoch: Callable[[], None] = trainer.epoch
-        epochs = config.epochs
-        if config.train_iters:
+        epochs = trainer.config.epochs
+        if train_steps := trainer.config.train_iters:
             per_step = trainer.model.gradient_accumulation_steps()
-            epochs = math.ceil(config.train_iters * per_step / len(self._loader))
+            epochs = math.ceil(train_steps * per_step / len(self._loader))
         self._batches: Iterator[Any] = healer.batches(self._loader, epochs=epochs)
         self._pending: list[Any] = []
         """The first batch of the next epoch, if it was read."""
@@ -134,8 +134,7 @@ class HealedEpochs:
         """Yields the rest of the trainer's epoch, also from an earlier epoch after a rollback."""
         trainer, last = self._trainer, self._trainer.epoch_idx
         while not self._must_end():
-            if not self._pending:
-                self._pending = [next(self._batches, _END)]
+            self._pending = self._pending or [next(self._batches, _END)]
             batch = self._pending[0]
             if batch is _END or (epoch := loop_of(self._healer).data.pending_ids[-1].epoch) > last:
                 break

@@ -105,7 +105,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         self.trainer: Any = None
         self.healer: Healer[Any] | None = None
         self._feed: EpochFeed | None = None
-        self._running: Healer[Any] | None = None
+        self._open_healer: Healer[Any] | None = None
         """The Healer during `train()`, otherwise None."""
         self._changes = ExitStack()
         """Ends the Healer, and restores the Trainer."""
@@ -194,7 +194,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         Raises:
             AttachError: the Trainer cannot be healed.
         """
-        if self._running is not None:
+        if self._open_healer is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
         trainer = self.trainer = _trainer_of(self)
         self._check(trainer, state)
@@ -204,7 +204,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if self._store is not None:
             self._feed = EpochFeed(trainer, kwargs["train_dataloader"])
         try:
-            self._insert(trainer, state)
+            self._begin(trainer, state)
         except BaseException as error:
             self.close(error)
             raise
@@ -213,14 +213,14 @@ class HealingCallback(TrainerCallback, ExportableState):
         """Does the Healer's work between two steps, or corrects `state.epoch`."""
         if self._feed is not None:  # the Healer works when it reads the next batch
             self._feed.correct_epoch(state)
-        elif self._running is not None:
-            self._running.after_step()
+        elif self._open_healer is not None:
+            self._open_healer.after_step()
 
     def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Reports the evaluation's loss to policies that read it."""
         metrics = kwargs.get("metrics") or {}
-        if self._running is not None and "eval_loss" in metrics:
-            self._running.observe(eval_loss=metrics["eval_loss"])
+        if self._open_healer is not None and "eval_loss" in metrics:
+            self._open_healer.observe(eval_loss=metrics["eval_loss"])
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Ends the Healer, and restores the Trainer."""
@@ -233,10 +233,10 @@ class HealingCallback(TrainerCallback, ExportableState):
             error: the exception that ends the training, or None.
         """
         changes, self._changes = self._changes, ExitStack()
-        self._running = self._feed = None
+        self._open_healer = self._feed = None
         changes.__exit__(type(error) if error else None, error, None)
 
-    def _insert(self, trainer: Any, state: State) -> None:
+    def _begin(self, trainer: Any, state: State) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
         stack, feed, policy = self._changes, self._feed, self.policy
         limit = max(float(trainer.args.max_grad_norm or 0.0), 0.0) or None
@@ -257,14 +257,14 @@ class HealingCallback(TrainerCallback, ExportableState):
             stack.enter_context(patched(trainer, new.__name__, call))
         steps.stop_clipping(trainer, limit, stack)
         steps.extend_log(trainer, healer.metrics, stack)
-        self._running = healer
+        self._open_healer = healer
 
     def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
         options = dict(self._options)
         if self._feed and trainer.state.global_step:
             options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
         loss_fn: Any = self._loss_fn
-        store: Any = self._located_store(trainer)
+        store: Any = self._resolved_store(trainer)
         store = store() if isinstance(store, type) else store
         if getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
             logging = options.get("logging", LOGGING)
@@ -291,7 +291,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         state = {name: part for name, part in state.items() if part is not None}
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
-    def _located_store(self, trainer: Any) -> Store:
+    def _resolved_store(self, trainer: Any) -> Store:
         """The store, with the directory of "auto"."""
         return _folder(trainer) / _FOLDER if self._store == "auto" else self._store
 
@@ -323,7 +323,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             return
         # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
         # epoch after its last step, and a store with its first checkpoint needs those weights.
-        newest = newest_step(self._located_store(trainer)) or 0
+        newest = newest_step(self._resolved_store(trainer)) or 0
         if state.global_step and (not newest or newest < state.max_steps <= state.global_step):
             raise AttachError(
                 "resume_from_checkpoint conflicts with the store, which continues the run by "
@@ -407,15 +407,15 @@ def _wrap_train(trainer: Any) -> None:
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         own = [e for e in trainer.callback_handler.callbacks if isinstance(e, HealingCallback)]
-        steps = [newest_step(each._located_store(trainer)) for each in own]
-        if resume_from_checkpoint and steps.count(None) < len(steps):
-            info(f"the store continues the run, not the Trainer's {resume_from_checkpoint}")
-            resume_from_checkpoint = None
-        elif resume_from_checkpoint:
-            requested, folder = resume_from_checkpoint, _folder(trainer)
-            resume_from_checkpoint = checkpoints.to_resume_from(requested, folder)
+        steps = [newest_step(each._resolved_store(trainer)) for each in own]
+        resume = resume_from_checkpoint
+        if resume and steps.count(None) < len(steps):
+            info(f"the store continues the run, not the Trainer's {resume}")
+            resume = None
+        elif resume:
+            resume = checkpoints.to_resume_from(resume, _folder(trainer))
         try:
-            return original(resume_from_checkpoint, *args, **kwargs)
+            return original(resume, *args, **kwargs)
         except BaseException as error:
             for callback in own:
                 callback.close(error)

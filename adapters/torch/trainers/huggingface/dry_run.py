@@ -74,7 +74,8 @@ def train_copy(trainer: Any, steps: int, policy: Any, callback: Callable[..., An
     gradient_state = {**shared}
     try:
         with isolated(), tempfile.TemporaryDirectory(prefix="healcore-dry-run-") as folder:
-            copied, metrics = _copy(trainer, steps, folder), Path(folder, "metrics.jsonl")
+            metrics = Path(folder, "metrics.jsonl")
+            copied = _copy(trainer, steps, folder)
             copied.add_callback(callback(policy, logging=Logging(metrics=metrics)))
             copied.train()
             return _read_metrics(metrics)
@@ -118,9 +119,9 @@ def _copy(trainer: Any, steps: int, folder: str) -> Any:
     new.args.eval_strategy = new.args.logging_strategy = IntervalStrategy.NO
     new.args.eval_on_start = new.args.load_best_model_at_end = new.args.push_to_hub = False
     new.model = new.model_wrapped = copy.deepcopy(trainer.model)
-    new.model_init = None
     new.optimizer = _copy_optimizer(trainer, new.model)
-    new.lr_scheduler, new._created_lr_scheduler = None, False
+    new.model_init = new.lr_scheduler = None
+    new._created_lr_scheduler = False
     new.accelerator = copy.copy(trainer.accelerator)
     for name in ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects"):
         setattr(new.accelerator, name, [])

@@ -53,9 +53,9 @@ class SplitSteps:
         self._healer = healer
         self._counters = counters
         self._stack = stack
-        self._begins = True
+        self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
-        self._accumulated = False
+        self._has_gradients = False
         """Whether a part of the window was trained on."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
@@ -72,9 +72,9 @@ class SplitSteps:
             Exception: an out-of-memory error, if the policy has no rule for it or the batch
                 cannot be split; a network failure, after the retries of `[retry]`; any other error.
         """
-        if self._begins:
+        if self._at_first_part:
             self._counters.before = CountsBefore(self._trainer)
-            self._accumulated, self._tokens = False, 0
+            self._has_gradients, self._tokens = False, 0
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
         for part in loop_of(self._healer).out_of_memory.parts(
@@ -83,17 +83,17 @@ class SplitSteps:
             split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
         ):
-            if part.first and self._accumulated:
+            if part.first and self._has_gradients:
                 losses.clear()
                 self._restore_counts()
             with part:
-                self._accumulated = True
+                self._has_gradients = True
                 rows = self._pair_rows(part.batch["inputs"], join=False)
                 loss = self._train(original, model, rows, items, part.weight)
                 # A repeated window begins with parts of the earlier micro-batches.
                 if part.batch["micro_batch"] == id(inputs):
                     losses.append(loss)
-        self._begins = self._trainer.accelerator.gradient_state.sync_gradients
+        self._at_first_part = self._trainer.accelerator.gradient_state.sync_gradients
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _train(
@@ -124,7 +124,7 @@ class SplitSteps:
         if "_step" in before.counters:
             trainer._step, trainer._buffered_inputs = before.counters["_step"], before.buffered
         trainer.state.num_input_tokens_seen -= self._tokens
-        self._accumulated, self._tokens = False, 0
+        self._has_gradients, self._tokens = False, 0
 
     def _is_sum(self, items: Any) -> bool:
         """Whether the loss is divided by the items of the window; as in `Trainer.training_step`."""

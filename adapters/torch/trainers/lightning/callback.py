@@ -95,7 +95,7 @@ class LightningHealingCallback(Callback):
         self._changes = ExitStack()
         """Restores the Trainer and its loops."""
         self._metrics = ChangedMetrics(dict)
-        self._engines: Mapping[str, Any] = {}
+        self._loaded_engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
     @property
@@ -118,10 +118,10 @@ class LightningHealingCallback(Callback):
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
         self._progress = progress = Progress(trainer)
-        progress.open = functools.partial(self._running, trainer, progress)
+        progress.open = functools.partial(self._run_at_first_batch, trainer, progress)
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
-        self._continues = newest is not None
-        if self._continues:
+        self._store_has_run = newest is not None
+        if self._store_has_run:
             self._ignore_ckpt_path(trainer._checkpoint_connector)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
         # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
@@ -137,22 +137,22 @@ class LightningHealingCallback(Callback):
         if (progress := self._progress) is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
-        self._resumes = trainer.ckpt_path is not None and trainer.global_step > 0
-        if self._resumes and self._options["store"] is not None:
+        self._resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
+        if self._resumed_by_lightning and self._options["store"] is not None:
             raise AttachError(
                 "ckpt_path conflicts with the store, which does not have this run: omit ckpt_path; "
                 "to start a new run from those weights, load the module from that file"
             )
-        self._fit_policy, limit = self._policy, trainer.gradient_clip_val
+        self._policy_of_fit, limit = self._policy, trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
-            self._fit_policy = with_limit(self._policy, float(limit))
+            self._policy_of_fit = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        self._replace_hook(fit := trainer.fit_loop)
+        self._read_last_steps_of_epochs(fit := trainer.fit_loop)
         self._schedulers = [*trainer.lr_scheduler_configs]
         if not isinstance(fit._data_fetcher, Feed):  # a search has made it
             fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
-        if self._continues:
+        if self._store_has_run:
             run = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
             completed = run.data.had_completed and progress.saved_limits == progress.limits()
@@ -184,7 +184,7 @@ class LightningHealingCallback(Callback):
         progress, self._progress = self._progress, None
         if progress is None or self.healer is None:
             return
-        self._engines = {}
+        self._loaded_engines = {}
         if type(error).__name__ == "SIGTERMException":
             # Lightning raises this after a step, before the Healer has processed the step.
             try:
@@ -200,7 +200,7 @@ class LightningHealingCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
-        self._engines = state_dict.get("engines", {})
+        self._loaded_engines = state_dict.get("engines", {})
 
     # -- the steps ------------------------------------------------------------------------------
 
@@ -251,7 +251,7 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _running(self, trainer: Any, progress: Progress) -> Loop:
+    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> Loop:
         """Returns the run when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
@@ -271,14 +271,14 @@ class LightningHealingCallback(Callback):
                 to_device(fit._data_fetcher.as_passed(batch))
             )
         state = _state(trainer, progress, self._schedulers)
-        healer = Healer(self._fit_policy, state=state, **options)
+        healer = Healer(self._policy_of_fit, state=state, **options)
         self.healer = healer.__enter__()
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
         run = loop_of(healer)
-        if self._resumes:
-            load_engines(healer, self._engines)
+        if self._resumed_by_lightning:
+            load_engines(healer, self._loaded_engines)
         return run
 
     def _clip_after_measuring(self, plugin: Any) -> None:
@@ -312,7 +312,7 @@ class LightningHealingCallback(Callback):
 
         self._changes.enter_context(patched(connector, restore.__name__, restore_nothing))
 
-    def _replace_hook(self, fit: Any) -> None:
+    def _read_last_steps_of_epochs(self, fit: Any) -> None:
         """Replaces a method of Lightning's loop, because no callback runs at its moment."""
         loop, loop_on_advance_end = fit.epoch_loop, fit.epoch_loop.on_advance_end
 
@@ -348,7 +348,8 @@ def _state(trainer: Any, progress: Progress, schedulers: list[Any]) -> dict[str,
 
 def _averages(trainer: Any, schedulers: list[Any]) -> dict[str, Any]:
     """The callbacks that hold copies of the module, such as weight averages, and the copies."""
-    found, module = dict[str, Any](), trainer.lightning_module
+    module = trainer.lightning_module
+    found: dict[str, Any] = {}
     for callback in trainer.callbacks:
         values = {f"{callback.state_key}.{n}": value for n, value in vars(callback).items()}
         copies = {n: v for n, v in values.items() if isinstance(v, AveragedModel | type(module))}
@@ -372,7 +373,7 @@ class _Averaging:
     def load_state_dict(self, state: Any) -> None:
         callback = self._callback
         callback.load_state_dict(state)
-        if not getattr(callback, "_initialized", False):
+        if "scheduler_state" not in state or not callback._initialized:
             return
         if state["scheduler_state"] is not None:
             callback.n_averaged.fill_(state["n_averaged"])

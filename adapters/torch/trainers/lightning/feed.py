@@ -45,7 +45,7 @@ class Feed:
         """The loader that the Healer reads, or None before the first batch."""
         self._length: Any = None
         """Number of batches of an epoch, or None if unknown."""
-        self._done_before = 0
+        self._trained_before = 0
         """Number of batches of the first epoch that precede Lightning's checkpoint."""
         self._batches: Any = None
         self._begun = False
@@ -91,7 +91,7 @@ class Feed:
     def _next(self) -> tuple[Any, int, int]:
         batch_progress = self._fit.epoch_loop.batch_progress
         if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
-            self._done_before = batch_progress.current.ready
+            self._trained_before = batch_progress.current.ready
             self._progress.run = self._progress.open()
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
@@ -112,7 +112,7 @@ class Feed:
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
         epoch, index = data.pending_ids[-1]
-        before = 0 if epoch else self._done_before
+        before = 0 if epoch else self._trained_before
         self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
@@ -127,7 +127,7 @@ class Feed:
         return apply_to_collection(structure, type(self._loader), lambda _: batch)
 
     def _length_of(self, epoch: int) -> int:
-        return self._length if epoch else max(self._length - self._done_before, 0)
+        return self._length if epoch else max(self._length - self._trained_before, 0)
 
     def reset(self) -> None:
         """Resets the counts, as Lightning's data fetcher does."""
@@ -160,8 +160,8 @@ class CombinedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches, and an `UnreadableBatch` where reading raises."""
-        self.exhausted = False
         fetched = catch_unreadable(iter(self._combined))
+        self.exhausted = False
         batches = (each if isinstance(each, UnreadableBatch) else each[0] for each in fetched)
         if self._length is not None:
             yield from batches
