@@ -257,6 +257,8 @@ class HealedStep:
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
             self._read_records()
+        if self.on_ended is not None:
+            self.on_ended(False)
 
     def on_state_loaded(self) -> None:
         """Call it after the engine's state is replaced."""

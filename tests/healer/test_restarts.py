@@ -403,15 +403,13 @@ def test_a_kill_after_the_last_step_of_a_loop_of_epochs(passes, completed, tmp_p
     """The next start trains nothing, and is complete if it repeats all passes from epoch 0 on."""
     loader = list(range(12))  # a checkpoint at the last step of each epoch
 
-    def program(healer, step, passes=passes):
+    def program(healer, step, passes=passes, end=None):
         for _ in range(passes):
             for batch in healer.batches(loader):
                 step(healer, batch)
+        if end:
+            raise end
 
-    def killed(healer, step):
-        program(healer, step, passes=2)
-        raise Crash
-
-    start("torch", tmp_path, killed)
+    start("torch", tmp_path, lambda healer, step: program(healer, step, 2, Crash))
     with nullcontext() if completed else pytest.raises(IncompleteRun):
         assert start("torch", tmp_path, program) == []

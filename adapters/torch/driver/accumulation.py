@@ -83,8 +83,7 @@ class Accumulation:
         self.healing.healed_step.measurer.clear()
 
     def close(self) -> None:
-        """Removes the hooks."""
-        self.healing.healed_step.on_step = None
+        """Removes the hook."""
         if self._backward_handle is not None:
             self._backward_handle.remove()
 

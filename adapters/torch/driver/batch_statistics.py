@@ -31,7 +31,6 @@ class BatchStatistics:
 
     def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
         self._layers = layers
-        self._healing = healing
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
@@ -43,10 +42,6 @@ class BatchStatistics:
         """The batch statistics of a whole state; none in observe mode, or without such layers."""
         healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
         return [cls(layers, healed[n]) for n, layers in layers_of(state, healed).items()]
-
-    def close(self) -> None:
-        """Removes the callback."""
-        self._healing.healed_step.on_ended = None
 
     @torch.no_grad()
     def save(self) -> None:

@@ -308,10 +308,11 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for part in (self._window, *self._statistics, *self._accumulations):
+        for part in (self._window, *self._accumulations):
             part.close()
         for healing in self.healings.values():
-            healing.healed_step.on_judged = None
+            step = healing.healed_step
+            step.on_judged = step.on_ended = step.on_step = None
         for healing in self._own:
             healing.detach()
 

@@ -391,19 +391,19 @@ class Cursor:
         Earlier epochs are not read again.
 
         Returns:
-            A sentence about the batches that were dropped.
+            A sentence about the batches that were dropped, or "" if none was.
 
         Raises:
             DataError: it is no position, or the batches differ for this number of ranks.
         """
         target = self._decoded(position)
         goal = target.batch
-        if goal <= self.next_id:
-            return f"batch {goal.index} of epoch {goal.epoch} is not ahead: nothing was dropped"
         if goal.epoch > self.next_id.epoch:
             self._sampler_epochs.restore(goal.epoch, target.sampler_epoch)
             self._batches, self._between_epochs = None, False
             self.next_id = BatchId(goal.epoch, 0)
+        if goal <= self.next_id:
+            return ""
         first = self.next_id.index
         with suppress(StopIteration):
             self._drop_until(goal)

@@ -179,7 +179,7 @@ class LoaderRegistry:
         begun.trains = (saved["epoch"], saved["index"]) > (0, 0)
         begun.start = begun.start if begun.trains else saved
         if not begun.rewind(saved) and begun.trains:
-            self.notices.append(begun.fast_forward(saved))
+            self.notices += filter(None, [begun.fast_forward(saved)])
         self._is_short |= begun.next_id.index > (begun.length or begun.next_id.index)
 
     def _number_in(self, epoch: int | None) -> int:

@@ -70,9 +70,10 @@ def test_fast_forward_behind_or_beyond():
     longer = Cursor(range(9), epochs=3)
     take(longer, 9 + 6)
     target, cursor = longer.position(), Cursor(plain(), epochs=3)
+    assert cursor.fast_forward(target | {"index": 0}) == ""
     assert "epoch 1 has fewer than 6 batches" in cursor.fast_forward(target)
     assert take(cursor, 1)[0][0] == BatchId(2, 0)
-    assert "not ahead: nothing was dropped" in cursor.fast_forward(target)
+    assert cursor.fast_forward(target) == ""
     assert take(cursor, 1)[0][0] == BatchId(2, 1)
     with pytest.raises(DataError, match="a position is a result"):
         cursor.fast_forward({"epoch": 1})

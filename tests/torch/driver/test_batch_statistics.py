@@ -1,7 +1,6 @@
 """A skipped step leaves no trace in batch statistics either."""
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,10 +30,11 @@ def statistics(model: nn.Module) -> Any:
 class NormRun:
     """A healed model with statistics, on batches of small numbers or of given values."""
 
-    def __init__(self, where: str = "host", fused: bool = True, **options: Any) -> None:
+    def __init__(self, where="host", fused=True, scales=False, **options: Any) -> None:
         self.model = network(**options)
         self.optimizer = AdamW(self.model.parameters(), lr=0.01, fused=fused)
-        state = {"model": self.model, "optimizer": self.optimizer}
+        self.scaler = torch.amp.GradScaler("cpu", enabled=scales)
+        state = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         self.driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
 
     def step(self, *batches: int, factor: float = 1.0, bad: int | None = None) -> None:
@@ -43,8 +43,9 @@ class NormRun:
             scale = factor if bad in (i, None) else 1.0
             x = torch.randn(8, 3, generator=torch.Generator().manual_seed(i))
             loss = self.model(x * scale).square().mean()
-            (loss * (1.0 if math.isnan(scale) else scale)).backward()
-        self.optimizer.step()
+            self.scaler.scale(loss * (1.0 if math.isnan(scale) else scale)).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad()
 
 
@@ -73,9 +74,8 @@ def test_a_skip_restores_them_to_the_bit(where: str, fused: bool, factor: float,
 @every_way
 def test_two_optimizers_restore_their_own_layers(where: str, fused: bool):
     """The loop of every GAN: the generator's backward comes after the critic's step."""
-    optimizer = partial(AdamW, lr=0.01, fused=fused)
     generator, critic = network(), nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    g, c = optimizer(generator.parameters()), optimizer(critic.parameters())
+    g, c = (AdamW(each.parameters(), lr=0.01, fused=fused) for each in (generator, critic))
     state = {"generator": generator, "critic": critic, "g": g, "c": c}
     driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
     own = statistics(critic)
@@ -94,6 +94,14 @@ def test_two_optimizers_restore_their_own_layers(where: str, fused: bool):
         g.zero_grad()
         assert statistics(generator) == moved
     driver.close()
+
+
+def test_no_nan_stays_until_the_next_step_if_a_scaler_drops_a_step():
+    run = NormRun(fused=False, scales=True)
+    for factor in (1.0, NAN):
+        run.step(0, factor=factor)
+        run.driver.take_dispatch()
+    assert all(bool(buffer.isfinite().all()) for buffer in run.model.buffers())
 
 
 def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
