@@ -198,7 +198,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if self._running is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
         trainer = self.trainer = _trainer_of(self)
-        self._check(trainer, state)
+        self._check(trainer, state, kwargs.get("train_dataloader"))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # other callbacks then read the corrected `state.epoch`
@@ -267,9 +267,8 @@ class HealingCallback(TrainerCallback, ExportableState):
             store = folder
         elif getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
             logging = options.get("logging", LOGGING)
-            if logging.events is None:
-                events = os.path.join(folder, "healcore.events.jsonl")
-                options["logging"] = dataclasses.replace(logging, events=events)
+            events = logging.events or os.path.join(folder, "healcore.events.jsonl")
+            options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
             store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
@@ -301,7 +300,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def _check(self, trainer: Any, state: State) -> None:
+    def _check(self, trainer: Any, state: State, loader: Any) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
         distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
         if distributed == "DEEPSPEED":
@@ -316,6 +315,10 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         if self._store is None:
             return
+        if loader is None:
+            raise AttachError(
+                f"{type(trainer).__name__} has a loop of its own: use HealingCallback()"
+            )
         if state.global_step:
             raise AttachError(
                 "resume_from_checkpoint conflicts with the store, which continues the run by "
@@ -402,8 +405,10 @@ def _wrap_train(trainer: Any) -> None:
             resume_from_checkpoint = None
         elif resume_from_checkpoint:
             resume_from_checkpoint = checkpoints.to_resume_from(resume_from_checkpoint, folder)
+        if resume_from_checkpoint is not None or args:
+            args = resume_from_checkpoint, *args  # an override of `train` may take no argument
         try:
-            return original(resume_from_checkpoint, *args, **kwargs)
+            return original(*args, **kwargs)
         except BaseException as error:
             for callback in own:
                 callback.close(error)
