@@ -148,7 +148,7 @@ class LossFunction:
                 kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
                 text += (
                     f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
-                    "and expects one number: correct the function, or pass no loss_fn"
+                    "and expects one number: correct the function, or pass loss_fn=None"
                 )
         everyone = self._gather((kind, text, draws), failure)
         self.draws = any(draws for *_, draws in everyone)

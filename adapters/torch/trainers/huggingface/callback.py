@@ -197,7 +197,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if self._open_healer is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
         trainer = self.trainer = _trainer_of(self)
-        self._check(trainer, state)
+        self._check(trainer, state, kwargs.get("train_dataloader"))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # other callbacks then read the corrected `state.epoch`
@@ -268,9 +268,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         store = store() if isinstance(store, type) else store
         if getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
             logging = options.get("logging", LOGGING)
-            if logging.events is None:
-                events = _folder(trainer) / _FOLDER / "healcore.events.jsonl"
-                options["logging"] = dataclasses.replace(logging, events=events)
+            events = logging.events or _folder(trainer) / _FOLDER / "healcore.events.jsonl"
+            options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
             store = trainer_checkpoints(lambda: setattr(trainer.control, "should_save", True))
@@ -306,7 +305,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def _check(self, trainer: Any, state: State) -> None:
+    def _check(self, trainer: Any, state: State, loader: Any) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
         distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
         if distributed == "DEEPSPEED":
@@ -321,6 +320,10 @@ class HealingCallback(TrainerCallback, ExportableState):
             )
         if self._store is None:
             return
+        if loader is None:
+            raise AttachError(
+                f"{type(trainer).__name__} has a loop of its own: use HealingCallback()"
+            )
         # The Trainer has loaded its own checkpoint before it calls an added callback. It runs no
         # epoch after its last step, and a store with its first checkpoint needs those weights.
         newest = newest_step(self._resolved_store(trainer)) or 0
@@ -414,8 +417,10 @@ def _wrap_train(trainer: Any) -> None:
             resume = None
         elif resume:
             resume = checkpoints.to_resume_from(resume, _folder(trainer))
+        if resume is not None or args:
+            args = resume, *args  # an override of `train` may take no argument
         try:
-            return original(resume, *args, **kwargs)
+            return original(*args, **kwargs)
         except BaseException as error:
             for callback in own:
                 callback.close(error)

@@ -211,8 +211,7 @@ _STATE = (
 )
 """Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
 _LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-_TOKENS = "_total_train_tokens"
-_COUNTERS = ("current_flos", "_step", _TOKENS)
+_COUNTERS = ("current_flos", "_step", "_total_train_tokens")
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _METRICS = ("_metrics", "_stored_metrics")
 """Attributes of TRL's trainers: metrics since the last log, by mode and name."""
@@ -234,9 +233,8 @@ class CountsBefore:
         self.step = trainer.state.global_step
         self.tokens_seen = trainer.state.num_input_tokens_seen
         self.tr_loss = trainer._tr_loss.clone()
-        self.buffered = getattr(trainer, "_buffered_inputs", None)
-        """GRPO's and RLOO's generated batches. A later micro-batch of the step replaces them."""
         self.counters = copy.deepcopy(_counters_of(trainer))
+        self._attributes = dict(vars(trainer))
         self._modes = [
             (modes, {mode: {n: (v, len(v)) for n, v in x.items()} for mode, x in modes.items()})
             for attribute in _METRICS
@@ -245,9 +243,10 @@ class CountsBefore:
         ]
 
     def restore_in_loss(self) -> None:
-        """Restores what `compute_loss` counts. Removes the list entries that were added since."""
-        if _TOKENS in self.counters:
-            setattr(self._trainer, _TOKENS, copy.deepcopy(self.counters[_TOKENS]))
+        """Restores attributes that `compute_loss` may set. Removes list entries added since."""
+        attributes, flos = vars(self._trainer), self._trainer.current_flos
+        attributes.clear()
+        attributes.update(self._attributes | copy.deepcopy(self.counters) | {"current_flos": flos})
         for modes, before in self._modes:
             for mode, lists in modes.items():
                 lists.clear()

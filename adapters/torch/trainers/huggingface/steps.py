@@ -13,6 +13,7 @@ stay unchanged, because every checkpoint saves them and trackers read them.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -55,10 +56,10 @@ class SplitSteps:
         self._stack = stack
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
-        self._has_gradients = False
-        """Whether a part of the window was trained on."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
+        self._divides_by_items: bool | None = None
+        """Whether the loss is divided by the items of the window, or None if unknown."""
 
     def training_step(
         self, original: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
@@ -74,20 +75,23 @@ class SplitSteps:
         """
         if self._at_first_part:
             self._counters.before = CountsBefore(self._trainer)
-            self._has_gradients, self._tokens = False, 0
+            self._tokens = 0
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-        for part in loop_of(self._healer).out_of_memory.parts(
+        parts = loop_of(self._healer).out_of_memory.parts(
             batch,
-            count=None if self._is_sum(items) else self._loss_items,
+            count=self._loss_items,
             split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
-        ):
-            if part.first and self._has_gradients:
+        )
+        for number, part in enumerate(parts):
+            if part.first and (number or not self._at_first_part):  # the window is repeated
                 losses.clear()
-                self._restore_counts()
+                assert self._counters.before is not None
+                self._counters.before.restore_in_loss()
+                self._trainer.state.num_input_tokens_seen -= self._tokens
+                self._tokens = 0
             with part:
-                self._has_gradients = True
                 rows = self._pair_rows(part.batch["inputs"], join=False)
                 loss = self._train(original, model, rows, items, part.weight)
                 # A repeated window begins with parts of the earlier micro-batches.
@@ -102,38 +106,29 @@ class SplitSteps:
         """Runs forward and backward on a part whose share of its micro-batch is `weight`."""
         trainer, state = self._trainer, self._trainer.state
         per_step, tokens = trainer.current_gradient_accumulation_steps, state.num_input_tokens_seen
-        factor = per_step if weight == 1.0 else per_step / weight
-        if not self._is_sum(items):
-            # Trainer divides the loss of each micro-batch by this number.
-            trainer.current_gradient_accumulation_steps = factor
+        share = 1.0 if weight == 1.0 or self._is_sum(inputs, items) else weight
+        backward = trainer.accelerator.backward
+        scaled = backward if share == 1.0 else lambda loss, **own: backward(loss * share, **own)
         try:
-            loss = call(model, inputs, items)
+            with patched(trainer.accelerator, "backward", scaled):
+                loss = call(model, inputs, items)
         finally:
-            trainer.current_gradient_accumulation_steps = per_step
             self._tokens += state.num_input_tokens_seen - tokens
         # The loss is divided by the micro-batches or the items of the step, so that the sum over
         # the step is the step's loss. The Healer averages, and multiplies by the part's share.
+        factor = per_step * share / weight
         self._healer.observe(loss if factor == 1 else loss * factor)
-        return loss
+        return loss if share == 1.0 else loss * share
 
-    def _restore_counts(self) -> None:
-        """Restores the trainer's counts before the window."""
-        trainer, before = self._trainer, self._counters.before
-        assert before is not None
-        before.restore_in_loss()
-        if "_step" in before.counters:
-            trainer._step, trainer._buffered_inputs = before.counters["_step"], before.buffered
-        trainer.state.num_input_tokens_seen -= self._tokens
-        self._has_gradients, self._tokens = False, 0
-
-    def _is_sum(self, items: Any) -> bool:
-        """Whether the loss is divided by the items of the window; as in `Trainer.training_step`."""
-        trainer = self._trainer
-        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            by_model = trainer.model_accepts_loss_kwargs and items is not None
-            scaled = by_model or trainer.compute_loss_func is not None
-        return bool(scaled)
+    def _is_sum(self, inputs: Any, items: Any) -> bool:
+        """Whether the loss is divided by the items. An own `compute_loss` may ignore them."""
+        loss_of = loss_fn_of(self._trainer)
+        if self._divides_by_items is None and items is not None and loss_of is not None:
+            losses_of = loop_of(self._healer).driver.losses_of
+            once = losses_of(functools.partial(loss_of, items=items), [inputs])
+            twice = losses_of(functools.partial(loss_of, items=2 * items), [inputs])
+            self._divides_by_items = once != twice
+        return bool(self._divides_by_items)
 
     def _loss_items(self, batch: Any) -> int:
         """The number of tokens with a label, or of samples, that a mean loss averages over."""
@@ -241,22 +236,24 @@ def extend_log(trainer: Any, metrics: Callable[[], dict[str, float]], stack: Exi
     stack.enter_context(patched(trainer, "log", log))
 
 
-def loss_fn_of(trainer: Any) -> Callable[[Any], Any] | None:
+def loss_fn_of(trainer: Any) -> Callable[..., Any] | None:
     """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
 
-    Trainers that override `_prepare_inputs` (GRPO, RLOO) train on completions that the current
-    weights generate. The loss of such a batch does not measure the model: advantages have mean
-    zero, so the loss is about 0 for any weights.
+    Trainers that override `_prepare_inputs` (GRPO, RLOO), or do not train by `compute_loss` (Online
+    DPO), train on completions that the current weights generate. The loss of such a batch does not
+    measure the model: advantages have mean zero, so the loss is about 0 for any weights.
     """
-    if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+    called = inspect.unwrap(type(trainer).training_step).__code__.co_names
+    generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
+    if generates or {"compute_loss", "training_step"}.isdisjoint(called):
         return None
 
     def silent(*_: Any, **__: Any) -> None: ...
 
-    def loss_of(batch: Any) -> Any:
-        # compute_loss may change its inputs, log, and in TRL change the metrics of the next log.
+    def loss_of(batch: Any, items: Any = None) -> Any:
+        # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
         inputs = trainer._prepare_inputs(copied(batch))
-        items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+        items = items or trainer._get_num_items_in_batch([inputs], trainer.args.device)
         given = {} if items is None else {"num_items_in_batch": items}
         counts = CountsBefore(trainer)
         try:

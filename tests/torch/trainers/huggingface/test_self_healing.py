@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
+from healcore.torch.trainers.huggingface.steps import loss_fn_of
 from tests.healer.run_directory import events, events_of, new_process
 from tests.healer.run_options import grouped
 from tests.torch.trainers.huggingface import small_runs
@@ -87,17 +87,8 @@ def limit(trainer: Any, fits: Callable[[Any, int], bool]) -> list[int]:
     return seen
 
 
-def uneven(*, labelled: bool) -> Any:
-    """Rows whose parts have different numbers of tokens: by their length, or by their labels."""
-    rows = tiny.rows()
-    if not labelled:
-        return Dataset.from_dict({"input_ids": [row[: 4 + i % 8] for i, row in enumerate(rows)]})
-    labels = [[-100] * (i % 10) + row[i % 10 :] for i, row in enumerate(rows)]
-    return Dataset.from_dict({"input_ids": rows, "labels": labels})
-
-
 @pytest.mark.parametrize(
-    ("kind", "accumulated"), [("sft", 1), ("sft", 3), ("dpo", 3), ("plain", 1)]
+    ("kind", "accumulated"), [("sft", 1), ("sft", 3), ("dpo", 3), ("plain", 1), ("plain", 3)]
 )
 def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
     """And the batch is split before the trainer finds a smaller one by itself."""
@@ -105,13 +96,15 @@ def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp
     arguments["gradient_accumulation_steps"] = accumulated
     arguments["auto_find_batch_size"] = kind == "sft" and accumulated == 1
     if kind != "dpo":
-        arguments["data"] = uneven(labelled=kind == "plain")
+        arguments["data"] = tiny.uneven(labelled=kind == "plain")
     fits = {"dpo": 4, "sft": 2, "plain": 1}[kind]
     gradients: dict[bool, list[torch.Tensor]] = {False: [], True: []}
     for healed, found in gradients.items():
         trainer = getattr(tiny, kind)(tmp_path / str(healed), **arguments)
         if kind == "plain":  # a model without num_items_in_batch: each part has its share
-            trainer.model_accepts_loss_kwargs = False
+            trainer.model_accepts_loss_kwargs = accumulated == 3
+            # As in HF's examples, which ignore num_items_in_batch.
+            trainer.compute_loss = lambda model, inputs, **_: model(**inputs)["loss"]
 
         def record(state: Any, *, model: Any, found: Any = found, **_: Any) -> None:
             found.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters()]))
@@ -250,6 +243,9 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         for log in (trainer.state.log_history, alone.state.log_history)
     ]
     assert logs[0] == logs[1]
+    if kind == "summed":
+        loss_fn_of(trainer)(next(iter(trainer.get_train_dataloader())))  # type: ignore[misc]
+        assert trainer.calls == alone.calls
 
 
 def test_epochs_workers_and_evaluation(tmp_path: Path):
@@ -384,4 +380,20 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
         heal_trainer(tiny.plain(tmp_path)).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="every is a whole number"):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
+
+    class Own(small_runs.InOrder):
+        """Its loop is that of TRL's PPO, and its step that of Online DPO."""
+
+        step = small_runs.InOrder.training_step
+
+        def train(self) -> None:  # type: ignore[override]
+            self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+        def training_step(self, *given: Any) -> torch.Tensor:
+            return self.step(*given)
+
+    own = small_runs.trainer(tmp_path, cls=Own)
+    assert loss_fn_of(own) is None
+    with pytest.raises(AttachError, match="a loop of its own"):
+        heal_trainer(own).train()
     assert not (tmp_path / "_healcore").exists()
