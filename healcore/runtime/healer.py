@@ -229,8 +229,8 @@ class Healer(Generic[State]):
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
         An epoch may be one step without `batches`, as in full-batch training.
-        Code after an epoch runs again, unless a checkpoint was saved after its end. Call `save`
-        right after the batches if that code changes the state, as a scheduler's step does.
+        Code after an epoch runs again, unless a step of the next epoch was saved. If that code
+        changes the state, as a scheduler's step does, call `save` before it.
         """
         return self._live.epochs(total)
 
