@@ -116,16 +116,18 @@ def _copy(trainer: Any, steps: int, folder: str) -> Any:
     new = copy.copy(trainer)
     _rebind(new, trainer)
     new.args = copy.copy(trainer.args)
-    vars(new.args).update(
-        output_dir=folder,
-        max_steps=steps,
-        save_strategy=SaveStrategy.NO,
-        eval_strategy=IntervalStrategy.NO,
-        logging_strategy=IntervalStrategy.NO,
-        eval_on_start=False,
-        load_best_model_at_end=False,
-        push_to_hub=False,
-    )
+    settings = {
+        "output_dir": folder,
+        "max_steps": steps,
+        "save_strategy": SaveStrategy.NO,
+        "eval_strategy": IntervalStrategy.NO,
+        "logging_strategy": IntervalStrategy.NO,
+        "eval_on_start": False,
+        "load_best_model_at_end": False,
+        "push_to_hub": False,
+    }
+    for name, value in settings.items():
+        setattr(new.args, name, value)
     new.model = new.model_wrapped = copy.deepcopy(trainer.model)
     new.model_init = None
     new.optimizer = _copy_optimizer(trainer, new.model)
