@@ -125,9 +125,8 @@ class SplitSteps:
         loss_of = loss_fn_of(self._trainer)
         if self._divides_by_items is None and items is not None and loss_of is not None:
             losses_of = loop_of(self._healer).driver.losses_of
-            once = losses_of(functools.partial(loss_of, items=items), [inputs])
-            twice = losses_of(functools.partial(loss_of, items=2 * items), [inputs])
-            self._divides_by_items = once != twice
+            once, twice = (functools.partial(loss_of, items=n * items) for n in (1, 2))
+            self._divides_by_items = losses_of(once, [inputs]) != losses_of(twice, [inputs])
         return bool(self._divides_by_items)
 
     def _loss_items(self, batch: Any) -> int:
