@@ -142,7 +142,7 @@ def test_each_batch_of_a_fit_is_used_by_one_step(
         fit(tmp_path / "raised", loader, Failing(at, error=ZeroDivisionError()), **options)
     new_process()
     with pytest.raises(SystemExit, check=lambda error: error.code == 143):
-        fit(tmp_path / "asked", loader, killing(signal.SIGTERM, ended - 1), **options)
+        fit(tmp_path / "asked", loader, killing(signal.SIGTERM, at), **options)
     arguments = (tmp_path / "killed", loader, killing(signal.SIGKILL, at))
     killed = multiprocessing.get_context("fork").Process(target=fit, args=arguments, kwargs=options)
     killed.start()

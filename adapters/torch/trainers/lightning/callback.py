@@ -215,6 +215,13 @@ class LightningHealingCallback(Callback):
             # Like LearningRateMonitor, because `self.log` would copy each number to the device.
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # type: ignore[override]
+        """Within an accumulation, defers the end by SIGTERM to the step, which can be saved."""
+        if self._progress is None or self.healer is None or not trainer.received_sigterm:
+            return
+        if loop_of(self.healer).driver.window.is_accumulating():
+            trainer._signal_connector.received_sigterm = False
+
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
     ) -> None:
