@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from healcore import Healer, Keep
 from healcore.errors import StateMismatch
@@ -194,7 +194,8 @@ def fit(
     """Trains on 20 batches, and returns the learning rate at the end."""
     loop = type("Loop", (type(loop_of("torch")),), {"rate": lr})()
     rows: Any = list(range(20 * batch))
-    data = DataLoader(rows, batch_size=batch, collate_fn=lambda numbers: numbers[0])
+    batches = BatchSampler(rows, batch, drop_last=False)  # as Accelerate: batch_size is None
+    data = DataLoader(rows, batch_sampler=batches, collate_fn=lambda numbers: numbers[0])
     train(loop, policy, data, store=folder, **more)
     return loop.optimizer.param_groups[0]["lr"]
 

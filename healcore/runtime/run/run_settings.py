@@ -63,7 +63,8 @@ def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
 
 def change_of_batch_size(settings: dict[str, Any], number: int, loader: Any) -> str:
     """`batch size: saved -> given` of a loader that has one, or an empty string; records it."""
-    size = getattr(loader, "batch_size", None)
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
     if type(size) is not int or number >= _LOADERS:
         return ""
     before = settings.setdefault(f"batch size of loader {number}", size)
