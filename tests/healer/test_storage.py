@@ -100,7 +100,7 @@ def test_a_completed_store_is_of_one_run_which_may_go_on(tmp_path):
     new_process()
     with pytest.raises(StoreNotEmpty, match=r"began with other weights.*loads its own snapshot"):
         run(1)
-    with pytest.raises(AlreadyCompleted, match="completed at step 12. To train further"):
+    with pytest.raises(AlreadyCompleted, match=r"completed at step 12\. To train further"):
         run(0)
     with pytest.raises(StoreNotEmpty, match="up to step 12"):
         run(0, resume=False)
