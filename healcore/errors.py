@@ -31,9 +31,7 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.store.claim import StoreInUse
-from healcore.runtime.store.ranks import RankFailed
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
     NoGoodCheckpoint,
@@ -42,6 +40,8 @@ from healcore.runtime.store.saved import (
     StoreError,
     UnsavableState,
 )
+from healcore.runtime.store.claim import StoreInUse
+from healcore.runtime.store.ranks import RankFailed
 
 __all__ = [
     "AlreadyCompleted",

@@ -100,7 +100,7 @@ def attach(
         # its state with nothing makes it store the current `step`.
         wrapper: Any = optimizer
         wrapper.__setstate__({})
-        healing.healed_step.changes.callback(wrapper.__setstate__, {})
+        healing.healed_step.undo_stack.callback(wrapper.__setstate__, {})
     healing.healed_step.incident_log.console = printed
     return healing
 
@@ -206,7 +206,7 @@ class Healing:
         self.engine = healed_step.live_engine.engine
         self.healed_step = healed_step
         self._measurer = healed_step.measurer
-        healed_step.check.__healing__ = self
+        healed_step.pre_hook.__healing__ = self
 
     # -- signals from the training loop ---------------------------------------------------------
 

@@ -45,8 +45,8 @@ class HealedStep:
     Attributes:
         incident_log: logs incidents while no Healer sets `on_judged`.
         attached: whether the replacement is active.
-        changes: undoes at `detach` what a trainer or wrapper has changed besides `step`.
-        check: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
+        undo_stack: undoes at `detach` what a trainer or wrapper has changed besides `step`.
+        pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
         on_judged: called at every judged step, before the optimizer's update.
@@ -90,9 +90,9 @@ class HealedStep:
         self.on_step: Callable[[], None] | None = None
 
         self.attached = True
-        self.changes = ExitStack()
+        self.undo_stack = ExitStack()
         # Dynamo must not trace what reads values, or writes to the optimizer.
-        self.check: Any = torch.compiler.disable(self._check_running)
+        self.pre_hook: Any = torch.compiler.disable(self._check_running)
         self._restore_step = self._replace_step()
 
     # -- the replacement ------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class HealedStep:
         own_step = vars(optimizer).get("step")  # None if the class has it
         replacement = types.MethodType(self._make_step(optimizer.step), optimizer)
         optimizer.step = replacement
-        handle = optimizer.register_step_pre_hook(self.check)
+        handle = optimizer.register_step_pre_hook(self.pre_hook)
 
         def restore() -> None:
             handle.remove()
@@ -241,7 +241,7 @@ class HealedStep:
             return
         self.attached = False
         self._restore_step()
-        self.changes.close()
+        self.undo_stack.close()
         self.on_judged = self.on_ended = self.on_step = None
         self.measurer.clear()
 

@@ -19,7 +19,7 @@ from healcore.torch import gradients
 from healcore.torch.engines import LiveEngine, to_host
 from healcore.torch.ranks import StepRanks
 
-SEARCH = 40
+MAX_OVERFLOWS = 40
 """Consecutive overflows that a GradScaler may need to find its scale, from its default 2^16 to
 below 2^-23. At that scale only non-finite gradients overflow."""
 
@@ -268,7 +268,7 @@ class Overflows:
     consecutive overflows the gradients overflow at any scale, and the steps count as non-finite.
     """
 
-    def __init__(self, home: torch.device, search: int = SEARCH) -> None:
+    def __init__(self, home: torch.device, search: int = MAX_OVERFLOWS) -> None:
         self._home = home
         self._search = search
         self._consecutive: Tensor | None = None

@@ -16,8 +16,8 @@ from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run.end import Shutdown
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run.termination import IncompleteRun
 from healcore.runtime.run_options import (

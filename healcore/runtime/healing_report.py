@@ -14,7 +14,7 @@ from healcore.history.run import by_name
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.record import IncidentRecord
+from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import why_no_good_checkpoint
 from healcore.runtime.story.postmortem import path_for

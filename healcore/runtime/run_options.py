@@ -21,7 +21,7 @@ from healcore.policy import Policy, PolicyLike, dumps
 from healcore.policy.document import Budget, Hang, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
-from healcore.runtime.store.saved import Keep
+from healcore.runtime.store.checkpoints import Keep
 
 
 class HostPolicy(NamedTuple):

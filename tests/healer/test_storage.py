@@ -20,7 +20,7 @@ from healcore.jax import protect
 from healcore.runtime.run import save_schedule
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.run.termination import AlreadyCompleted, LastStateNotSaved
-from healcore.runtime.store.saved import NoGoodCheckpoint
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems
 from tests.healer.training_loops import SKIPS, Faults, at, breaks_off, loop_of, rules, same, train

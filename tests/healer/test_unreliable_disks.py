@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from healcore.jax import store as jax_stores
-from healcore.runtime.store.saved import Keep
+from healcore.runtime.store.checkpoints import Keep
 from healcore.torch import store as torch_stores
 from tests import forked_programs
 from tests.healer.run_directory import events_of

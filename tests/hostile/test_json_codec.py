@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import values
-from healcore.runtime.store.saved import StoreError, UnsavableState
+from healcore.runtime.store.checkpoints import StoreError, UnsavableState
 from tests.hostile.run_directories import base64_of, code
 from tests.runtime.store.store_cases import same
 

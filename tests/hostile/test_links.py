@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from healcore.runtime.store.checkpoints import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import MANIFEST, RECORD
-from healcore.runtime.store.saved import CheckpointNotFound, StoreError
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train

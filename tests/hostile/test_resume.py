@@ -19,8 +19,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from healcore.core.errors import HealcoreError
+from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.manifest import MANIFEST, RECORD, STATE
-from healcore.runtime.store.saved import StoreError
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events
 from tests.hostile import run_directories as runs

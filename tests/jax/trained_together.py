@@ -16,7 +16,7 @@ from healcore.core.decision import unpack_record
 from healcore.jax import heal_state, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
-from healcore.runtime.store.saved import Keep
+from healcore.runtime.store.checkpoints import Keep
 from tests.torch import compared_ranks
 from tests.torch.compared_ranks import FAULT
 from tests.torch.policies import OF_RANKS

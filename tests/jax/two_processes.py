@@ -24,8 +24,8 @@ from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.run.termination import RunStopped, Terminated
+from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
-from healcore.runtime.store.saved import StoreError
 from tests.healer.run_options import grouped
 from tests.healer.training_loops import rules
 from tests.jax.trained_together import begin, digest, healthy_batch, loss_of, mesh_of, placed, whole

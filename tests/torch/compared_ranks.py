@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.evidence import HEARTBEAT
+from healcore.runtime.run.evidence import REGULAR_INTERVAL
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -44,7 +44,7 @@ def watched(comparisons: Comparisons, seen: list[Any]) -> None:
     comparisons, so that a slow machine compares at other steps than a fast one.
     """
     evaluate = comparisons._losses_of
-    comparisons._credit.is_regular = lambda index: index % HEARTBEAT == HEARTBEAT - 1  # type: ignore[method-assign]
+    comparisons._credit.is_regular = lambda index: index % REGULAR_INTERVAL == REGULAR_INTERVAL - 1  # type: ignore[method-assign]
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)

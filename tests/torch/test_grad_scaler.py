@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.termination import RunStopped
 from healcore.torch import attach
-from healcore.torch.measurement import SEARCH
+from healcore.torch.measurement import MAX_OVERFLOWS
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 
@@ -106,7 +106,7 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Any, unscale:
     for _ in range(3):
         loop.step(unscale=unscale, heal=heal)
     before = snapshot(loop.optimizer)
-    for _ in range(SEARCH):
+    for _ in range(MAX_OVERFLOWS):
         loop.step(overflow=math.nan, unscale=unscale, heal=heal)
     heal.judge_dropped()
     assert int(heal.metrics()["heal/alarms"]) == 0

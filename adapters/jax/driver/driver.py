@@ -24,8 +24,8 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
+from healcore.runtime.store.checkpoints import IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.saved import IN_MEMORY
 from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:

@@ -198,7 +198,7 @@ _SEEN = [RECORD_FIELDS.index(name) for name in ("loss", "grad_norm")]
 """Indices in a row that no edit of the Healer changes."""
 
 
-class Read(NamedTuple):
+class HostView(NamedTuple):
     """The part of one engine's state that the host reads."""
 
     step: int
@@ -213,8 +213,8 @@ class Read(NamedTuple):
         return self.rows[(step - 1) % len(self.rows)]
 
 
-def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
-    """Begins to copy each engine's `Read`; the states may be donated then. The result waits."""
+def start_read(states: Sequence[HealState]) -> Callable[[], list[HostView]]:
+    """Begins to copy each engine's `HostView`; the states may be donated then. The result waits."""
     arrays = [
         tuple(map(array_of, (state.heal_engine, state.heal_records, state.heal_leaf_norms)))
         for state in states
@@ -224,13 +224,13 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[Read]]:
     copied.copy_to_host_async()
 
     @cache
-    def read() -> list[Read]:
+    def read() -> list[HostView]:
         packed = np.asarray(copied)
         results = []
         for shape, tensors in shapes:
             end = 1 + math.prod(shape)
             rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
-            results.append(Read(int(packed[0]), rows, norms.view(np.float32)))
+            results.append(HostView(int(packed[0]), rows, norms.view(np.float32)))
             packed = packed[end + tensors :]
         return results
 
@@ -274,7 +274,7 @@ class StepReader:
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
         self._has_warned = False
-        self._last: Callable[[], list[Read]]
+        self._last: Callable[[], list[HostView]]
         self._stride: int | None = None
         """Number of steps of one dispatch, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
@@ -300,7 +300,7 @@ class StepReader:
             self._stride = _count(before(), after())
         return Dispatch(cache(lambda: self._steps(before(), after())), self._stride, votes)
 
-    def _steps(self, before: Sequence[Read], after: Sequence[Read]) -> list[list[StepRecord]]:
+    def _steps(self, before: list[HostView], after: list[HostView]) -> list[list[StepRecord]]:
         """The records of each step between two reads, at least one step.
 
         The number of steps is the smallest number that any engine has judged in this dispatch. An
@@ -324,7 +324,7 @@ class StepReader:
         return steps
 
     def _add(
-        self, engine: EngineEntry, first: int, new: Read, steps: list[list[StepRecord]]
+        self, engine: EngineEntry, first: int, new: HostView, steps: list[list[StepRecord]]
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
@@ -364,13 +364,13 @@ _UNTAKEN = (
 )
 
 
-def _count(before: Sequence[Read], after: Sequence[Read]) -> int:
+def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
     """Smallest number of steps that an engine has judged, at least 1."""
     moved = (new.step - old.step for old, new in zip(before, after, strict=True))
     return min((steps for steps in moved if steps > 0), default=1)
 
 
-def _check_continues(engine: EngineEntry, old: Read, new: Read) -> None:
+def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
     # A step that is not judged, or that the caller skips, does not change the row.
     seen = [read.row(new.step)[_SEEN].tobytes() for read in (old, new)]
     if new.step < old.step or (new.step == old.step and seen[0] != seen[1]):

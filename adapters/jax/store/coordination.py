@@ -21,8 +21,8 @@ from typing import Any
 
 import jax
 
+from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
-from healcore.runtime.store.saved import StoreError
 
 _TIMEOUT_S = 1800.0
 """Timeout of an exchange in seconds. Long, because rank 0 may be writing a large checkpoint; JAX's

@@ -19,11 +19,11 @@ from etils import epath
 
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, values
-from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
+from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, StoreError, UnsavableState
+from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, run_on_each
-from healcore.runtime.store.saved import IN_MEMORY, Keep, StoreError, UnsavableState
 from healcore.runtime.store.store import CheckpointStore
 
 _PINNED = "pinned_host"
@@ -103,7 +103,7 @@ class JaxFormat(ArrayFormat):
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()
 
-    def add(self, flat: Flat, name: str, value: Any) -> None:
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry and the arrays of a value. See `ArrayFormat.add`."""
         encode = functools.partial(_encode_array, flat)
         if not hasattr(value, "state_dict"):
@@ -273,7 +273,7 @@ def _wait_for_no_signals() -> None:
     Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
 
 
-def _encode_array(flat: Flat, path: values.Path, value: Any) -> values.Node | None:
+def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node | None:
     """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
     extra, sharding, committed = {}, None, True
     if isinstance(value, jax.Array):

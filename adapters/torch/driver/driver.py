@@ -17,8 +17,8 @@ from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, check_engines
+from healcore.runtime.store.checkpoints import IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.saved import IN_MEMORY
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state

@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from healcore.runtime.store import manifest
+from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
-from healcore.runtime.store.host_copy import ArrayFormat, Flat, HostCopy, Leaf, Target
+from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
-from healcore.runtime.store.saved import IN_MEMORY, Keep
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
@@ -93,14 +93,14 @@ class TorchFormat(ArrayFormat):
         # around the calls, because they run in the background and warning filters are global.
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
-    def flatten(self, state: Mapping[str, Any]) -> Flat:
+    def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """Splits a state into JSON and tensors, with the identities of optimizers."""
         flat = super().flatten(state)
         for name, identity in identities(state).items():
             flat.entries[name]["identity"] = identity
         return flat
 
-    def add(self, flat: Flat, name: str, value: Any) -> None:
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
         add_entry(flat, name, value, self._ranks.rank)
 

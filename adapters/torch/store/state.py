@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from healcore.runtime.store import values
-from healcore.runtime.store.host_copy import Flat
-from healcore.runtime.store.saved import StateMismatch, UnsavableState
+from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
+from healcore.runtime.store.host_copy import FlatState
 
 
 class Layout(NamedTuple):
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     """The DTensorSpec of a DTensor, else None."""
 
 
-def add_entry(flat: Flat, name: str, value: Any, rank: int) -> None:
+def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     """Adds the entry of a value of the state to `flat`, and its arrays, without copies.
 
     The part of a leaf, at "", is a plain tensor on any device: the tensor, the local part of a
@@ -83,7 +83,7 @@ def _local_part(path: values.Path, value: Tensor) -> Tensor:
     return local.as_subclass(Tensor).resolve_conj().resolve_neg()
 
 
-def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
+def _add_tensor(flat: FlatState, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
     dtype = dtype_name(value)
     layout = Layout(torch.empty_like(local, device="meta"), getattr(value, "_spec", None))
     name = flat.add(path, dtype, {"": local}, layout)
@@ -93,7 +93,7 @@ def _add_tensor(flat: Flat, path: values.Path, value: Tensor, local: Tensor) -> 
     return node
 
 
-def _add_numpy(flat: Flat, path: values.Path, value: Any) -> dict[str, Any]:
+def _add_numpy(flat: FlatState, path: values.Path, value: Any) -> dict[str, Any]:
     """Adds a NumPy array or scalar as bytes, because NumPy has dtypes that torch lacks."""
     # Copies read-only arrays, because torch warns about memory that it cannot write.
     raw = torch.from_numpy(np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8))

@@ -43,28 +43,28 @@ def judge(
 
     detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
     cause = numerics.shared(_cause_flags(config, readings, seen, xp=xp), xp=xp)
-    never = xp.never(cause) if hasattr(xp, "never") else cause != cause  # False in its shape
-    rule_states, fired = _run_rules(config, state, readings, never, xp=xp)
+    no_flag = xp.never(cause) if hasattr(xp, "never") else cause != cause  # False in its shape
+    rule_states, fired = _run_rules(config, state, readings, no_flag, xp=xp)
 
-    wished = _any([f.fired for rule, f in fired if rule.skip], never)
+    wished = _any([f.fired for rule, f in fired if rule.skip], no_flag)
     skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
     if skip is not seen.bad:
         skip = numerics.shared(skip, xp=xp)
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = RuleOrders(
-        _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], never),
+        _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
     )
     incidents, budget, orders = update_incidents(config, state, cause, skip, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
     actions = [] if orders.action is None else [orders.action]
-    actions += _actions_of_rules(config, fired, never, xp=xp)
+    actions += _actions_of_rules(config, fired, no_flag, xp=xp)
     # The last factor, 1 unless the policy clips. JAX does not write a leaf that is the same object.
-    one = state.last.decision.grad_scale
+    unit_scale = state.last.decision.grad_scale
     if clips:
-        one = one - one + 1.0
-    grad_scale, group_scale, clipped = _scales(clip, skip, one, xp=xp)
+        unit_scale = unit_scale - unit_scale + 1.0
+    grad_scale, group_scale, clipped = _scales(clip, skip, unit_scale, xp=xp)
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
@@ -78,7 +78,7 @@ def judge(
     tally = _counted(state.tally, skip, cause, clipped, orders.cut)
     return EngineState(
         step=state.step + 1,
-        change_expected=never,
+        change_expected=no_flag,
         grace=grace,
         clip=clip_state,
         detectors=detectors,
@@ -139,7 +139,12 @@ def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading
 
 
 def _run_rules(
-    config: EngineConfig, old: EngineState, readings: Mapping[str, Reading], never: Any, *, xp: Any
+    config: EngineConfig,
+    old: EngineState,
+    readings: Mapping[str, Reading],
+    no_flag: Any,
+    *,
+    xp: Any,
 ) -> tuple[tuple[RuleState, ...], list[tuple[RuleConfig, Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
@@ -147,7 +152,7 @@ def _run_rules(
         key = rule.sustained, rule.causes
         if key not in hits:
             found = _hits(config, rule, readings)
-            hit = _any(found, never)
+            hit = _any(found, no_flag)
             hits[key] = numerics.shared(hit, xp=xp) if found[1:] else hit
         quiet = config.incident.quiet_steps
         counted, firing = update_rule(rule, state, hits[key], old.step, quiet, xp=xp)
@@ -180,13 +185,13 @@ def update_rule(
 
 
 def _actions_of_rules(
-    config: EngineConfig, fired: list[tuple[RuleConfig, Firing]], never: Any, *, xp: Any
+    config: EngineConfig, fired: list[tuple[RuleConfig, Firing]], no_flag: Any, *, xp: Any
 ) -> list[Any]:
     """The actions of `ONCE` that the rules order, as one int32 for each set of them."""
     actions = []
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [numerics.flag(_any(fresh, never), once, xp=xp)] if once else []
+        actions += [numerics.flag(_any(fresh, no_flag), once, xp=xp)] if once else []
     return actions
 
 
@@ -265,6 +270,6 @@ def _telemetry(
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
 
 
-def _any(flags: list[Any], never: Any) -> Any:
-    """Logical or; `never` if there are no flags."""
-    return functools.reduce(operator.or_, flags) if flags else never
+def _any(flags: list[Any], no_flag: Any) -> Any:
+    """Logical or; `no_flag` if there are no flags."""
+    return functools.reduce(operator.or_, flags) if flags else no_flag

@@ -33,7 +33,7 @@ class RunLoader(Cursor):
         in_use: whether the loop is still using the last batch.
         pending_ids: ids of the batches since the last step.
         contents: the batches since the last step, if weights are compared.
-        last_batch: the batch that replaces an unreadable batch, with several ranks.
+        substitute: the batch that replaces an unreadable batch, with several ranks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunLoader(Cursor):
         self.in_loop = True
         self.pending_ids: list[BatchId] = []
         self.contents: list[Any] = []
-        self.last_batch: Any = None
+        self.substitute: Any = None
 
     @property
     def first_pending(self) -> BatchId | None:
@@ -91,9 +91,7 @@ class LoaderRegistry:
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
-        self._is_short = (
-            False  # a loader ends before its saved position, as after a slice of the data
-        )
+        self._is_short = False  # whether a loader ends before its saved position
         self._noticed: set[str] = set()
 
     def __iter__(self) -> Iterator[RunLoader]:
@@ -113,7 +111,7 @@ class LoaderRegistry:
         self._count = max(self._count, number)
         self._saved = {key: place for key, place in self._saved.items() if int(key) >= number}
 
-    def saved(self, loader: Any, epoch: int | None = None) -> dict[str, Any] | None:
+    def saved_position(self, loader: Any, epoch: int | None = None) -> dict[str, Any] | None:
         """The position that an earlier process has saved for this loader in `epoch`, or None."""
         known = self.find(loader)
         return self._saved.get(str(self._number_in(epoch) if known is None else known.number))
@@ -185,7 +183,7 @@ class LoaderRegistry:
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
 
-        A loop that makes a loader for each epoch makes no loaders of earlier epochs again.
+        Loaders of earlier epochs are not made again, so their numbers are left out.
         """
         if epoch is None:
             return self._count

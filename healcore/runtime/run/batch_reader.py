@@ -54,13 +54,13 @@ class BatchReader:
                 if not self._single_rank:
                     self._skip(loader, skip, step)
                     loader.unreadable = None  # it counts as read
-                    return _copied(loader.last_batch), skip.batch
+                    return _copied(loader.substitute), skip.batch
             else:
                 if skip is not None:
                     self._skip(loader, skip, step)
                 self._consecutive_failures = 0
                 if not self._single_rank:
-                    loader.last_batch = _copied(result[0])
+                    loader.substitute = _copied(result[0])
                 return result
 
     def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
@@ -84,7 +84,7 @@ class BatchReader:
                 f"{limits.within} were {done}, which is the limit of [skip_batch]"
             )
             return None
-        if not self._single_rank and loader.last_batch is None:
+        if not self._single_rank and loader.substitute is None:
             return None
         failed.append(self._reads)
         self._consecutive_failures += 1

@@ -19,7 +19,7 @@ from healcore.runtime.run.orders import (
     TroubleFacts,
     next_trial,
 )
-from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast

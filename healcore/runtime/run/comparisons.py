@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import LossFn, Rates
 from healcore.runtime.run.evidence import (
-    HEARTBEAT,
     MAX_CREDIT,
-    SAMPLE,
+    REGULAR_INTERVAL,
+    SAMPLE_SIZE,
     STEPS_BEFORE_SIGN,
     Anchor,
     ComparisonState,
@@ -141,8 +141,8 @@ class Comparisons:
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
-        The reasons: an alarm, a loss above the last hundred, a mean loss above the best anchor's
-        by more than its spread, and the regular distance.
+        The reasons: an alarm; a loss above each of the last `REGULAR_INTERVAL` losses; a mean loss
+        that exceeds the best anchor's by more than its spread; a regular step.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
@@ -160,12 +160,12 @@ class Comparisons:
         self._credit.after_step()
         if alarm:
             first, last = state.alarms
-            state.alarms = (first if index - last <= SAMPLE else index, index)
+            state.alarms = (first if index - last <= SAMPLE_SIZE else index, index)
         sign = alarm or self._history.is_high(loss)
         is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
         if is_first and alarm:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
-        best = self._best_below(index)
+        best = self._best_on_average(index)
         self._wanted |= sign or self._credit.is_regular(index) or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
@@ -181,7 +181,7 @@ class Comparisons:
             wanted = index >= self.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
         if wanted and best is not None and best.evidence <= 1:
-            self._mean_quiet_until = index + HEARTBEAT
+            self._mean_quiet_until = index + REGULAR_INTERVAL
         if trained:
             for anchor in self.anchors:
                 anchor.add(step)
@@ -278,15 +278,15 @@ class Comparisons:
         rates = self._rates_in_force().items()
         return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
 
-    def _best_below(self, index: int) -> Anchor | None:
+    def _best_on_average(self, index: int) -> Anchor | None:
         """The anchor with the lowest mean loss, if the mean loss is more than its spread above it.
 
-        None within `HEARTBEAT` steps after such a comparison without evidence.
+        None within `REGULAR_INTERVAL` steps after such a comparison without evidence.
         """
         if index < self._mean_quiet_until or (mean := self._history.mean()) is None:
             return None
         best = min(self.anchors, key=lambda anchor: anchor.level_or_inf, default=None)
-        if best is None or index - best.step < SAMPLE:
+        if best is None or index - best.step < SAMPLE_SIZE:
             return None
         return best if mean > best.level_or_inf + best.spread else None
 
@@ -294,11 +294,11 @@ class Comparisons:
         """Anchors to compare with: the newest old enough one, `best`, and old ones with evidence.
 
         Weights of a few steps ago differ too little, and are as damaged as the current weights.
-        After `SAMPLE` steps the sample of an anchor is full. A pending verdict has its own anchor.
+        After `SAMPLE_SIZE` steps an anchor's sample is full. A pending verdict has its own anchor.
         """
         if self.state.verdict is not None:
             return [anchor for anchor in self.anchors if anchor.step == self.state.verdict.anchor]
-        age = max(SAMPLE, min(self._interval, int(MIN_AGE * index)))
+        age = max(SAMPLE_SIZE, min(self._interval, int(MIN_AGE * index)))
         old = [anchor for anchor in self.anchors if index - anchor.step >= age]
         return [
             anchor
@@ -402,7 +402,7 @@ class Comparisons:
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
             first, last = self.state.alarms
-            if last >= onset - SAMPLE:
+            if last >= onset - SAMPLE_SIZE:
                 onset = min(onset, first)
             healthy = {**self.state.healthy_rates}
             rates = tuple(self.state.rates)

@@ -25,7 +25,7 @@ STAKE = 0.6
 evidence is multiplied by 0.4 to 1.6, and 20 times 1.6 in a row exceeds 1e4."""
 RECENT = 20
 """Number of recent comparisons whose rises give the usual rise, and of losses in a mean loss."""
-SAMPLE = 8
+SAMPLE_SIZE = 8
 """Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
 
 
@@ -84,9 +84,9 @@ class Anchor:
     def add(self, step: TrainedStep) -> None:
         """Adds a later step that the model has trained on (reservoir sampling, algorithm R)."""
         self.trained += 1
-        if len(self.sample) < SAMPLE:
+        if len(self.sample) < SAMPLE_SIZE:
             self.sample.append(step)
-        elif (place := self._random.randrange(self.trained)) < SAMPLE:
+        elif (place := self._random.randrange(self.trained)) < SAMPLE_SIZE:
             self.sample[place] = step
 
     def draw(self) -> TrainedStep | None:
@@ -165,7 +165,7 @@ class ComparisonState:
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
     alarms: tuple[int, int] = (-1, -1)
-    """First and last step of the latest alarms, with gaps of at most `SAMPLE` steps."""
+    """First and last step of the latest alarms, with gaps of at most `SAMPLE_SIZE` steps."""
     verdict: Verdict | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
 
@@ -175,7 +175,7 @@ class ComparisonState:
         return [each.step for each in self.anchors if each.evidence > 1 or each is best]
 
 
-HEARTBEAT = 100
+REGULAR_INTERVAL = 100
 """Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
 loss has to exceed to be a sign of trouble."""
 STEPS_BEFORE_SIGN = 4
@@ -218,15 +218,15 @@ class StepHistory:
 
     def forget(self) -> None:
         """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
-        self._losses: deque[float] = deque(maxlen=HEARTBEAT)
+        self._losses: deque[float] = deque(maxlen=REGULAR_INTERVAL)
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
         self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
         self._last_sign = -STEPS_AFTER_SIGN - 1
 
     def is_high(self, loss: float) -> bool:
-        """Whether a loss is above the last `HEARTBEAT` losses."""
-        return len(self._losses) == HEARTBEAT and loss > max(self._losses)
+        """Whether a loss is above the last `REGULAR_INTERVAL` losses."""
+        return len(self._losses) == REGULAR_INTERVAL and loss > max(self._losses)
 
     def add(self, step: TrainedStep, loss: float, *, sign: bool, healthy: bool) -> bool:
         """Adds a step, and returns whether it is the first sign of some trouble.
@@ -279,7 +279,7 @@ class Credit:
         self._ranks = ranks
         self._prices: deque[int] = deque([1] * PRICE_WINDOW, maxlen=PRICE_WINDOW)
         self._step_s = 0.0
-        """Seconds of a step without comparison, a moving average over a heartbeat."""
+        """Seconds of a step without comparison, a moving average over a regular interval."""
         self._last_time: float | None = None
 
     def after_step(self) -> None:
@@ -288,12 +288,12 @@ class Credit:
         now = time.monotonic()
         if self._last_time is not None:
             taken = now - self._last_time
-            self._step_s += (taken - self._step_s) * (1 / HEARTBEAT if self._step_s else 1.0)
+            self._step_s += (taken - self._step_s) * (1 / REGULAR_INTERVAL if self._step_s else 1.0)
         self._last_time = now
 
     def is_regular(self, index: int) -> bool:
         """Whether step `index` has a regular comparison."""
-        return index % (HEARTBEAT * min(self._prices)) == HEARTBEAT - 1
+        return index % (REGULAR_INTERVAL * min(self._prices)) == REGULAR_INTERVAL - 1
 
     def charge(self, evaluations: int) -> None:
         """Subtracts the evaluations since `after_step` from the credit, and measures their price.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.runtime.store import values
-from healcore.runtime.store.saved import StoreError
+from healcore.runtime.store.checkpoints import StoreError
 
 HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection
 
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
 from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.saved import CheckpointDamaged, CheckpointInfo
 
 
 class KnownCheckpoints:

@@ -45,7 +45,7 @@ class Loop:
         self.ranks = context.ranks
         self.guard = HangGuard(self.policy, self.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
-        self.polled = False
+        self.was_used = False
         """Whether the program has called `batches`, `after_step` or `update`."""
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
@@ -175,7 +175,7 @@ class Loop:
     def _between_steps(self, *, last: bool = False) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
         self.guard.pause()
-        self.polled = True
+        self.was_used = True
         self.queue_dispatch()
         if self.own_count_error or not self._loop_begun:
             self.begin()
@@ -211,7 +211,7 @@ class Loop:
         self._has_stepped = True
         self.after_update = self.has_trainer
         loader = self.data.loaders.last_trained
-        first = self.data.take(pending)
+        first = self.data.count_dispatch(pending)
         if self._step_is_epoch:
             self.data.loaders.next_epoch = self.data.step
         if loader != self.data.loaders.last_trained:
@@ -270,9 +270,7 @@ class Loop:
         training = [each for each in self.data.loaders if each.trains and each.in_loop]
         ends = any(each.at_end and each.next_id.index > 1 for each in training)
         if ends and self.data.loaders.names_epochs:
-            return (
-                False  # a restart would run the code after the epoch without a batch of the epoch
-            )
+            return False  # a restart would run the code after the epoch without its batches
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
         if self.read_and_act(all=True):

@@ -20,8 +20,8 @@ from healcore.runtime.driver import Rates
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
-from healcore.runtime.run.record import IncidentRecord
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 

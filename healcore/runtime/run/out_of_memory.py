@@ -34,7 +34,7 @@ class _Overrun(NamedTuple):
     parts: int  # number of parts that the batch was split into
     fault: Fault
     line: str  # first line of the exception
-    why_not: str  # reason why smaller parts are impossible, or an empty string
+    obstacle: str  # reason why smaller parts are impossible, or an empty string
 
 
 class OutOfMemory:
@@ -202,12 +202,12 @@ class OutOfMemory:
         failed = self._failed_ranks(overrun, error)
         if not failed:
             return False
-        if overrun is not None and error is not None and overrun.why_not:
-            error.add_note(f"{_NOT_TRIED}: {overrun.why_not}")
+        if overrun is not None and error is not None and overrun.obstacle:
+            error.add_note(f"{_NOT_TRIED}: {overrun.obstacle}")
             return False  # the exception propagates
         for rank, each in failed.items():
-            if each.why_not:
-                raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.why_not}")
+            if each.obstacle:
+                raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.obstacle}")
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
         prefix = "" if self._joint is None else f"rank {', '.join(map(str, failed))}: "
@@ -234,16 +234,16 @@ class OutOfMemory:
         if fault.cause is not Cause.OOM:
             return None
         samples = 0
-        why_not = self._repeat_obstacle
-        if not why_not:
+        obstacle = self._repeat_obstacle
+        if not obstacle:
             try:
                 samples = count_samples(batch)
             except UnsplittableBatch as reason:
-                why_not = str(reason)
+                obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if not why_not:
+        if not obstacle:
             line += f". {self.largest_owner()}"
-        return _Overrun(samples, parts, fault, line, why_not)
+        return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
         """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""

@@ -13,10 +13,15 @@ from healcore.events.schema import flag_names, sentence
 from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
-from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, StateMismatch, StoreError
+from healcore.runtime.store.checkpoints import (
+    CheckpointInfo,
+    NoGoodCheckpoint,
+    StateMismatch,
+    StoreError,
+)
 from healcore.runtime.story import diagnosis
 from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 
@@ -115,7 +120,7 @@ class Recovery:
         reach = max(self.context.policy.budget.refund_after, 1)
         count = len(self.context.ledger.same_trouble(order.onset, reach))
         if count < max(self.context.policy.budget.recoveries, 1):
-            return self.roll_back(self._with_measures(order))
+            return self.roll_back(self._with_depth_and_limit(order))
         if not needs_evidence or not self.weights_are_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
@@ -151,7 +156,7 @@ class Recovery:
             line = f"{flag_names(names(cause))}: {why}, therefore no rollback{again}"
             self.context.log.info(f"step {order.index}: {line}")
 
-    def _with_measures(self, order: Order) -> Order:
+    def _with_depth_and_limit(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.

@@ -83,7 +83,7 @@ class RunBatches:
         """Begins to iterate over a loader; see `LoaderRegistry.begin`."""
         self.passes += 1
         self._context.record.passes = max(self._context.record.passes, self.passes)
-        saved = self.loaders.saved(loader, epoch)
+        saved = self.loaders.saved_position(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
@@ -191,7 +191,7 @@ class RunBatches:
         if self._loop_names_batches:
             self._forget_contents()
 
-    def take(self, pending: PendingDispatch) -> StepResult:
+    def count_dispatch(self, pending: PendingDispatch) -> StepResult:
         """Counts the steps of a dispatch, with the batches of the last loader that yielded."""
         loader = self.last_read
         if loader is not None:

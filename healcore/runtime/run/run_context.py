@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.runtime.driver import Driver
-from healcore.runtime.run.record import Ledger, RunRecord
+from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore

@@ -1,4 +1,4 @@
-"""`Saver`: saves the checkpoints of a run. `Deletions`: deletes them, in the queue of the saves.
+"""`Saver`: saves the checkpoints of a run. `Deleter`: deletes them, in the queue of the saves.
 
 So the contents of a store depend on the steps, and not on the speed of a disk.
 """
@@ -18,8 +18,7 @@ from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.store.ranks import run_on_first
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
     Keep,
@@ -29,6 +28,7 @@ from healcore.runtime.store.saved import (
     disallowed,
     superfluous,
 )
+from healcore.runtime.store.ranks import run_on_first
 
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
@@ -53,7 +53,7 @@ class Saver:
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._deletions = Deletions(context, self.known, keep, schedule.every)
+        self._deleter = Deleter(context, self.known, keep, schedule.every)
         self._failures = 0
         self._saved_once = False
 
@@ -79,7 +79,7 @@ class Saver:
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned."""
-        self._deletions.begin_attempt(step)
+        self._deleter.begin_attempt(step)
         self.known.begin_attempt(step)
         self.schedule.last_saved = step
 
@@ -123,7 +123,7 @@ class Saver:
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.context.log.event("save", step=step, why=why, seconds=seconds)
-        self._deletions.queue(step)
+        self._deleter.queue(step)
 
     def poll(self) -> None:
         """Reports results of the background, and computes the known-good checkpoints.
@@ -131,7 +131,7 @@ class Saver:
         Called once per step. Does not wait for the disk.
         """
         self.report_failures()
-        self._deletions.read()
+        self._deleter.read()
         self.known.end_due_probation()
 
     def wait(self) -> None:
@@ -164,7 +164,7 @@ class Saver:
         return sorted(disallowed(self.store.nonfinite_in(self.items()), self.store.nonfinite_ok))
 
     def save_if_not_finite(self) -> None:
-        """Saves if an alarm and NaN or Inf in the weights are too recent for an order."""
+        """Saves weights with NaN or Inf if their alarm is so recent that no order has followed."""
         due = self.data.step != self.schedule.last_saved and self.schedule.recent_alarm
         if due and self.schedule.may_save and not self.context.driver.has_finite_weights():
             self.save("last")
@@ -231,7 +231,7 @@ class Saver:
             self.context.log.info(f"step {self.data.step}: {line}")
 
 
-class Deletions:
+class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
 
     def __init__(
@@ -253,8 +253,8 @@ class Deletions:
     def queue(self, step: int) -> None:
         """Queues the deletions that are due, if the save of `step` succeeds.
 
-        Within the region of the last rollback, its target and the next older known-good checkpoint
-        stay: a second rollback there must not use a checkpoint that became known-good later. The
+        A second rollback in the region of the last one must not use a checkpoint that became
+        known-good later, so the target of the last one and the next older known-good one stay. The
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first. If it is damaged, nothing is deleted.
         """
@@ -267,7 +267,7 @@ class Deletions:
         target = past[-1].target if past else -1
         stay = store.ring.protected | self._known.newer_than_start
 
-        def chosen() -> tuple[list[int], set[int], int | None]:
+        def choose() -> tuple[list[int], set[int], int | None]:
             saves = attempts.with_status(store.checkpoints())
             saves = [saved for saved in saves if saved.path or not store.durable]
             if (step, len(attempts.starts)) not in {(s.step, s.attempt) for s in saves}:
@@ -280,7 +280,7 @@ class Deletions:
 
         def delete() -> None:
             try:
-                surplus, deleted, newest = run_on_first(store.ranks, chosen)
+                surplus, deleted, newest = run_on_first(store.ranks, choose)
                 if surplus and newest is not None:
                     store.verify(newest)
                 for old in surplus:

@@ -18,19 +18,19 @@ from healcore.runtime.run import run_settings
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
-from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
-from healcore.runtime.store.saved import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog

@@ -100,7 +100,7 @@ class HostRules:
     """Counts the hits of the rules, separately for each optimizer."""
 
     def __init__(self, rules: tuple[RuleConfig, ...], config: EngineConfig) -> None:
-        """Takes the policy's `host_rules`, and its depth of a rollback and its quiet steps."""
+        """`rules` are the policy's `host_rules`; `config` has the depth and the quiet steps."""
         self._configs = rules
         self._depth = config.rollback.depth
         self._quiet_steps = config.incident.quiet_steps
@@ -114,8 +114,8 @@ class HostRules:
     def with_rollback_order(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
         fired = False
-        counts = record.judged and (record.cause or self._states)
-        for number, config in enumerate(self._configs if counts else ()):
+        is_counted = record.judged and (record.cause or self._states)
+        for number, config in enumerate(self._configs if is_counted else ()):
             key = record.engine, number
             state = self._states.get(key)
             hit = np.bool_(record.cause & config.causes)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from healcore.core.errors import clean
 from healcore.events.process import watch_forks
-from healcore.runtime.store.saved import StoreError
+from healcore.runtime.store.checkpoints import StoreError
 
 try:
     import fcntl

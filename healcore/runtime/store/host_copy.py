@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.runtime.store import files, host_memory, values
-from healcore.runtime.store.manifest import StoredCheckpoint
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
@@ -23,6 +22,7 @@ from healcore.runtime.store.saved import (
     StoreError,
     superfluous,
 )
+from healcore.runtime.store.manifest import StoredCheckpoint
 
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
@@ -50,7 +50,7 @@ class Leaf:
     """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
 
 
-class Flat:
+class FlatState:
     """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Flat:
         return name
 
 
-def parts_of(flat: Flat | None) -> list[Any]:
+def parts_of(flat: FlatState | None) -> list[Any]:
     """The parts of all arrays, in order."""
     return [part for leaf in flat.leaves.values() for part in leaf.parts.values()] if flat else []
 
@@ -90,7 +90,7 @@ class HostCopy:
     """A copy of the state after one step in host memory."""
 
     step: int
-    flat: Flat
+    flat: FlatState
     """The state, with its arrays in host memory."""
     copied: Callable[[], object]
     """Waits for the copies from an accelerator, which are asynchronous."""
@@ -124,7 +124,7 @@ class Target(NamedTuple):
 
     entries: dict[str, Any]
     live: dict[str, Any]
-    flat: Flat
+    flat: FlatState
     """The live values, flattened; gives shapes, dtypes, shardings and devices."""
 
     @property
@@ -143,10 +143,10 @@ class ArrayFormat(ABC):
 
     name: str
     """Format of the files, for the manifest."""
-    _spare: Flat | None = None
+    _spare: FlatState | None = None
 
     @abstractmethod
-    def add(self, flat: Flat, name: str, value: Any) -> None:
+    def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry of a value and its arrays, not copied, to `flat`.
 
         Raises:
@@ -182,13 +182,13 @@ class ArrayFormat(ABC):
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
         """Reads the arrays of verified files into fresh memory, on every rank; name -> array."""
 
-    def flatten(self, state: Mapping[str, Any]) -> Flat:
+    def flatten(self, state: Mapping[str, Any]) -> FlatState:
         """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
         if not isinstance(state, Mapping) or not state:
             raise StoreError(
                 f"the state to save is a non-empty mapping of names to values, not {state!r:.60}"
             )
-        flat = Flat()
+        flat = FlatState()
         for name, value in state.items():
             if not isinstance(name, str):
                 raise StoreError(f"names in the state are strings, not {name!r}")
@@ -252,7 +252,7 @@ class ArrayFormat(ABC):
         """
         optional = [name for name in like if getattr(like[name], "optional", False) is True]
         live = {name: like[name] for name in like if name in saved or name not in optional}
-        flat = self.flatten(live) if live else Flat()
+        flat = self.flatten(live) if live else FlatState()
         wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
         for name, entry in flat.entries.items():
             if name not in saved:
@@ -300,7 +300,7 @@ class ArrayFormat(ABC):
         """
         target = self.match(copy.step, copy.flat.entries, like)
 
-        def fresh(leaf: Leaf) -> Leaf:
+        def verified_copy(leaf: Leaf) -> Leaf:
             parts = {}
             for place, part in leaf.parts.items():
                 bytes_of_part = host_memory.allocate(part.nbytes)
@@ -309,7 +309,7 @@ class ArrayFormat(ABC):
             return replace(leaf, parts=parts)
 
         saved = [copy.flat.leaves[name] for name in target.arrays]
-        leaves = files.map_in_threads(fresh, saved, copy.nbytes)
+        leaves = files.map_in_threads(verified_copy, saved, copy.nbytes)
         live = target.flat.leaves
         return self.assemble(target, {x.name: self.array(x, live.get(x.name)) for x in leaves})
 

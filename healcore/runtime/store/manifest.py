@@ -30,13 +30,13 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 import healcore
 from healcore import regular_file
 from healcore.runtime.store import files, values
-from healcore.runtime.store.files import ChecksumError, Digest
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
     StoreError,
 )
+from healcore.runtime.store.files import ChecksumError, Digest
 
 SCHEMA = 2
 MANIFEST = "manifest.json"

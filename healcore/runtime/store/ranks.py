@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
-from healcore.runtime.store.saved import CheckpointDamaged, SaveFailed, StoreError
+from healcore.runtime.store.checkpoints import CheckpointDamaged, SaveFailed, StoreError
 
 T = TypeVar("T")
 

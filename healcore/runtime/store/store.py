@@ -18,6 +18,18 @@ from typing import Any
 
 from healcore import console
 from healcore.runtime.store import files, manifest, ranks
+from healcore.runtime.store.checkpoints import (
+    IN_MEMORY,
+    AttemptHistory,
+    CheckpointDamaged,
+    CheckpointInfo,
+    CheckpointNotFound,
+    Keep,
+    Restored,
+    SaveFailed,
+    StoreError,
+    disallowed,
+)
 from healcore.runtime.store.host_copy import (
     MEMORY,
     ArrayFormat,
@@ -30,18 +42,6 @@ from healcore.runtime.store.host_copy import (
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
-from healcore.runtime.store.saved import (
-    IN_MEMORY,
-    AttemptHistory,
-    CheckpointDamaged,
-    CheckpointInfo,
-    CheckpointNotFound,
-    Keep,
-    Restored,
-    SaveFailed,
-    StoreError,
-    disallowed,
-)
 from healcore.runtime.store.writer import Writer
 
 
@@ -167,7 +167,7 @@ class CheckpointStore(Writer):
         """The complete checkpoints, ascending by step. Reads no arrays.
 
         A save in memory hides an older save of its step. If the directory cannot be read, only
-        memory is listed, and `failures` returns the error.
+        memory is listed, and `take_failures` returns the error.
 
         Raises:
             StoreError: the directory cannot be read, and memory is empty.
@@ -231,12 +231,12 @@ class CheckpointStore(Writer):
         assert stored is not None, "a checkpoint is in memory or on disk"
         self._check_files(stored)
 
-        def matched() -> Target:
+        def match() -> Target:
             with stored.only_written_by_healcore():
                 return self.format.match(step, stored.entries(self.ranks.rank), like)
 
         # All ranks raise or none: the others would wait for a rank that raised.
-        target = ranks.run_on_each(self.ranks, matched)
+        target = ranks.run_on_each(self.ranks, match)
         with stored.only_written_by_healcore():
             arrays = self.format.read(stored, target)
             return Restored(self.format.assemble(target, arrays), stored.record)
@@ -375,14 +375,14 @@ class CheckpointStore(Writer):
         self.join()
         copy = self.ring.copies.get(step)
 
-        def look() -> StoredCheckpoint | StoreError:
+        def find_stored() -> StoredCheckpoint | StoreError:
             found = self._on_disk()
             existing = sorted({*found.complete, *self.ring.copies})
             missing = CheckpointNotFound(step, existing, str(self.root or MEMORY))
             incomplete = (error for error in found.damaged if error.step == step)
             return found.complete.get(step) or next(incomplete, missing)
 
-        stored = ranks.run_on_first(self.ranks, look)
+        stored = ranks.run_on_first(self.ranks, find_stored)
         in_memory = all(self.ranks.gather(copy is not None))
         if isinstance(stored, StoreError):
             if not in_memory:

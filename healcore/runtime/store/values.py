@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from healcore import adapter_registry
-from healcore.runtime.store.saved import StoreError, UnsavableState
+from healcore.runtime.store.checkpoints import StoreError, UnsavableState
 
 Node = Any
 """A JSON-safe value as described above."""

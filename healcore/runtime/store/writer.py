@@ -11,7 +11,7 @@ from typing import Any
 
 from healcore import console
 from healcore.events.process import watch_forks
-from healcore.runtime.store.saved import SaveFailed, StoreError
+from healcore.runtime.store.checkpoints import SaveFailed, StoreError
 
 
 class Writer:
@@ -63,7 +63,7 @@ class Writer:
 
         Raises:
             SaveFailed: a save failed. Each call raises one failure. A failure is raised here or
-                listed by `failures`, never both.
+                returned by `take_failures`, never both.
         """
         self.join()
         for failure in self._failures:

@@ -16,7 +16,7 @@ import numpy as np
 from healcore.checkpoint_contents import Contents, ProbeError
 from healcore.console import counted, first_of
 from healcore.runtime.store import manifest
-from healcore.runtime.store.saved import CheckpointInfo, StoreError, disallowed
+from healcore.runtime.store.checkpoints import CheckpointInfo, StoreError, disallowed
 from healcore.tools.probe.checkpoint_files import damaged_archives, open_contents
 from healcore.tools.probe.checks import (
     ERROR,

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as orbax
 
-from healcore.runtime.store.saved import StateMismatch, UnsavableState
+from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
 from healcore.runtime.store.store import CheckpointStore
 from tests import forked_programs
 from tests.runtime.store.store_cases import (

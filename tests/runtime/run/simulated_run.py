@@ -15,14 +15,13 @@ from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.record import RunRecord
-from healcore.runtime.run.restoring import Restorer
+from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
@@ -30,6 +29,7 @@ from healcore.runtime.store.saved import (
     Keep,
     Restored,
 )
+from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
 from tests.healer.step_records import record

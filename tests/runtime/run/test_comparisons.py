@@ -20,7 +20,7 @@ from healcore.runtime.run.evidence import (
     MAX_CREDIT,
     MAX_DEBT,
     RECENT,
-    SAMPLE,
+    SAMPLE_SIZE,
     STAKE,
     Anchor,
     ComparisonState,
@@ -429,7 +429,7 @@ def test_the_sample_is_uniform_over_all_steps_since():
     """Of 40 steps each is kept with the chance 8 / 40, the first like the last."""
     runs = 3000  # the step seeds the sample
     counts = Counter(each.index for step in range(runs) for each in filled(step, 40).sample)
-    expected = runs * SAMPLE / 40
+    expected = runs * SAMPLE_SIZE / 40
     chi2 = sum((counts[index] - expected) ** 2 / expected for index in range(40))
     assert chi2 < 72, "39 degrees of freedom: 99.9 % are below"
 

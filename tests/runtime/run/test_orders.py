@@ -23,12 +23,12 @@ from healcore.runtime.run.orders import (
     TroubleFacts,
     next_trial,
 )
-from healcore.runtime.run.record import Ledger, RunRecord
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
+from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from healcore.runtime.store.ranks import Alone
-from healcore.runtime.store.saved import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record

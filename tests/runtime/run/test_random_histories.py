@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from healcore.runtime.run.record import RunRecord
-from healcore.runtime.store.saved import NoGoodCheckpoint
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.runtime.run.simulated_run import EVERY, KEEP, PROBATION, REGION, Killed, Listed, Process
 
 

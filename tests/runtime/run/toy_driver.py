@@ -8,8 +8,8 @@ from typing import Any
 from healcore.events import Log
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
-from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Alone
 from healcore.runtime.story.run_log import RunLog

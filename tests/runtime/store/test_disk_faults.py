@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from healcore.runtime.store import files
+from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed, StoreError
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.files import ChecksumError, unseal
 from healcore.runtime.store.manifest import sweep
-from healcore.runtime.store.saved import CheckpointDamaged, Keep, SaveFailed, StoreError
 from healcore.torch.store import DCPStore, MemoryStore
 from tests import forked_programs
 from tests.forked_programs import ROOT, ForkedProgram

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from healcore.runtime.store import host_memory
+from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed
 from healcore.runtime.store.host_memory import finite
-from healcore.runtime.store.saved import CheckpointDamaged, Keep, SaveFailed
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import (
     ALL,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.store import values
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointInfo,
     CheckpointNotFound,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from healcore.runtime.store import files
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     Keep,
     SaveFailed,

@@ -11,7 +11,7 @@ from torch.ao.quantization import default_per_channel_weight_fake_quant
 from torch.optim import lr_scheduler
 from torch.testing._internal.two_tensor import TwoTensor  # torch's own wrapper subclass
 
-from healcore.runtime.store.saved import StateMismatch, UnsavableState
+from healcore.runtime.store.checkpoints import StateMismatch, UnsavableState
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.store_cases import DCP, TORCH_MEMORY, TORCH_TIERS, over, same
 from tests.torch.forked_ranks import Worlds, worlds_of

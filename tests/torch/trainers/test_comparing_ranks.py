@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from healcore.runtime.store.saved import Keep
+from healcore.runtime.store.checkpoints import Keep
 from healcore.torch.store import MemoryStore
 from tests.forked_programs import TRANSFORMERS
 from tests.torch import compared_ranks

@@ -27,7 +27,7 @@ from healcore.torch import gradients
 from healcore.torch.attachment import Healing, heal_optimizer, healing_of
 from healcore.torch.engines import StepOrder
 from healcore.torch.healed_step import HealedStep
-from healcore.torch.measurement import SEARCH, DroppedSteps, Measurer, Overflows, StepNorms
+from healcore.torch.measurement import MAX_OVERFLOWS, DroppedSteps, Measurer, Overflows, StepNorms
 from healcore.torch.trainers import patched
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -167,7 +167,7 @@ class EngineOptimizer(Optimizer):
             healing.observe(loss)
             return backward(loss, *args, **kwargs)
 
-        changes = healing.healed_step.changes
+        changes = healing.healed_step.undo_stack
         changes.enter_context(patched(engine, "backward", observed))
         if limit:
             changes.enter_context(patched(engine._config, "gradient_clipping", 0.0))
@@ -260,7 +260,7 @@ class EngineMeasurer(Measurer):
         # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
         config = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
         searches = getattr(config, "dynamic_loss_scale", False)
-        self.overflows = Overflows(self.home, SEARCH if searches else 0)
+        self.overflows = Overflows(self.home, MAX_OVERFLOWS if searches else 0)
 
     def measure(self, *args: Any, **kwargs: Any) -> Signals:
         """See `Measurer.measure`."""

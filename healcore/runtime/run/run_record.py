@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.store.saved import AttemptHistory, StoreError
+from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""

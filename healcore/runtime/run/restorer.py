@@ -20,17 +20,15 @@ from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
-from healcore.runtime.run.record import RunRecord
 from healcore.runtime.run.rollback_rates import (
     compatible_states,
     engines_after_rollback,
     limit_rates,
     with_lr_states,
 )
+from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.store.host_copy import MEMORY
-from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each, run_on_first
-from healcore.runtime.store.saved import (
+from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
     CheckpointNotFound,
@@ -40,6 +38,8 @@ from healcore.runtime.store.saved import (
     StoreError,
     choose_checkpoints,
 )
+from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each, run_on_first
 from healcore.runtime.store.values import attribute
 
 T = TypeVar("T")
@@ -70,8 +70,8 @@ class Restorer:
     def restore(self, order: Order) -> tuple[RollbackRecord, str]:
         """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
 
-        Raises NoGoodCheckpoint without a usable checkpoint (one that fails while it is loaded may
-        have changed a part of the live state), StateMismatch for another state, other StoreErrors.
+        Raises NoGoodCheckpoint if no checkpoint is usable (a failed load may have changed a part of
+        the live state), StateMismatch if the state differs, or another StoreError.
         """
         saver, step = self.saver, self.data.step
         saver.wait()
@@ -211,7 +211,7 @@ class Restorer:
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 
-        A checkpoint that some rank cannot load is left out. The resumed one is intact all the same.
+        A checkpoint that some rank cannot load is left out. The resumed one is not affected.
         """
         copies: dict[int, Any] = {}
         if saved is None or not self.saver.comparisons.is_enabled:
@@ -247,8 +247,8 @@ class Restorer:
     ) -> tuple[T, _Checkpoint]:
         """Calls `load` with the first checkpoint that all ranks can load.
 
-        A checkpoint with intact digests counts as damaged if loading its values raises. The live
-        state may be changed in part only if no checkpoint can be loaded. `now` is the step of a
+        A checkpoint whose digests are intact counts as damaged if its values cannot be loaded. If no
+        checkpoint can be loaded, a part of the live state may have changed. `now` is the step of a
         rollback.
         """
         problems: list[str] = []

@@ -26,7 +26,7 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
-from healcore.runtime.store.saved import StoreError
+from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, last_line
 
@@ -292,7 +292,7 @@ def _incomplete_run_error(loop: Loop) -> BaseException | None:
     skipped = data.skipped_steps
     total = data.step + skipped
     loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
-    if data.steps_taken and not loop.polled:
+    if data.steps_taken and not loop.was_used:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
             f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
