@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 36_538),
-    "tests": (("tests",), 31760),
+    "product": (("healcore", "adapters"), 36_532),
+    "tests": (("tests",), 31755),
     "benchmarks": (("benchmarks",), 8903),
 }
 """Part -> its folders, and the most lines."""

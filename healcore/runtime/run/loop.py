@@ -281,7 +281,7 @@ class Loop:
             self.saver.save("regular")
         return False
 
-    # -- the end, see `end` ---------------------------------------------------------------------
+    # -- the end, see `shutdown` ----------------------------------------------------------------
 
     def count_last_step(self) -> bool:
         """Counts the last step of a loop that was left. False if an update was interrupted."""

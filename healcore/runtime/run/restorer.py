@@ -247,7 +247,7 @@ class Restorer:
     ) -> tuple[T, _Checkpoint]:
         """Calls `load` with the first checkpoint that all ranks can load.
 
-        A checkpoint whose digests are intact counts as damaged if its values cannot be loaded. If no
+        A checkpoint with intact digests counts as damaged if its values cannot be loaded. If no
         checkpoint can be loaded, a part of the live state may have changed. `now` is the step of a
         rollback.
         """
