@@ -81,8 +81,6 @@ def environment() -> dict[str, str]:
     return versions
 
 
-# -- forked children ------------------------------------------------------------------------------
-
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CEILINGS = {
-    "product": (("healcore", "adapters"), 36_532),
+    "product": (("healcore", "adapters"), 36_531),
     "tests": (("tests",), 31755),
     "benchmarks": (("benchmarks",), 8903),
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from random import SystemRandom
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar, cast
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from healcore import console
 from healcore.core.decision import Cause
@@ -17,9 +17,6 @@ from healcore.policy import PolicyLike
 from healcore.policy.document import Retry
 from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.run_options import HostPolicy
-
-if TYPE_CHECKING:
-    from healcore.runtime.healer import Healer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +34,13 @@ class CallAttempt(NamedTuple):
     wait_s: float | None = None  # until the next attempt, or None for the last attempt
 
 
-def retrying(call: Callable[P, T], policy: PolicyLike | Healer = "default") -> Callable[P, T]:
+class _OpenHealer(Protocol):
+    """An open `Healer`. Its class is on a higher floor."""
+
+    def _retries(self, name: str) -> Retries: ...
+
+
+def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
         upload = healcore.retrying(api.upload_file)

@@ -228,8 +228,6 @@ def last_line(end: RunEnd, newest: int | None) -> str:
     return f"{ended} after step {end.step}: {what}; {disk}newest known-good checkpoint: {last_good}"
 
 
-# -- a run that trains nothing ---------------------------------------------------------------------
-
 FROM_START = 100
 """Steps after which a run ends that has had no finite step."""
 IN_A_ROW = 1_000
