@@ -214,8 +214,6 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
                 tensor.detach_()
 
 
-# -- several ranks ------------------------------------------------------------------------------
-
 _WAITING = "the other ranks wait in a collective that this rank has left: "
 
 

@@ -50,16 +50,22 @@ def resolve_options(
     return policy, healer_options
 
 
-def trainer_checkpoints(save_now: Callable[[], None]) -> CheckpointStore:
+class TrainerCheckpoints(MemoryStore):
     """A store that holds nothing, for a run without rollbacks whose checkpoints the trainer saves.
 
     `save_now` is called if the policy orders a checkpoint.
     """
-    store: Any = MemoryStore()
-    store.trainer_save = save_now
-    store.replace_record = lambda step, record: None  # the trainer saves the state of the policy
-    store.nonfinite_in = lambda state: ()  # the check would copy the state
-    return store
+
+    def __init__(self, save_now: Callable[[], None]) -> None:
+        super().__init__()
+        self.trainer_save = save_now
+
+    def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
+        """Does nothing: the trainer's checkpoint has the state of the policy."""
+
+    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """An empty tuple, because the check would copy the state."""
+        return ()
 
 
 def newest_step(store: Any) -> int | None:
@@ -81,14 +87,15 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
     Without usable states, warns and keeps the initial baselines.
     """
     known = {name: state for name, state in engines.items() if name in healings_of(healer)}
+    problem = "" if known else "it has none"
     try:
-        if not known:
-            raise StateError("it has none")
         loop_of(healer).driver.load(None, known)
     except StateError as error:
+        problem = str(error)
+    if problem:
         console.warning(
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
-            f"and the learning-rate multiplier are reset: {error}"
+            f"and the learning-rate multiplier are reset: {problem}"
         )
     loop_of(healer).recovery.monitor.read_engines()
 

@@ -120,7 +120,7 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         return self._state_before(self._index)
 
     def state_before(self, index: int) -> dict[str, Any] | None:
-        """The state before a batch that was read. None if unknown, or if reading draws nothing."""
+        """The state before a batch that was read, or None if unknown or reading draws nothing."""
         order = self._order
         known = order.reads_ahead and order.start_states is not None and order.planned is None
         return self._state_before(index) if known and order.knows(index) else None

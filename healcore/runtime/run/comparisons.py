@@ -334,7 +334,7 @@ class Comparisons:
     def _compare_with(
         self, anchor: Anchor, step: TrainedStep, known: list[float] | None
     ) -> _Comparison | None:
-        """Compares with one anchor, on the step and on a past step. None as from `_losses_of`."""
+        """Compares with one anchor, on the step and on a past step; returns None without losses."""
         losses = self._losses_of([step], anchor, known)
         if losses is None:
             return None

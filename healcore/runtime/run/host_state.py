@@ -83,7 +83,7 @@ class HostState:
         return {n: values.dumps(v, (HOST_ITEM, n)) for n, v in states.items()} | {"data": data}
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """Decodes a checkpoint's item; None without an item. Sets nothing.
+        """Decodes a checkpoint's item, or returns None if it is missing. Sets nothing.
 
         Content that healcore cannot have written may raise any exception.
         """

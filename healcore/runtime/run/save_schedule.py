@@ -23,7 +23,7 @@ class SaveSchedule:
     """When a regular save is due: once per interval, unless alarms or slow saves delay the save."""
 
     def __init__(self, context: RunContext, data: RunBatches, every: int | None) -> None:
-        """`every`: steps between two saves; None: a probation, and more if saves are slow."""
+        """Saves every `every` steps, by default once per probation or rarer if saves are slow."""
         self.every = every or context.policy.rollback.probation
         """Steps between two saves."""
         self.last_saved = -1

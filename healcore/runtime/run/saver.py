@@ -237,7 +237,7 @@ class Deleter:
     def __init__(
         self, context: RunContext, known: KnownCheckpoints, keep: Keep | None, every: int
     ) -> None:
-        """`every`: steps between two saves. By default the candidates of one probation are kept."""
+        """Keeps the candidates of one probation by default; a save is due after `every` steps."""
         candidates = min(-(-context.policy.rollback.probation // every) + 1, MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
         self._context, self._known = context, known

@@ -258,9 +258,6 @@ class StopFile:
         return self._found
 
 
-# -- several ranks --------------------------------------------------------------------------------
-
-
 class Proposal(NamedTuple):
     """Proposal of one rank that all ranks save their last state and end."""
 

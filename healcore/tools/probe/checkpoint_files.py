@@ -259,8 +259,6 @@ def damaged_archives(path: Path) -> list[str] | None:
     return damage if archives else None
 
 
-# -- the child process -----------------------------------------------------------------------------
-
 _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
 _BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20

@@ -31,13 +31,13 @@ from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
+    TrainerCheckpoints,
     TrainerOptions,
     healings_of,
     load_engines,
     newest_step,
     patched,
     resolve_options,
-    trainer_checkpoints,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
@@ -272,7 +272,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             options["logging"] = dataclasses.replace(logging, events=events)
         if store is None:
             loss_fn = None
-            store = trainer_checkpoints(lambda: setattr(trainer.control, "should_save", True))
+            store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
         elif loss_fn == "auto":
             loss_fn = steps.loss_fn_of(trainer)
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -382,7 +382,7 @@ def test_what_cannot_be_healed_is_refused_in_words(tmp_path: Path):
         heal_trainer(tiny.plain(tmp_path), checkpoints=Checkpoints(every=0))
 
     class Own(small_runs.InOrder):
-        """Its loop is that of TRL's PPO, and its step that of Online DPO."""
+        """Has its own loop, as TRL's PPO, and its own step, as Online DPO."""
 
         step = small_runs.InOrder.training_step
 
