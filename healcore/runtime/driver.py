@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from healcore import adapter_registry
 from healcore.core.decision import StepRecord
@@ -49,6 +49,17 @@ class PendingDispatch(Protocol):
 
 DIGESTED = 64
 """Values of each parameter in the digest of the initial weights, see `Driver.settings`."""
+
+
+class NumberRange(NamedTuple):
+    """The values that a number of an optimizer has had, such as a weight decay or a beta."""
+
+    low: float
+    """Lowest value."""
+    high: float
+    """Highest value."""
+    last: float
+    """Newest value."""
 
 
 class WeightsChanged(Exception):
@@ -207,6 +218,25 @@ class Driver(Protocol):
     def learning_rates(self) -> dict[str, float | None]:
         """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
         ...
+
+    def numbers(self) -> dict[str, NumberRange]:
+        """The numbers that the program gave to its optimizers at the steps so far.
+
+        These are the numbers of every parameter group except the learning rate, for example
+        ``optimizer.weight_decay`` or ``optimizer[1].betas[0]`` (the second group) in torch, and the
+        numbers of `optax.inject_hyperparams` in JAX. Low and high are over all steps since the last
+        `hold_numbers`. They are the values that the program sets, also where one is held. Empty
+        before the first step, and for a driver that cannot read them. May wait for the device.
+        """
+        return {}
+
+    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
+        """Holds numbers of the optimizers in their ranges, and restarts the ranges of `numbers`.
+
+        From now on, a step at which the program's value of a number in `ranges` is below `low` or
+        above `high` uses `last` instead. The program's own value is back after the step. All other
+        numbers are as the program sets them. Names that this run does not have are ignored.
+        """
 
     # -- the run --------------------------------------------------------------------------------
 
