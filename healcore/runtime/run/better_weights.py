@@ -9,7 +9,9 @@ from itertools import chain
 
 from healcore.console import counted
 from healcore.core.decision import Cause
+from healcore.runtime.data import BatchId
 from healcore.runtime.run.evidence import TrainedStep, Verdict
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
     MAX_ACCEPTED,
@@ -50,9 +52,12 @@ class BetterWeights:
         self.comparisons.steps_are_windows = self._monitor.has_micro_steps
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
-        norm = max((each.grad_norm for each in records if each.judged), default=math.nan)
+        norms: dict[str, float] = {}
+        for each in records:
+            if each.judged:
+                norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
         return self.comparisons.observe(
-            TrainedStep(step.index, step.contents, norm),
+            TrainedStep(step.index, step.contents, norms),
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
             trained=taken and not all(each.skip for each in records),
@@ -75,6 +80,7 @@ class BetterWeights:
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
+        self.comparisons.expect_again(verdict)
         done = self._roll_back(order)
         if done is None and finite:
             self.comparisons.pause_until(verdict.index + 1)
@@ -82,6 +88,7 @@ class BetterWeights:
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
+        ranks = self._context.ranks
         order = Order(
             # At the end of the data, the verdict has the number of steps done.
             index=min(verdict.index, self._data.step - 1),
@@ -94,29 +101,41 @@ class BetterWeights:
         tried = [Trial(each.trial) for each in past]
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
-        unusual = self.comparisons.find_unusual_steps(verdict) if tried else []
-        unusual = broadcast(self._context.ranks, unusual)
+        held, batches = self._newly_unusual(verdict, past) if tried else (Held(), ())
         policy = self._context.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor <= self._context.record.first_step,
-            unusual_steps=bool(unusual),
+            unusual=bool(held or batches),
             may_limit=cuts,
-            can_rewind=self._data.loaders.can_rewind,
         )
-        trial = broadcast(self._context.ranks, next_trial(tried, facts))  # rates may differ by rank
+        trial = broadcast(ranks, next_trial(tried, facts))  # rates may differ by rank
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            highest = broadcast(self._context.ranks, highest)
+            highest = broadcast(ranks, highest)
             states = lr_states(self._context.driver.engines())
             return replace(order, lr_at_fault=highest, lr_states=states)
-        if trial == Trial.SKIP_BATCHES:
-            return replace(order, batches=tuple(self._monitor.batches_of(unusual)))
+        if trial == Trial.HOLD:
+            both = self.comparisons.state.ranges.held | held
+            return replace(order, held=both, batches=batches)
         return order
+
+    def _newly_unusual(
+        self, verdict: Verdict, past: Sequence[RollbackRecord]
+    ) -> tuple[Held, tuple[BatchId, ...]]:
+        """What was unusual at the trouble, and is neither held nor skipped yet. Collective."""
+        held = self.comparisons.outside_ranges(verdict)
+        new = held.without(self.comparisons.state.ranges.held)
+        unusual = broadcast(self._context.ranks, self.comparisons.unusual_batches(verdict))
+        if not self._data.loaders.can_rewind:
+            return new, ()
+        skipped = {batch for each in past for batch in each.batches}
+        batches = [each for each in self._monitor.batches_of(unusual) if each not in skipped]
+        return new, tuple(batches)
 
     def _accept(
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
@@ -133,12 +152,17 @@ class BetterWeights:
             better_step=min(verdict.anchor, oldest),
             lr_states=next((each.lr_states for each in past if each.trial == Trial.LIMIT_RATE), {}),
             read_again=tuple(batch for each in past for batch in each.batches),
+            held=Held() if past and self.comparisons.state.ranges.held else None,
         )
-        undone = bool(order.lr_states or order.read_again)
-        done = self._roll_back(order) if undone or verdict.anchor < oldest else None
+        undone = bool(order.lr_states or order.read_again or order.held is not None)
+        # Trials without any effect on the losses need no repeat to be undone.
+        repeats = (undone and not verdict.recurred) or verdict.anchor < oldest
+        done = self._roll_back(order) if repeats else None
         if done is None:
             driver = self._context.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
+            if order.held is not None:
+                self.comparisons.hold(order.held)
         self.comparisons.pause_until(until)
         why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:

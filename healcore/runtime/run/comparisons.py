@@ -18,19 +18,22 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import LossFn, Rates
 from healcore.runtime.run.evidence import (
-    MAX_CREDIT,
+    RECENT,
     REGULAR_INTERVAL,
     SAMPLE_SIZE,
-    STEPS_BEFORE_SIGN,
+    STEP_COST,
     Anchor,
     ComparisonState,
     Credit,
-    StepHistory,
     TrainedStep,
     Verdict,
 )
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.loss_function import LossFunction
+from healcore.runtime.run.rollback_rates import limit_norms
 from healcore.runtime.run.run_context import RunContext
+from healcore.runtime.run.step_history import STEPS_BEFORE_SIGN, StepHistory, Suspects
+from healcore.runtime.store.ranks import broadcast
 
 MAX_ANCHORS = 3
 """Max number of anchors."""
@@ -40,8 +43,9 @@ RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
-UNUSUAL_NORM = 3.0
-"""A gradient norm is unusual above this many times the largest healthy one."""
+FIRST_PAUSE = RECENT // 2
+"""Steps after a high mean loss without evidence until the next comparison because of the mean. Each
+such comparison doubles the pause, up to `REGULAR_INTERVAL`."""
 
 
 class _Comparison(NamedTuple):
@@ -58,11 +62,12 @@ class Comparisons:
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
-    ranks: reduced losses, alarms and the price.
+    ranks: reduced losses and alarms. None of them depends on the clock.
 
     Args:
         context: what the parts of the run share.
         loss_fn: the user's function, or None to compare nothing.
+        loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
         rates: returns the learning rates in force.
@@ -73,6 +78,7 @@ class Comparisons:
         context: RunContext,
         loss_fn: LossFn | None,
         *,
+        loss_fn_cost: float = 1 / STEP_COST,
         interval: int,
         warn: Callable[[str], object],
         rates: Callable[[], Rates],
@@ -88,13 +94,17 @@ class Comparisons:
         self._threshold = context.policy.rollback.evidence
         self._rates_in_force = rates
         self._history = StepHistory()
-        self._credit = Credit(context.ranks)
+        self._credit = Credit(loss_fn_cost)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
+        self._expected: Verdict | None = None
+        """The verdict whose rollback is about to begin, or None."""
         self._mean_quiet_until = 0
         """Step before which a high mean loss is no reason to compare: it was compared."""
+        self._pause = FIRST_PAUSE
+        """Steps of the next such pause."""
 
     @property
     def is_enabled(self) -> bool:
@@ -123,8 +133,7 @@ class Comparisons:
             self._context.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled or self.suspects or step < self.silent_until:
             return
-        known = self.state.healthy_rates
-        known.update({name: max(rate, known.get(name, 0)) for name, rate in self._rates().items()})
+        self._learn_ranges(step)
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
@@ -158,21 +167,23 @@ class Comparisons:
             return None
         state, index = self.state, step.index
         self._credit.after_step()
-        if alarm:
-            first, last = state.alarms
-            state.alarms = (first if index - last <= SAMPLE_SIZE else index, index)
-        sign = alarm or self._history.is_high(loss)
-        is_first = self._history.add(step, loss, sign=sign, healthy=not self.suspects)
-        if is_first and alarm:  # compared even if no credit is left
+        state.ranges.note_norms(step.norms)
+        signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
+        if signs.high:
+            first, last = state.high_steps
+            state.high_steps = (first if index - last <= SAMPLE_SIZE else index, index)
+        if signs.first and alarm:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_on_average(index)
-        self._wanted |= sign or self._credit.is_regular(index) or best is not None
+        self._wanted |= signs.sign or self._credit.is_regular(index) or best is not None
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None
         losses, self._dispatch_losses = self._dispatch_losses, []
         if not self.loss_function.is_checked:
             self._learn_first_step(step, losses)
+        if recurred := self._recurred(index):
+            return recurred
         wanted, self._wanted = self._wanted and self._credit.left > 0, False
         if state.verdict is not None:
             wanted = index >= state.verdict.due
@@ -181,7 +192,10 @@ class Comparisons:
             wanted = index >= self.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
         if wanted and best is not None and best.evidence <= 1:
-            self._mean_quiet_until = index + REGULAR_INTERVAL
+            self._mean_quiet_until = index + self._pause
+            self._pause = min(REGULAR_INTERVAL, 2 * self._pause)
+        elif best is None and index > self._mean_quiet_until:
+            self._pause = FIRST_PAUSE
         if trained:
             for anchor in self.anchors:
                 anchor.add(step)
@@ -192,7 +206,6 @@ class Comparisons:
         first = self._anchor_of(step.index)
         single = losses[0] if len(losses) == 1 else math.nan
         self.loss_function.learn_first_step(step, single, first and first.weights)
-        self._credit.charge(0)  # the check is no part of a step's time
         if not self.is_enabled:
             self.anchors.clear()
 
@@ -216,6 +229,7 @@ class Comparisons:
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
+        self.state.repeated, self._expected = self._expected, None
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
@@ -225,32 +239,79 @@ class Comparisons:
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`."""
         self.silent_until = max(self.silent_until, step)
+        self.state.repeated = self._expected = None
         self.anchors.clear()
         self._forget_trouble()
         self._history.forget()
 
-    def find_unusual_steps(self, verdict: Verdict) -> list[int]:
-        """Steps near the onset that may have caused the damage: by their batch or gradient norm.
+    def expect_again(self, verdict: Verdict) -> None:
+        """Call it before the rollback of a verdict, to recognise the trouble in the repeat."""
+        self._expected = verdict._replace(recurred=False)
+
+    def _recurred(self, index: int) -> Verdict | None:
+        """The verdict of the last rollback, if the losses of its repeat are the same up to it."""
+        repeated = self.state.repeated
+        if repeated is None or index < repeated.found:
+            return None
+        self.state.repeated = None
+        if index > repeated.found or self._history.digest(repeated.anchor) != repeated.losses:
+            return None
+        if self._anchor_of(repeated.anchor) is None:
+            return None
+        return repeated._replace(index=index, recurred=True)
+
+    # -- what is held ---------------------------------------------------------------------------
+
+    def _learn_ranges(self, step: int) -> None:
+        """Learns the rates and numbers at a healthy checkpoint, and releases what is back."""
+        ranges, driver = self.state.ranges, self._context.driver
+        seen = broadcast(self._context.ranks, driver.numbers())
+        released = ranges.release(step, seen)
+        ranges.learn(self._rates(), seen)
+        if released:
+            self.hold(ranges.held)
+
+    def hold(self, held: Held) -> None:
+        """Holds numbers and norms from the next step on, and nothing else."""
+        self.state.ranges.held = held
+        driver, engine = self._context.driver, self._context.policy.engine
+        driver.load(None, limit_norms(engine, driver.engines(), held.norm_limits))
+        driver.hold_numbers(held.number_ranges)
+
+    def outside_ranges(self, verdict: Verdict) -> Held:
+        """What was outside of its healthy range at the trouble of a verdict."""
+        suspects = self._suspects(verdict)
+        norms = {} if suspects is None else suspects.unusual_norms()
+        largest = {} if suspects is None else suspects.largest_norms
+        seen = broadcast(self._context.ranks, self._context.driver.numbers())
+        found = self.state.ranges.outside(seen, norms, largest)
+        return replace(found, until=verdict.index + 1)
+
+    def unusual_batches(self, verdict: Verdict) -> list[int]:
+        """Steps since the onset whose batches the better weights find unusual.
 
         A batch is unusual if its loss under the better weights exceeds the largest loss of a sample
         of batches from before the onset by more than the range of the sample. Collective.
         """
-        window = self._history.window(verdict.onset, verdict.found)
-        anchor = self._anchor_of(verdict.anchor)
-        if window is None or anchor is None:
+        suspects, anchor = self._suspects(verdict), self._anchor_of(verdict.anchor)
+        if suspects is None or anchor is None:
             return []
-        largest = UNUSUAL_NORM * window.largest_norm
-        unusual = {step.index for step in window.steps if step.norm > largest}
-        usual = [step for step in anchor.sample if step.index < window.start - STEPS_BEFORE_SIGN]
-        steps = [step for step in window.steps if step.batches and step.index >= anchor.step]
+        before = suspects.start - STEPS_BEFORE_SIGN
+        usual = [step for step in anchor.sample if step.index < before]
+        steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
+        if not usual or not steps:
+            return []
         both = [*usual, *steps]
-        losses = self._losses_of(both, anchor, [math.nan] * len(both)) if usual and steps else None
-        if losses is not None:
-            ordinary, rest = losses[1][: len(usual)], losses[1][len(usual) :]
-            limit = max(ordinary) + (max(ordinary) - min(ordinary))
-            pairs = zip(steps, rest, strict=True)
-            unusual |= {step.index for step, loss in pairs if not loss <= limit}
-        return sorted(unusual)
+        losses = self._losses_of(both, anchor, [math.nan] * len(both))
+        if losses is None:
+            return []
+        _, under_better = losses
+        ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
+        limit = max(ordinary) + (max(ordinary) - min(ordinary))
+        return [step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit]
+
+    def _suspects(self, verdict: Verdict) -> Suspects | None:
+        return self._history.suspects(verdict.onset, verdict.found)
 
     def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
         """Continues an earlier process; `weights` are copies by the step of their checkpoint.
@@ -269,8 +330,8 @@ class Comparisons:
     def _forget_trouble(self) -> None:
         self.state.verdict = None
         self.state.rates.clear()
-        self.state.alarms = (-1, -1)
-        self._credit.left = MAX_CREDIT
+        self.state.high_steps = (-1, -1)
+        self._credit.refill()
         self._dispatch_losses.clear()
 
     def _rates(self) -> dict[str, float]:
@@ -281,7 +342,7 @@ class Comparisons:
     def _best_on_average(self, index: int) -> Anchor | None:
         """The anchor with the lowest mean loss, if the mean loss is more than its spread above it.
 
-        None within `REGULAR_INTERVAL` steps after such a comparison without evidence.
+        None for some steps after such a comparison without evidence, see `FIRST_PAUSE`.
         """
         if index < self._mean_quiet_until or (mean := self._history.mean()) is None:
             return None
@@ -401,13 +462,21 @@ class Comparisons:
         verdict = self.state.verdict
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
-            first, last = self.state.alarms
+            first, last = self.state.high_steps
             if last >= onset - SAMPLE_SIZE:
                 onset = min(onset, first)
-            healthy = {**self.state.healthy_rates}
-            rates = tuple(self.state.rates)
-            onset = max(onset, anchor.step)
-            verdict = Verdict(index, index, anchor.step, onset, 1.0, None, None, healthy, rates)
+            verdict = Verdict(
+                index=index,
+                found=index,
+                anchor=anchor.step,
+                onset=max(onset, anchor.step),
+                evidence=1.0,
+                rise=None,
+                rise_remembered=None,
+                healthy_rates={**self.state.ranges.rates},
+                rates=tuple(self.state.rates),
+                losses=self._history.digest(anchor.step),
+            )
         return verdict._replace(
             index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
         )

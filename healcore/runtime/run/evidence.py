@@ -1,4 +1,4 @@
-"""What comparisons of weights remember: anchors and their evidence, the last steps, the credit.
+"""What comparisons of weights remember: anchors and their evidence, the verdict, the credit.
 
 The evidence is an e-detector (Shin, Ramdas and Rinaldo 2022, arXiv:2203.03532). Each comparison
 multiplies it by 1 + STAKE * b, where b, within [-1, 1], is the rise of the loss divided by the
@@ -11,14 +11,13 @@ from __future__ import annotations
 import math
 import random
 import statistics
-import time
-from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.run.healthy_ranges import HealthyRanges
 
 STAKE = 0.6
 """Lambda of the e-detector, in (0, 1), for any value of which the bound above holds. With 0.6 the
@@ -42,8 +41,8 @@ class TrainedStep(NamedTuple):
     index: int
     batches: tuple[ObservedBatch, ...]
     """All batches of an accumulation."""
-    norm: float = math.nan
-    """Gradient norm, or NaN if unknown."""
+    norms: Mapping[str, float] = {}
+    """Engine name -> gradient norm before any clip of healcore, where it is known."""
 
 
 @dataclass
@@ -138,6 +137,11 @@ class Verdict(NamedTuple):
     """Engine name -> highest learning rate at which the run was healthy, if known."""
     rates: tuple[dict[str, float], ...]
     """Learning rates in force at the comparisons that found the trouble; empty if unknown."""
+    losses: str = ""
+    """Digest of the losses up to step `found`, see `StepHistory.digest`."""
+    recurred: bool = False
+    """Whether a repeat had the same losses up to `found`, bit for bit, so that it is found at once:
+    the program causes the trouble, and what the repeat has changed had no effect."""
 
     @property
     def due(self) -> int:
@@ -160,14 +164,17 @@ class ComparisonState:
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
     copied, and those at the last two checkpoints. The first weights of a process have no mean: they
     stay for two checkpoints, and for as long as they have evidence."""
-    healthy_rates: dict[str, float] = field(default_factory=dict)
-    """Engine name -> highest learning rate at which the run was healthy, if known."""
+    ranges: HealthyRanges = field(default_factory=HealthyRanges)
+    """Rates and numbers with which the run was healthy, and what is held in these ranges."""
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
-    alarms: tuple[int, int] = (-1, -1)
-    """First and last step of the latest alarms, with gaps of at most `SAMPLE_SIZE` steps."""
+    high_steps: tuple[int, int] = (-1, -1)
+    """First and last of the latest steps with an alarm or a loss above the usual ones, with gaps of
+    at most `SAMPLE_SIZE` steps."""
     verdict: Verdict | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
+    repeated: Verdict | None = None
+    """The verdict whose rollback has led to the current repeat, or None."""
 
     def needed(self) -> list[int]:
         """Steps of the weights that a restart loads: with evidence, or with the lowest mean."""
@@ -176,135 +183,45 @@ class ComparisonState:
 
 
 REGULAR_INTERVAL = 100
-"""Steps between two regular comparisons, more if a comparison is slow; and the last losses that a
-loss has to exceed to be a sign of trouble."""
-STEPS_BEFORE_SIGN = 4
-"""Steps of a window before the first sign of trouble."""
-STEPS_AFTER_SIGN = 12
-"""Steps of a window from the first sign on."""
-_WINDOWS = 4
-_NORMS = 500
-"""Healthy gradient norms whose maximum is known."""
-
+"""Steps between two regular comparisons, more if `loss_fn` is dear; and the last losses that a loss
+has to exceed to be a sign of trouble."""
 MAX_SHARE = 0.01
-"""Max share of a healthy run's time that comparisons may cost."""
+"""Max share of a healthy run's work that comparisons may cost."""
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
-MAX_CREDIT = 30.0
-"""Max credit of evaluations: the cost of 1,000 steps. A run starts with this credit, because a
-learning rate that is too high shows in the first steps."""
+CREDIT_STEPS = 1000
+"""A run can save up the evaluations that it earns in this number of steps. It starts with them,
+because a learning rate that is too high shows in the first steps."""
 MAX_DEBT = 40.0
 """Max debt of evaluations after a suspicion: ten comparisons, half of what a verdict needs."""
-PRICE_WINDOW = 3
-"""Last comparisons, of which the cheapest sets the price: the first ones compile."""
-
-
-class TroubleWindow(NamedTuple):
-    """The steps around the first sign of some trouble."""
-
-    start: int
-    """Step of the sign."""
-    largest_norm: float
-    """The largest healthy gradient norm before, or Inf if none is known."""
-    steps: list[TrainedStep]
-
-
-class StepHistory:
-    """What a run remembers of its steps for comparisons, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=_NORMS)
-        self.forget()
-
-    def forget(self) -> None:
-        """Drops losses and windows, whose steps are repeated. Healthy norms stay."""
-        self._losses: deque[float] = deque(maxlen=REGULAR_INTERVAL)
-        self._recent: deque[float] = deque(maxlen=RECENT)
-        self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
-        self._windows: deque[TroubleWindow] = deque(maxlen=_WINDOWS)
-        self._last_sign = -STEPS_AFTER_SIGN - 1
-
-    def is_high(self, loss: float) -> bool:
-        """Whether a loss is above the last `REGULAR_INTERVAL` losses."""
-        return len(self._losses) == REGULAR_INTERVAL and loss > max(self._losses)
-
-    def add(self, step: TrainedStep, loss: float, *, sign: bool, healthy: bool) -> bool:
-        """Adds a step, and returns whether it is the first sign of some trouble.
-
-        Args:
-            step: the step.
-            loss: its loss, or NaN.
-            sign: whether it shows trouble.
-            healthy: whether no evidence of damage is pending.
-        """
-        self._losses.append(loss if math.isfinite(loss) else -math.inf)
-        if math.isfinite(loss):
-            self._recent.append(loss)
-        is_first = sign and step.index - self._last_sign > STEPS_AFTER_SIGN
-        if is_first:
-            largest = max(self._norms, default=math.inf)
-            self._windows.append(TroubleWindow(step.index, largest, [*self._last]))
-        if sign:
-            self._last_sign = step.index
-        if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
-            self._windows[-1].steps.append(step)
-        elif healthy and math.isfinite(step.norm):
-            self._norms.append(step.norm)
-        self._last.append(step)
-        return is_first
-
-    def mean(self) -> float | None:
-        """Mean of the last `RECENT` finite losses, or None before."""
-        return statistics.fmean(self._recent) if len(self._recent) == RECENT else None
-
-    def spread(self) -> float:
-        """Standard deviation of the losses of `mean`. Slow: not for every step."""
-        return statistics.stdev(self._recent)
-
-    def window(self, onset: int, found: int) -> TroubleWindow | None:
-        """The window whose sign is nearest to `onset`, of the signs up to step `found`."""
-        windows = [each for each in self._windows if each.start <= found]
-        return min(windows, key=lambda each: abs(each.start - onset), default=None)
 
 
 class Credit:
-    """Credit of evaluations, and the price of an evaluation in time.
+    """Credit of evaluations: comparisons may cost `MAX_SHARE` of the work of a healthy run.
 
-    The price only lengthens the regular distance: comparisons at alarms do not depend on the clock,
-    so that a repeated run makes the same comparisons.
+    The price of an evaluation is a number of steps that the user may state. It is not measured:
+    the same program makes the same comparisons on any machine, under any load.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.left = MAX_CREDIT
-        self._ranks = ranks
-        self._prices: deque[int] = deque([1] * PRICE_WINDOW, maxlen=PRICE_WINDOW)
-        self._step_s = 0.0
-        """Seconds of a step without comparison, a moving average over a regular interval."""
-        self._last_time: float | None = None
+    def __init__(self, cost: float) -> None:
+        """`cost` is the price of one evaluation of one batch, in training steps."""
+        self._per_step = MAX_SHARE / cost
+        self._most = CREDIT_STEPS * self._per_step
+        self._interval = REGULAR_INTERVAL * max(1, round(cost * STEP_COST))
+        self.left = self._most
+
+    def refill(self) -> None:
+        """Grants the whole credit, as at the start of a run."""
+        self.left = self._most
 
     def after_step(self) -> None:
-        """Adds the credit of a step, and measures its time."""
-        self.left = min(MAX_CREDIT, self.left + MAX_SHARE * STEP_COST)
-        now = time.monotonic()
-        if self._last_time is not None:
-            taken = now - self._last_time
-            self._step_s += (taken - self._step_s) * (1 / REGULAR_INTERVAL if self._step_s else 1.0)
-        self._last_time = now
+        """Adds the credit of a step."""
+        self.left = min(self._most, self.left + self._per_step)
 
     def is_regular(self, index: int) -> bool:
         """Whether step `index` has a regular comparison."""
-        return index % (REGULAR_INTERVAL * min(self._prices)) == REGULAR_INTERVAL - 1
+        return index % self._interval == self._interval - 1
 
     def charge(self, evaluations: int) -> None:
-        """Subtracts the evaluations since `after_step` from the credit, and measures their price.
-
-        Their time is no part of the next step's time.
-        """
+        """Subtracts evaluations. The debt is bounded."""
         self.left = max(-MAX_DEBT, self.left - evaluations)
-        began, self._last_time = self._last_time, None
-        if not evaluations or began is None:
-            return
-        seconds = time.monotonic() - began
-        share = STEP_COST * seconds / evaluations / self._step_s if self._step_s else 1.0
-        price = 1 << max(0, round(math.log2(max(share, 1.0))))
-        self._prices.append(max(self._ranks.gather(price)))  # times differ between ranks

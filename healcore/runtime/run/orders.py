@@ -1,8 +1,8 @@
 """Orders to the host, and the trials of a rollback to better weights. Steps are counted from 0.
 
-A rollback that changes nothing is harmless by construction: the run repeats its own steps. A change
-of the rate or the data is a trial. If the trouble comes back after all trials, they are undone: the
-program itself causes the trouble, for example by a learning rate that it raises on purpose.
+A rollback that changes nothing is harmless by construction: the run repeats its own steps. Whatever
+it changes is a trial. If the trouble comes back after all trials, they are undone: the program
+itself causes the trouble, for example by a learning rate that it raises on purpose.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pydantic import ConfigDict, Field
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
+from healcore.runtime.run.healthy_ranges import Held
 
 Step = Annotated[int, Field(ge=0)]
-MAX_SKIPS = 2
-"""Trials that skip batches for one trouble."""
+MAX_HOLDS = 2
+"""Trials that hold what is unusual, for one trouble."""
 MAX_ACCEPTED = 3
 """Troubles accepted in a row. After that a verdict is only an alert."""
 RATE_TOLERANCE = 1.0001
@@ -47,6 +48,8 @@ class Order:
     """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
     limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
     trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
+    held: Held | None = None
+    """What is held in its healthy range from now on, or None to change nothing that is held."""
     read_again: tuple[BatchId, ...] = ()  # skipped by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial; restored by `Trial.ACCEPT`."""
@@ -75,7 +78,7 @@ class Trial(StrEnum):
 
     LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
     REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
-    SKIP_BATCHES = "skip_batches"  # the batches of the unusual steps at the onset are skipped
+    HOLD = "hold"  # what was outside of its healthy range is held in it
     ACCEPT = "accept"  # the trials are undone; no later rollback is for this trouble
 
 
@@ -85,9 +88,8 @@ class TroubleFacts(NamedTuple):
     rates: Sequence[Mapping[str, float]]  # in force at the comparisons that found it, if known
     healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
     from_start: bool  # whether the better weights are the first of the run
-    unusual_steps: bool  # whether a step at the onset has an unusual batch or norm
+    unusual: bool  # whether anything is unusual at the trouble that no trial has held yet
     may_limit: int  # number of times that the rate may be limited at one place
-    can_rewind: bool  # whether the data can be rewound
 
 
 def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
@@ -96,7 +98,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
     * Limit the rate if it is above every healthy rate, or if the better weights are the run's
       first. Limit an unknown rate only after a repeat that has not helped.
     * Repeat once with nothing changed.
-    * Skip the batches that are unusual at the onset, at most `MAX_SKIPS` times.
+    * Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
+      loss the better weights find unusual. Once more with what is newly unusual.
     * Undo the trials.
     """
     healthy = facts.healthy_rates
@@ -108,6 +111,6 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT
-    if facts.unusual_steps and facts.can_rewind and tried.count(Trial.SKIP_BATCHES) < MAX_SKIPS:
-        return Trial.SKIP_BATCHES
+    if facts.unusual and tried.count(Trial.HOLD) < MAX_HOLDS:
+        return Trial.HOLD
     return Trial.ACCEPT

@@ -18,11 +18,13 @@ from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
 from healcore.runtime.run.orders import Order, RollbackRecord, Trial
 from healcore.runtime.run.rollback_rates import (
     compatible_states,
     engines_after_rollback,
+    limit_norms,
     limit_rates,
     with_lr_states,
 )
@@ -87,6 +89,7 @@ class Restorer:
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.data.host.put_back(saved.host)
+        saver.comparisons.state.ranges.held = self._held_after(order)
         saver.comparisons.on_rollback(done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
@@ -130,8 +133,11 @@ class Restorer:
         engines, limits, scales = limit_rates(
             engine, engines, order.lr_at_fault, now, healthy=trained
         )
+        held = self._held_after(order)
+        engines = limit_norms(engine, engines, held.norm_limits)
         lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
         self.context.driver.load(None, engines)
+        self.context.driver.hold_numbers(held.number_ranges)
         return RollbackRecord(
             **vars(order),
             number=len(self.context.ledger.rollbacks) + 1,
@@ -143,6 +149,10 @@ class Restorer:
             lr_limit=limits.get(lowest),
             lr_scale=scales.get(lowest, 1.0),
         )
+
+    def _held_after(self, order: Order) -> Held:
+        """What is held in its healthy range after the rollback of an order."""
+        return self.saver.comparisons.state.ranges.held if order.held is None else order.held
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
@@ -180,9 +190,15 @@ class Restorer:
             own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
             weights = self._copies(own.comparisons, saved.step)
             repeats, reset = own.repeats(saved.step), self.context.policy.rollback.reset_moments
-            self._load_state(saved.state, saved.engines, reset=reset and repeats)
+            comparisons, engines = self.saver.comparisons, saved.engines
+            if not comparisons.is_enabled:  # without a `loss_fn` nothing is held, nor released
+                engines = limit_norms(self.context.policy.engine, engines, {})
+            self._load_state(saved.state, engines, reset=reset and repeats)
             if own.comparisons is not None:
-                self.saver.comparisons.continue_from(own.comparisons, weights)
+                comparisons.continue_from(own.comparisons, weights)
+            if comparisons.is_enabled:
+                held = comparisons.state.ranges.held
+                self.context.driver.hold_numbers(held.number_ranges)
             self.context.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}

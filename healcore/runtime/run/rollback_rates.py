@@ -70,6 +70,11 @@ def limit_rates(
     return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
+def limit_norms(engine: Engine, engines: Engines, limits: Mapping[str, float]) -> Engines:
+    """Engine states with these limits."""
+    return engines
+
+
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:
     """The learning-rate part of engine states, by engine name."""
     return {name: dict(each["state"]["lr"]) for name, each in engines.items()}

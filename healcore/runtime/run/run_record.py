@@ -184,7 +184,7 @@ class Ledger:
             self.untrained = saved.untrained
 
 
-SCHEMA = 4
+SCHEMA = 5
 _Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]

@@ -16,7 +16,7 @@ from healcore.policy import load
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
-    MAX_SKIPS,
+    MAX_HOLDS,
     RATE_TOLERANCE,
     RollbackRecord,
     Trial,
@@ -91,9 +91,8 @@ FACTS = st.builds(
     rates=st.lists(RATES, max_size=3),
     healthy_rates=RATES,
     from_start=st.booleans(),
-    unusual_steps=st.booleans(),
+    unusual=st.booleans(),
     may_limit=st.integers(0, 4),
-    can_rewind=st.booleans(),
 )
 
 
@@ -106,12 +105,12 @@ def allowed(trial: Trial, tried: list[Trial], facts: TroubleFacts) -> bool:
         )
         above |= not facts.rates and bool(tried)
         return (above or facts.from_start) and tried.count(trial) < facts.may_limit
-    if trial is Trial.SKIP_BATCHES:
-        return facts.unusual_steps and facts.can_rewind and tried.count(trial) < MAX_SKIPS
+    if trial is Trial.HOLD:
+        return facts.unusual and bool(tried) and tried.count(trial) < MAX_HOLDS
     return {Trial.REPEAT: not tried, Trial.ACCEPT: True}[trial]
 
 
-ORDER = (Trial.LIMIT_RATE, Trial.REPEAT, Trial.SKIP_BATCHES, Trial.ACCEPT)
+ORDER = (Trial.LIMIT_RATE, Trial.REPEAT, Trial.HOLD, Trial.ACCEPT)
 
 
 @given(st.lists(st.sampled_from(ORDER[:-1]), max_size=6), FACTS)

@@ -2,10 +2,11 @@
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from healcore.events import Log
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run.run_context import RunContext
@@ -24,6 +25,21 @@ class ToyDriver:
         """Without the three calls that check the function at the start."""
         self.rate: float | None = None
         self.accumulates = False
+        self.set: dict[str, NumberRange] = {}
+        """The numbers that the program has set, and the range of their values so far."""
+        self.held: dict[str, NumberRange] = {}
+
+    def numbers(self) -> dict[str, NumberRange]:
+        return self.set
+
+    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
+        self.held = dict(ranges)
+
+    def engines(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, state: Any, engines: Any = {}) -> None:
+        assert state is None
 
     def may_save(self, patience: int | None = None) -> bool:
         return not self.accumulates
@@ -43,7 +59,7 @@ class ToyDriver:
 class Run:
     """A run that is compared with its past, without a Healer."""
 
-    def __init__(self, loss_fn: Loss, *, interval: int = 100) -> None:
+    def __init__(self, loss_fn: Loss, *, interval: int = 100, **options: Any) -> None:
         self.driver = ToyDriver()
         self.warnings: list[str] = []
         self.assessments: list[str] = []
@@ -54,7 +70,9 @@ class Run:
         context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         warn = self.warnings.append
-        self.comparisons = Comparisons(context, loss_fn, interval=interval, warn=warn, rates=rates)
+        self.comparisons = Comparisons(
+            context, loss_fn, interval=interval, warn=warn, rates=rates, **options
+        )
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)
@@ -67,7 +85,7 @@ class Run:
             self.driver.weight = weight
         if loss is None:
             loss = self.loss_fn(self.driver.weight, batch)
-        step = TrainedStep(self.step, (ObservedBatch(batch),), norm)
+        step = TrainedStep(self.step, (ObservedBatch(batch),), {"optimizer": norm})
         verdict = self.comparisons.observe(step, loss, alarm=alarm, trained=True)
         self.step += 1
         if self.step % self.interval == 0:

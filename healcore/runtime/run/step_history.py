@@ -1,0 +1,220 @@
+"""`StepHistory`: what a run remembers of its last steps, to date trouble and to find its cause."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import statistics
+import struct
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, TrainedStep
+
+STEPS_BEFORE_SIGN = 8
+"""Steps before the first sign of trouble that may have caused it."""
+STEPS_AFTER_SIGN = 12
+"""Steps from the first sign on that may have caused the trouble, whatever their loss. Signs with
+smaller gaps belong to the same trouble."""
+MAX_HIGH_STEPS = 64
+"""Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
+UNUSUAL_NORM = 3.0
+"""A gradient norm is unusual above this many times the largest healthy one."""
+_UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
+"""Steps without a sign of trouble after which the norm of a step counts as healthy."""
+_WINDOWS = 4
+_NORMS = 500
+"""Healthy gradient norms of each engine, of which the largest is known."""
+
+
+class Signs(NamedTuple):
+    """What the loss of one step says."""
+
+    sign: bool
+    """Whether it is a reason to compare weights: an alarm, or a loss above the last losses."""
+    first: bool
+    """Whether it is the first sign of some trouble."""
+    high: bool
+    """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
+
+
+class Suspects(NamedTuple):
+    """The steps that may have caused some trouble."""
+
+    start: int
+    """Step of the first sign."""
+    steps: list[TrainedStep]
+    """The steps around the first sign, and the later ones that were high, in order."""
+    largest_norms: Mapping[str, float]
+    """Engine name -> largest healthy gradient norm before the trouble, where one is known."""
+
+    def unusual_norms(self) -> dict[str, float]:
+        """Engine name -> largest gradient norm of these steps, where it is unusual."""
+        found = {}
+        for name, healthy in self.largest_norms.items():
+            norms = [step.norms.get(name, math.nan) for step in self.steps]
+            largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+            if largest > UNUSUAL_NORM * healthy:
+                found[name] = largest
+        return found
+
+
+class _Window(NamedTuple):
+    """The steps around the first sign of some trouble."""
+
+    start: int
+    largest_norms: dict[str, float]
+    steps: list[TrainedStep]
+
+
+class _LastValues:
+    """The last values of a series, with their largest at no cost in most steps."""
+
+    def __init__(self, length: int) -> None:
+        self._values: deque[float] = deque(maxlen=length)
+        self.largest = -math.inf
+
+    def add(self, value: float) -> None:
+        """Adds a value. Drops the oldest one of a full series."""
+        dropped = self._values[0] if self.is_full else -math.inf
+        self._values.append(value)
+        if value >= self.largest:
+            self.largest = value
+        elif dropped == self.largest:
+            self.largest = max(self._values)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many values as the series holds."""
+        return len(self._values) == self._values.maxlen
+
+    def is_exceeded_by(self, value: float) -> bool:
+        """Whether a value is above each of a full series."""
+        return self.is_full and value > self.largest
+
+
+class StepHistory:
+    """Losses, gradient norms and batches of the last steps, in bounded memory.
+
+    A loss is *usual* unless it exceeds each of the last `REGULAR_INTERVAL` usual losses. High
+    losses do not become usual, so that trouble which lasts cannot hide its own begin. If more than
+    half of the last losses are high, the level of the loss has changed, and they become the usual
+    ones.
+
+    The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if there was no sign of trouble
+    meanwhile: the bad steps before the first sign must not count as healthy.
+    """
+
+    def __init__(self) -> None:
+        self._norms: dict[str, _LastValues] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the steps, which are repeated. Healthy norms stay."""
+        self._losses = _LastValues(REGULAR_INTERVAL)
+        self._newest: deque[tuple[int, float]] = deque(maxlen=REGULAR_INTERVAL)
+        """Step and loss of the last steps, for `digest`."""
+        self._usual = _LastValues(REGULAR_INTERVAL)
+        self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
+        self._windows: deque[_Window] = deque(maxlen=_WINDOWS)
+        self._high: deque[TrainedStep] = deque(maxlen=MAX_HIGH_STEPS)
+        self._young: deque[TrainedStep] = deque()
+        """Steps whose norms are not yet healthy."""
+        self._last_sign = -STEPS_AFTER_SIGN - 1
+
+    def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
+        """Adds a step.
+
+        Args:
+            step: the step.
+            loss: its loss, or NaN.
+            alarm: whether a detector has raised an alarm.
+            healthy: whether no evidence of damage is pending.
+        """
+        sign = alarm or self._losses.is_exceeded_by(loss)
+        high = sign or self._usual.is_exceeded_by(loss)
+        first = sign and step.index - self._last_sign > STEPS_AFTER_SIGN
+        self._newest.append((step.index, loss))
+        self._add_loss(loss, high=high)
+        if first:
+            self._windows.append(_Window(step.index, self.largest_norms(), [*self._last]))
+            self._young.clear()
+        if sign:
+            self._last_sign = step.index
+        if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
+            self._windows[-1].steps.append(step)
+        elif high or self._is_unusual(step):
+            self._high.append(step)
+        if healthy and not high:
+            self._add_norms(step)
+        self._last.append(step)
+        return Signs(sign, first, high)
+
+    def _add_loss(self, loss: float, *, high: bool) -> None:
+        self._losses.add(loss if math.isfinite(loss) else -math.inf)
+        self._were_high.append(high)
+        if not math.isfinite(loss):
+            return
+        self._recent.append(loss)
+        if not high:
+            self._usual.add(loss)
+        elif 2 * sum(self._were_high) > REGULAR_INTERVAL:
+            self._usual = copy.deepcopy(self._losses)
+            self._were_high.clear()
+
+    def _add_norms(self, step: TrainedStep) -> None:
+        self._young.append(step)
+        if len(self._young) <= _UNTIL_HEALTHY:
+            return
+        for name, norm in self._young.popleft().norms.items():
+            if math.isfinite(norm):
+                self._norms.setdefault(name, _LastValues(_NORMS)).add(norm)
+
+    def _is_unusual(self, step: TrainedStep) -> bool:
+        """Whether a gradient norm of the step is unusual."""
+        for name, norm in step.norms.items():
+            known = self._norms.get(name)
+            if known and known.largest * UNUSUAL_NORM < norm < math.inf:
+                return True
+        return False
+
+    def largest_norms(self) -> dict[str, float]:
+        """Engine name -> the largest healthy gradient norm, where one is known."""
+        return {name: norms.largest for name, norms in self._norms.items()}
+
+    def mean(self) -> float | None:
+        """Mean of the last `RECENT` finite losses, or None before."""
+        return statistics.fmean(self._recent) if len(self._recent) == RECENT else None
+
+    def spread(self) -> float:
+        """Standard deviation of the losses of `mean`. Slow: not for every step."""
+        return statistics.stdev(self._recent)
+
+    def digest(self, first: int) -> str:
+        """Digest of the last `REGULAR_INTERVAL` losses, not before step `first`.
+
+        Two passes over the same steps have the same digest if their losses are equal bit for bit.
+        """
+        kept = [number for each in self._newest if each[0] >= first for number in each]
+        return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
+
+    def suspects(self, onset: int, found: int) -> Suspects | None:
+        """The steps that may have caused the trouble that began at `onset`, or None if unknown.
+
+        These are the steps around the sign that is nearest to the onset, of the signs up to step
+        `found`, and all steps since the onset with a high loss or an unusual norm.
+        """
+        windows = [each for each in self._windows if each.start <= found]
+        if not windows:
+            return None
+        window = min(windows, key=lambda each: abs(each.start - onset))
+        steps = {step.index: step for step in window.steps}
+        for step in self._high:
+            if step.index >= onset - STEPS_BEFORE_SIGN:
+                steps[step.index] = step
+        ordered = [steps[index] for index in sorted(steps)]
+        return Suspects(min(window.start, onset), ordered, window.largest_norms)
