@@ -13,6 +13,7 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restorer import Restorer
@@ -124,6 +125,7 @@ class Nothing:
     learning_rates = staticmethod(dict)
     may_save = staticmethod(lambda patience: False)
     load = staticmethod(lambda *given, **options: None)
+    hold_numbers = staticmethod(lambda ranges: None)
 
 
 class Process:
@@ -141,7 +143,9 @@ class Process:
         driver: Any = Nothing()
         context = RunContext(POLICY, driver, store, Alone(), log, facts)
         schedule = SaveSchedule(context, self.data, EVERY)
-        no_comparisons: Any = SimpleNamespace(is_enabled=False, on_rollback=lambda target: None)
+        no_comparisons: Any = SimpleNamespace(
+            is_enabled=False, state=ComparisonState(), on_rollback=lambda target: None
+        )
         self.saver = Saver(context, self.data, schedule, no_comparisons, KEEP)
         self.restorer = Restorer(self.saver)
         self.incident, self._goes_on = 0, False

@@ -30,7 +30,6 @@ from healcore.runtime.run.healthy_ranges import HeldNorm
 from healcore.runtime.run.step_history import StepHistory
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
-
 PER_STEP = 0.03
 """Evaluations that a step of a healthy run pays for: 1 % of a step that costs three."""
 MAX_CREDIT = CREDIT_STEPS * PER_STEP

@@ -38,7 +38,7 @@ class ToyDriver:
     def engines(self) -> dict[str, Any]:
         return {}
 
-    def load(self, state: Any, engines: Any = {}) -> None:
+    def load(self, state: Any, engines: Any = ()) -> None:
         assert state is None
 
     def may_save(self, patience: int | None = None) -> bool:
