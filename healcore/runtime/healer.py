@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.run.evidence import FORWARD_PASS
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
@@ -110,6 +112,11 @@ class Healer(Generic[State]):
             are evidence for a rollback (docs/how-it-decides.md). Every rank evaluates its own
             batches, and the mean decides. Without `loss_fn`, "default" rolls back only if weights
             are not finite. SignalError after the first step if it does not return one number.
+        loss_fn_cost: cost of one call of `loss_fn` on one batch, in training steps, above 0. The
+            default is a third: a forward pass of a step whose backward pass costs two. Comparisons
+            may cost 1 % of a healthy run. State the cost if `loss_fn` is dear, for example 2.0 if
+            it generates text. It is stated and not measured, so that the run makes the same
+            decisions on any machine.
         checkpoints: when to save checkpoints and how many to keep, see `healcore.Checkpoints`.
         logging: files for events and metrics, and console lines, see `healcore.Logging`.
         trackers: receive metrics and events: "wandb", "trackio" or "tensorboard", with a
@@ -142,6 +149,7 @@ class Healer(Generic[State]):
         state: State,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
         loss_fn: Callable[..., SupportsFloat] | None = None,
+        loss_fn_cost: float = FORWARD_PASS,
         checkpoints: Checkpoints = CHECKPOINTS,
         logging: Logging = LOGGING,
         trackers: object = (),
@@ -154,6 +162,11 @@ class Healer(Generic[State]):
         if loss_fn is not None and not callable(loss_fn):
             given = type(loss_fn).__name__
             raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
+        if not (isinstance(loss_fn_cost, int | float) and 0 < loss_fn_cost < math.inf):
+            raise ValueError(
+                "loss_fn_cost is the cost of one call of loss_fn in training steps, a number above "
+                f"0 such as 0.33, not {loss_fn_cost!r}"
+            )
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
         check_path("store", None if isinstance(store, CheckpointStore) else store)
@@ -167,6 +180,7 @@ class Healer(Generic[State]):
             state=state,
             store=store,
             loss_fn=loss_fn,
+            loss_fn_cost=float(loss_fn_cost),
             checkpoints=checkpoints,
             logging=logging,
             trackers=select(trackers),

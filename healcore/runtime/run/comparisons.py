@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import LossFn, Rates
 from healcore.runtime.run.evidence import (
+    FORWARD_PASS,
     RECENT,
     REGULAR_INTERVAL,
     SAMPLE_SIZE,
-    STEP_COST,
     Anchor,
     ComparisonState,
     Credit,
@@ -78,7 +78,7 @@ class Comparisons:
         context: RunContext,
         loss_fn: LossFn | None,
         *,
-        loss_fn_cost: float = 1 / STEP_COST,
+        loss_fn_cost: float = FORWARD_PASS,
         interval: int,
         warn: Callable[[str], object],
         rates: Callable[[], Rates],

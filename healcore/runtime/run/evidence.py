@@ -189,6 +189,8 @@ MAX_SHARE = 0.01
 """Max share of a healthy run's work that comparisons may cost."""
 STEP_COST = 3.0
 """Cost of a training step in evaluations: a forward pass, and a backward pass of twice its cost."""
+FORWARD_PASS = 1 / STEP_COST
+"""Cost of an evaluation in training steps, unless the user states another one."""
 CREDIT_STEPS = 1000
 """A run can save up the evaluations that it earns in this number of steps. It starts with them,
 because a learning rate that is too high shows in the first steps."""

@@ -51,6 +51,7 @@ class Options(NamedTuple):
     state: Any
     store: Any
     loss_fn: Callable[..., Any] | None
+    loss_fn_cost: float  # of one call, in training steps
     checkpoints: Checkpoints
     logging: Logging
     trackers: tuple[Selection, ...]
@@ -150,6 +151,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     comparisons = Comparisons(
         context,
         loss_fn,
+        loss_fn_cost=options.loss_fn_cost,
         interval=schedule.every,
         warn=lambda problem: log.problem(data.step, problem),
         rates=monitor.rates_in_force,
