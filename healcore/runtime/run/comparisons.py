@@ -191,6 +191,8 @@ class Comparisons:
         else:
             wanted = index >= self.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
+        if wanted and self._credit.is_regular(index) and not self.suspects:
+            self._history.accept_level()
         if wanted and best is not None and best.evidence <= 1:
             self._mean_quiet_until = index + self._pause
             self._pause = min(REGULAR_INTERVAL, 2 * self._pause)

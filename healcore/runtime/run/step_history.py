@@ -99,9 +99,8 @@ class StepHistory:
     """Losses, gradient norms and batches of the last steps, in bounded memory.
 
     A loss is *usual* unless it exceeds each of the last `REGULAR_INTERVAL` usual losses. High
-    losses do not become usual, so that trouble which lasts cannot hide its own begin. If more than
-    half of the last losses are high, the level of the loss has changed, and they become the usual
-    ones.
+    losses do not become usual, so that trouble which lasts cannot hide its own begin. Only
+    `accept_level` makes them usual, after a comparison of weights that shows no damage.
 
     The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if there was no sign of trouble
     meanwhile: the bad steps before the first sign must not count as healthy.
@@ -162,7 +161,14 @@ class StepHistory:
         self._recent.append(loss)
         if not high:
             self._usual.add(loss)
-        elif 2 * sum(self._were_high) > REGULAR_INTERVAL:
+
+    def accept_level(self) -> None:
+        """Makes the last losses the usual ones, if most of them are high.
+
+        Call it where the weights were compared without evidence of damage. Then other data, or
+        another scale of the loss, have raised the losses.
+        """
+        if 2 * sum(self._were_high) > REGULAR_INTERVAL:
             self._usual = copy.deepcopy(self._losses)
             self._were_high.clear()
 
