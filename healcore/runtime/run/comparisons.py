@@ -168,6 +168,8 @@ class Comparisons:
         state, index = self.state, step.index
         self._credit.after_step()
         state.ranges.note_norms(step.norms)
+        if len(state.first_losses) < RECENT and math.isfinite(loss):
+            state.first_losses.append(loss)
         signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
         if signs.high:
             first, last = state.high_steps
@@ -422,6 +424,8 @@ class Comparisons:
     def _weigh(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict | None:
         """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
         anchor.learn(index, compared.evidence)
+        if anchor.evidence >= self._threshold and self._has_learnt_since(anchor):
+            anchor.evidence, anchor.onset = 1.0, None
         if anchor.evidence >= self._threshold:
             return self._verdict(index, self._newest_better(anchor), compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
@@ -431,6 +435,17 @@ class Comparisons:
             self._context.log.info(f"step {index}: {recovered}")
             self._forget_trouble()
         return None
+
+    def _has_learnt_since(self, anchor: Anchor) -> bool:
+        """Whether the anchor is the start of the run, and the loss is lower now than it was then.
+
+        A run that has learnt has not lost all of it. Where the comparison says so, it is no
+        measure: in self-distillation, for example, the loss of the first weights is low.
+        """
+        first, mean = self.state.first_losses, self._history.mean()
+        if anchor.step > self._context.record.first_step or mean is None or not first:
+            return False
+        return mean < sum(first) / len(first)
 
     def _newest_better(self, anchor: Anchor) -> Anchor:
         """The newest anchor up to the onset with `RESTART_POWER` of the threshold, or `anchor`.

@@ -171,6 +171,8 @@ class ComparisonState:
     high_steps: tuple[int, int] = (-1, -1)
     """First and last of the latest steps with an alarm or a loss above the usual ones, with gaps of
     at most `SAMPLE_SIZE` steps."""
+    first_losses: list[float] = field(default_factory=list)
+    """The first `RECENT` finite losses of the run."""
     verdict: Verdict | None = None
     """The pending verdict, until the run rolls back or recovers, or None."""
     repeated: Verdict | None = None

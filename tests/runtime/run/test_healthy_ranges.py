@@ -1,0 +1,128 @@
+"""What is learnt as healthy, what counts as outside of it, and when a hold ends."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.healthy_ranges import (
+    HealthyNumber,
+    HealthyRanges,
+    Held,
+    HeldNorm,
+    HeldNumber,
+)
+
+
+def constant(value: float) -> NumberRange:
+    return NumberRange(value, value, value)
+
+
+def learnt(*seen: NumberRange, name: str = "optimizer.weight_decay") -> HealthyRanges:
+    """Ranges after one healthy checkpoint for each of `seen`."""
+    ranges = HealthyRanges()
+    for each in seen:
+        ranges.learn({}, {name: each})
+    return ranges
+
+
+def numbers_outside(ranges: HealthyRanges, seen: NumberRange) -> dict[str, HeldNumber]:
+    return ranges.outside({"optimizer.weight_decay": seen}, {}, {}).numbers
+
+
+def test_any_change_of_a_number_that_never_changed_is_outside():
+    ranges = learnt(constant(0.05), constant(0.05))
+    assert numbers_outside(ranges, constant(0.05)) == {}
+    (held,) = numbers_outside(ranges, NumberRange(0.05, 100.0, 0.05)).values()
+    assert held == HeldNumber(bounds=constant(0.05), program=100.0), "although it is back now"
+    (held,) = numbers_outside(ranges, NumberRange(0.0, 0.05, 0.05)).values()
+    assert held.program == 0.0
+
+
+def test_the_range_has_all_values_of_healthy_steps_and_the_last_one_is_held():
+    ranges = learnt(constant(0.9), NumberRange(0.8, 0.95, 0.9))
+    assert numbers_outside(ranges, NumberRange(0.8, 0.95, 0.95)) == {}
+    (held,) = numbers_outside(ranges, NumberRange(0.5, 0.95, 0.5)).values()
+    assert held.bounds.last == 0.9
+
+
+def test_a_number_that_was_never_seen_at_a_healthy_checkpoint_is_not_held():
+    assert numbers_outside(HealthyRanges(), constant(0.5)) == {}
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_schedule_of_momentum_is_inside_of_its_range(shape):
+    """At every step of OneCycleLR, from the second healthy checkpoint on."""
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, 1000, anneal_strategy={"linear": "linear", "cosine": "cos"}[shape]
+    )
+    ranges, low, high, outside = HealthyRanges(), 1.0, 0.0, 0
+    for step in range(1000):
+        value = optimizer.param_groups[0]["momentum"]
+        low, high = min(low, value), max(high, value)
+        seen = NumberRange(low, high, value)
+        if step % 100 == 0:
+            ranges.learn({}, {"optimizer.weight_decay": seen})
+        elif step > 100:
+            outside += bool(numbers_outside(ranges, seen))
+        optimizer.step()
+        schedule.step()
+    assert outside == 0
+    assert numbers_outside(ranges, NumberRange(low, 0.999, 0.999))
+
+
+def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_healthy_value():
+    ranges = learnt(constant(0.05))
+    wrong = NumberRange(0.05, 100.0, 100.0)
+    ranges.held = Held(numbers=numbers_outside(ranges, wrong), until=250)
+    name = "optimizer.weight_decay"
+    assert not ranges.release(200, {name: constant(0.05)}), "the fault is still to come"
+    assert not ranges.release(300, {name: wrong})
+    ranges.learn({}, {name: wrong})
+    assert ranges.numbers[name] == HealthyNumber(0.05, 0.05, 0.05)
+    released = ranges.release(400, {name: NumberRange(0.05, 100.0, 0.05)})
+    assert [*released.numbers] == [name]
+    assert not ranges.held
+
+
+def test_a_limit_of_the_norm_is_released_after_an_interval_in_which_it_did_nothing():
+    ranges = HealthyRanges(held=Held(norms={"a": HeldNorm(1.0, 4096.0)}, until=150))
+    ranges.note_norms({"a": 2.0})
+    ranges.note_norms({"a": 0.5})
+    assert not ranges.release(200, {})
+    ranges.note_norms({"a": 1.0, "b": 9.0})
+    assert [*ranges.release(300, {}).norms] == ["a"]
+    assert ranges.held.norm_limits == {}
+
+
+def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_first():
+    first = Held(norms={"a": HeldNorm(1.0, 9.0)}, until=10)
+    second = Held(norms={"a": HeldNorm(3.0, 9.0), "b": HeldNorm(2.0, 8.0)}, until=20)
+    assert second.without(first).norms == {"b": HeldNorm(2.0, 8.0)}
+    both = first | second
+    assert both.norm_limits == {"a": 1.0, "b": 2.0}
+    assert both.until == 20
+    assert not second.without(both)
+
+
+FLOATS = st.floats(-1e6, 1e6)
+RANGES = st.builds(NumberRange, FLOATS, FLOATS, FLOATS)
+
+
+@given(st.dictionaries(st.text(max_size=5), RANGES, max_size=3), st.integers(0, 99))
+def test_ranges_and_holds_are_saved_exactly(seen, until):
+    ranges = HealthyRanges()
+    ranges.learn({"a": 0.1}, seen)
+    ranges.learn({"a": 0.2}, seen)
+    numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
+    ranges.held = Held(numbers=numbers, norms={"a": HeldNorm(0.1, 3.0)}, until=until)
+    text = json.dumps(asdict(ranges), allow_nan=False)
+    assert TypeAdapter(HealthyRanges).validate_json(text, strict=True) == ranges

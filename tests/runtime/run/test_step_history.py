@@ -1,0 +1,149 @@
+"""Which steps may have caused some trouble, when it began, and which norms were healthy."""
+
+import math
+import random
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from healcore.runtime.run.evidence import REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.step_history import (
+    MAX_HIGH_STEPS,
+    STEPS_AFTER_SIGN,
+    STEPS_BEFORE_SIGN,
+    Signs,
+    StepHistory,
+)
+
+
+def add(
+    history: StepHistory,
+    losses: Iterable[float],
+    first: int = 0,
+    norm: float = 1.0,
+    **options: bool,
+) -> list[Signs]:
+    options = {"alarm": False, "healthy": True} | options
+    return [
+        history.add(TrainedStep(index, (), {"a": norm}), loss, **options)
+        for index, loss in enumerate(losses, first)
+    ]
+
+
+def falling(steps: int) -> list[float]:
+    return [10 / (1 + step / 20) for step in range(steps)]
+
+
+def test_each_loss_of_a_burst_is_high_and_only_the_first_is_a_record():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    signs = add(history, [5.0] * 30, first=150)
+    assert [each.high for each in signs] == [True] * 30
+    assert [each.sign for each in signs] == [True] + [False] * 29
+
+
+def test_high_losses_do_not_become_usual_until_a_comparison_shows_no_damage():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    assert all(each.high for each in add(history, [5.0] * 500, first=150))
+    history.accept_level()
+    assert not any(each.high for each in add(history, [5.0] * 50, first=650))
+    history.accept_level()
+    assert add(history, [6.0], first=700)[0].high
+
+
+def test_a_few_high_losses_are_not_a_new_level():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [5.0] * 30, first=150)
+    history.accept_level()
+    assert add(history, [5.0], first=180)[0].high
+
+
+def test_the_norms_of_the_bad_steps_before_the_first_sign_are_not_healthy():
+    """A gradient x 4096 shows in the loss only some steps later."""
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [1.0] * 4, first=150, norm=4096.0)
+    assert history.largest_norms() == {"a": 1.0}
+    add(history, [9.0], first=154, alarm=True)
+    found = history.suspects(154, 160)
+    assert found is not None
+    assert found.largest_norms == {"a": 1.0}
+    assert found.unusual_norms() == {"a": 4096.0}
+    add(history, [1.0] * 200, first=155)
+    assert history.largest_norms() == {"a": 1.0}, "a sign came in time, so they never are"
+
+
+def test_a_norm_without_a_sign_after_it_becomes_healthy():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [1.0], first=150, norm=2.0)
+    add(history, [1.0] * 19, first=151)
+    assert history.largest_norms() == {"a": 1.0}
+    add(history, [1.0], first=170)
+    assert history.largest_norms() == {"a": 2.0}
+
+
+def test_norms_while_evidence_is_pending_and_norms_that_are_not_finite_are_not_healthy():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [1.0] * 50, first=150, norm=7.0, healthy=False)
+    add(history, [1.0] * 50, first=200, norm=math.inf)
+    add(history, [1.0] * 50, first=250)
+    assert history.largest_norms() == {"a": 1.0}
+
+
+def test_suspects_are_the_steps_around_the_first_sign_and_all_later_high_ones():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [5.0] * 30, first=150)
+    add(history, [1.0] * 30, first=180)
+    add(history, [1.0], first=210, norm=8.0)
+    found = history.suspects(150, 220)
+    assert found is not None
+    indices = [step.index for step in found.steps]
+    assert indices == [*range(150 - STEPS_BEFORE_SIGN, 180), 210]
+    assert found.start == 150
+
+
+def test_suspects_are_bounded():
+    history = StepHistory()
+    add(history, [1.0] * 150)
+    add(history, [5.0] * 1000, first=150)
+    found = history.suspects(150, 1150)
+    assert found is not None
+    assert len(found.steps) == STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN + MAX_HIGH_STEPS
+
+
+def test_equal_passes_have_equal_digests():
+    one, other = StepHistory(), StepHistory()
+    losses = falling(300)
+    add(one, losses)
+    add(other, losses[100:], first=100)
+    assert one.digest(150) == other.digest(150)
+    assert one.digest(200) == other.digest(150), "of the last hundred losses at most"
+    add(one, [1.0], first=300)
+    add(other, [math.nextafter(1.0, 2.0)], first=300)
+    assert one.digest(150) != other.digest(150)
+    shorter = StepHistory()
+    add(shorter, losses[250:], first=250)
+    assert shorter.digest(150) != one.digest(150), "a restart within the pass proves nothing"
+
+
+@given(st.integers(0, 2**32))
+def test_the_cached_maxima_are_the_maxima(seed):
+    """An oracle of `sign` and `high` that remembers all losses; many of them are equal."""
+    numbers = random.Random(seed)
+    losses = [round(numbers.gauss(0.0, 3.0) - index / 100) for index in range(350)]
+    history, usual = StepHistory(), list[float]()
+    for index, loss in enumerate(losses):
+        last = losses[max(0, index - REGULAR_INTERVAL) : index]
+        sign = len(last) == REGULAR_INTERVAL and loss > max(last)
+        newest = usual[-REGULAR_INTERVAL:]
+        high = sign or (len(newest) == REGULAR_INTERVAL and loss > max(newest))
+        found = history.add(TrainedStep(index, ()), loss, alarm=False, healthy=True)
+        assert (found.sign, found.high) == (sign, high)
+        if not high:
+            usual.append(loss)
