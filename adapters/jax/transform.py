@@ -380,8 +380,8 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
         return updates
     if decision.group_scale is not None:
         return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
-    if engine.config.clip is None:
-        return updates
+    if engine.config.clip is None:  # only a limit of the norm can scale
+        return gradients.scale_if_below_one(updates, decision.grad_scale)
     return gradients.scale(updates, decision.grad_scale)
 
 

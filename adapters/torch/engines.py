@@ -239,7 +239,7 @@ class DeviceEngine(_StatefulEngine):
             self.state = new
         skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
         scale = decision.grad_scale
-        if self.engine.config.clip is not None:
+        if self.stepping.scales_grads:
             divisor = (torch.ones_like(scale) if divisor is None else divisor) / scale
         return StepOrder(
             skip=skip.to(torch.float32),

@@ -60,6 +60,16 @@ def limits(lanes: Any) -> tuple[Any, Any]:
     return lanes % 4 == 3, np.float32(10.0) ** -np.float32(lanes // 4 % 6 + 1)
 
 
+def norm_limits(step: int, lanes: Any) -> tuple[Any, Any]:
+    """Whether the host changes the limit of the gradient norm at this step, and the limit, by lane.
+
+    Nothing is changed in a third of the lanes. In the others there is a limit of its own for two
+    thirds of the time, also before the first rollback.
+    """
+    limit = np.float32(10.0) ** ((lanes + step // 20) % 4 - 2).astype(np.float32)
+    return (lanes % 3 != 0) & (step % 20 == 10), np.where(step // 20 % 3 == 2, 0, limit)
+
+
 def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> Expected:
     """Runs the reference on each lane."""
     steps, lanes = lanes_of(trace)
@@ -70,6 +80,9 @@ def reference_run(config: EngineConfig, trace: Signals, *, groups: int = 0) -> E
         machine, (is_limited, limit) = reference.Engine(config, groups=groups), limits(lane)
         for i in range(steps):
             seen = Signals(*(None if c is None else c[i][lane] for c in columns))
+            sets_limit, norm_limit = norm_limits(i, np.int32(lane))
+            if sets_limit:
+                machine.limit_norm(float(norm_limit))
             verdict = machine.see(seen)
             rows[i][lane] = (*verdict, *machine.report)
             close[i, lane] = machine.ties.close
@@ -99,6 +112,9 @@ def growing_run(
     state, rows = engine.init(groups=groups, batch=lanes_of(trace)[1:]), []
     for stop in stops:
         for i in range(len(rows), stop):
+            sets_limit, norm_limit = norm_limits(i, numbers)
+            limited = engine.limit_norm(state, norm_limit, xp=np)
+            state = where(sets_limit, limited, state)
             state, decision = engine.step(state, fuzz.at(trace, i), xp=np)
             decided = {name: x for name, x in decision._asdict().items() if x is not None}
             last = {"threshold": state.last.threshold, "z": state.last.z}

@@ -164,6 +164,7 @@ def test_a_rollback_keeps_budgets_and_the_cut_and_takes_the_detectors_back():
     assert same(back.budget, state.budget._replace(recoveries=left, healthy_steps=none))
     assert not state.tally.rollbacks.any(), "a step orders rollbacks, it does not carry them out"
     assert same(back.tally, state.tally._replace(rollbacks=state.tally.rollbacks + 1))
+    assert back.norm_limit is state.norm_limit, "the limit of the norm is the live one"
     assert not back.incident.open.any()
     assert np.array_equal(back.incident.number, state.incident.number)
     assert same(map_leaves(np.shape, back), map_leaves(np.shape, state))
@@ -198,3 +199,66 @@ def test_before_a_limit_no_decision_depends_on_the_rate(rule):
         b, second = current.step(b, fuzz.at(trace, i), xp=np)
         assert same(first, second)
     assert len(np.unique(first.lr_scale)) > 1
+
+
+def limited(runner: Runner, limit: float | None) -> None:
+    """Sets the limit of the gradient norm as the host does."""
+    limit = None if limit is None else np.float32(limit)
+    runner.state = runner.engine.limit_norm(runner.state, limit, xp=np)
+
+
+@pytest.mark.parametrize("release", [0.0, None, np.nan, np.inf, -1.0, 1e-40])
+def test_the_norm_is_limited_until_the_host_releases_it(release):
+    runner = Runner(watching("nonfinite", RuleConfig(NOT_FINITE, skip=True)))
+    assert runner.step(loss=1.0, grad_norm=8.0).grad_scale == 1
+    limited(runner, 2.0)
+    for norm, scale in ((8.0, 0.25), (2.0, 1.0), (np.nan, 1.0), (1e20, 2e-20), (8.0, 0.25)):
+        decision = runner.step(loss=1.0, grad_norm=norm)
+        assert decision.grad_scale == pytest.approx(scale, rel=1e-6)
+        assert decision.skip == np.isnan(norm)
+        assert runner.state.last.decision.grad_scale == decision.grad_scale
+    assert runner.state.tally.clips == 3
+    limited(runner, release)
+    assert runner.state.norm_limit == 0
+    assert runner.state.last.decision.grad_scale == 1
+    assert runner.step(loss=1.0, grad_norm=8.0).grad_scale == 1
+    assert runner.state.tally.clips == 3
+
+
+def test_a_limit_and_a_clip_are_the_smaller_of_both_and_the_clip_learns_as_before():
+    """A limit is no reason for another baseline: the rule sees the raw norms, as always."""
+    free, held = Runner(FULL), Runner(FULL)
+    norms = np.exp(np.random.default_rng(0).normal(0, 0.3, 60))
+    norms[40:50:3] *= 100
+    for i, norm in enumerate(norms):
+        if i == 30:
+            limited(held, 0.8)
+        alone, both = (each.step(loss=1.0, grad_norm=norm) for each in (free, held))
+        if i < 30:
+            assert same(alone, both)
+            continue
+        expected = min(alone.grad_scale, 1.0 if norm <= 0.8 else 0.8 / norm)
+        assert both.grad_scale == (1.0 if both.skip else pytest.approx(expected, rel=1e-5))
+    assert same(free.state.clip, held.state.clip)
+    assert same(free.state.detectors, held.state.detectors)
+
+
+@pytest.mark.parametrize("clip", [None, "zclip", "adagc"])
+def test_a_step_without_a_limit_has_none_of_its_operations(clip):
+    """So torch's step costs nothing for it; and the decisions are the same."""
+    groups = policies.GROUPS if clip == "adagc" else 0
+    engine = Engine(policies.full(clip))
+    trace = fuzz.signals(np.random.default_rng(3), 60, 10, groups=groups)
+    a = b = engine.init(groups=groups, batch=(10,))
+    for i in range(60):
+        if i in (20, 40):
+            limit = np.float32(0.1 if i == 20 else 0.0)
+            a, b = (engine.limit_norm(state, limit, xp=np) for state in (a, b))
+        current = engine.without_limit(b)
+        assert current is engine.without_limit(b)
+        assert current.limits_norm == (20 <= i < 40)
+        assert current.scales_grads == (clip is not None or current.limits_norm)
+        a, first = engine.step(a, fuzz.at(trace, i), xp=np)
+        b, second = current.step(b, fuzz.at(trace, i), xp=np)
+        assert same((a, first), (b, second))
+    assert a.tally.clips.any()

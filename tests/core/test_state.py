@@ -33,6 +33,8 @@ def test_a_traced_step_has_no_branch_and_keeps_its_types(clip):
     assert after == jax.eval_shape(lambda s: s, state)
     again, same = jax.eval_shape(lambda s, x: engine.step(s, x, xp=jnp), after, signals)
     assert (again, same) == (after, decision)
+    limited = jax.eval_shape(lambda s, x: engine.limit_norm(s, x, xp=jnp), state, jnp.float32(1))
+    assert limited == after
     kinds = {"grad_scale": "f4", "lr_scale": "f4", "skip": "?", "group_scale": "f4"}
     for name, value in decision._asdict().items():
         assert value is None or value.dtype == np.dtype(kinds.get(name, "i4")), name
@@ -64,6 +66,7 @@ def after_steps(clip: str, steps: int = 80):
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_through_json_and_back_to_the_bit(clip):
     engine, state = after_steps(clip)
+    state = engine.limit_norm(state, np.float32(0.1), xp=np)
     text = json.dumps(engine.to_dict(state), allow_nan=False)
     back = engine.from_dict(json.loads(text))
     fresh = engine.init(groups=policies.GROUPS if clip == "adagc" else 0)
@@ -95,6 +98,7 @@ DAMAGE = [
     (("state", "budget", "luck"), 3),
     (("state", "clip", "mean"), 1e39),
     (("state", "change_expected"), 1),
+    (("state", "norm_limit"), ...),
     (("state", "rules", 3, "window"), [0, [1]]),
     (("groups",), 10**12),
 ]

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from healcore import Healer
 from healcore.core.engine import Engine
 from healcore.errors import RanksDisagreeError
+from healcore.runtime.run.rollback_rates import limit_norms
 from healcore.torch import attach
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies
@@ -195,6 +196,20 @@ def scaled(kind: str) -> dict[str, Any]:
             "weights": loop.weights()}  # fmt: skip
 
 
+def limited(where: str) -> dict[str, Any]:
+    """A limit of the norm of sharded gradients, in force from the third step on."""
+    loop, limit = Loop("HSDP", policies.CUTS, fused=True, engine=where), 0.125
+    scales = []
+    for i in range(5):
+        if i == 2:
+            states = {"optimizer": loop.heal.state_dict()}
+            states = limit_norms(policies.CUTS, states, {"optimizer": limit})
+            loop.heal.load_state_dict(states["optimizer"])
+        norm = loop.step(i, factor=4096.0 if i == 3 else 1.0)[2]
+        scales.append([loop.metric("grad_scale"), min(1.0, limit / norm) if i >= 2 else 1.0])
+    return {"scales": scales, "weights": loop.weights()}
+
+
 def pipeline(kind: str) -> dict[str, Any]:
     """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
     torch.manual_seed(0)
@@ -327,6 +342,7 @@ KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
     judged: LAYOUTS,
     fused: HOST_AND_DEVICE,
     scaled: ("fused", "not fused"),
+    limited: HOST_AND_DEVICE,
     pipeline: ("four stages", "two stages"),
     alone: ("memory", "disk"),
     evaluated: EVALUATED,

@@ -81,6 +81,17 @@ def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of
         assert each == outcomes[0]
 
 
+@host_and_device
+def test_a_limit_of_the_norm_is_of_the_whole_gradient(where: str, of: Of):
+    outcomes = of(f"limited: {where}")
+    for each in outcomes:
+        assert each == outcomes[0]
+        found, expected = zip(*each["scales"], strict=True)
+        assert found == pytest.approx(expected, rel=1e-4)
+        assert found[3] < 1e-2
+    assert outcomes == of("limited: host")
+
+
 @pytest.mark.parametrize("kind", ["four stages", "two stages"])
 def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
     outcomes = of(f"pipeline: {kind}")

@@ -41,8 +41,13 @@ class Engine:
     lane is then an independent run.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, limits_norm: bool = True) -> None:
         """Builds the engine of one policy, which is usually from `healcore.policy`.
+
+        Args:
+            config: the policy.
+            limits_norm: whether `step` applies a limit that `limit_norm` has set. False only for an
+                engine of `without_limit`.
 
         Raises:
             ValueError: unknown mode, clipping rule or detector.
@@ -64,6 +69,12 @@ class Engine:
         """Whether `Decision.lr_scale` can differ from 1."""
         self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
         """Whether a cut of the learning rate resets the optimizer's moments."""
+        self.limits_norm = limits_norm
+        """Whether `step` applies `EngineState.norm_limit`."""
+        self.scales_grads = config.clip is not None or limits_norm
+        """Whether `Decision.grad_scale` or `group_scale` can differ from 1."""
+        self._specialised: dict[tuple[bool, bool], Engine] = {}
+        """Engines of `without_limit`, by whether they limit the rate, and the gradient norm."""
         self._clip_name = config.clip[0] if config.clip else None
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
@@ -125,7 +136,9 @@ class Engine:
             )
         # NumPy warns of invalid values that `where` discards later.
         with np.errstate(all="ignore") if xp is np else nullcontext():
-            new, decision = judge(self.config, state, signals, xp=xp)
+            new, decision = judge(
+                self.config, state, signals, limits_norm=self.limits_norm, xp=xp
+            )
             observes = self.mode == "observe"
             if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
                 new = self.subtract_rollback(new, xp=xp)
@@ -149,9 +162,10 @@ class Engine:
         return state._replace(change_expected=state.change_expected | True)
 
     def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
-        """Combines the restored detectors with the live budget and LR multiplier after a rollback.
+        """Combines the restored detectors with the live budget and limits after a rollback.
 
-        A lower LR limit of the checkpoint is in force again. Since the checkpoint, health has
+        The LR multiplier and the limit of the gradient norm stay as they are in the live state,
+        except that a lower LR limit of the checkpoint is in force again. Since the checkpoint, health has
         raised the limit, or a later cut began at a higher rate.
 
         This call subtracts the rollback from the budget, so a declined order costs nothing. It also
@@ -179,6 +193,7 @@ class Engine:
                 rate_at_cut=xp.where(raised, then.rate_at_cut, live.lr.rate_at_cut),
                 rate_after_cut=xp.where(raised, then.rate_after_cut, live.lr.rate_after_cut),
             ),
+            norm_limit=live.norm_limit,
             tally=live.tally._replace(rollbacks=live.tally.rollbacks + 1),
             last=live.last,
         )
@@ -195,16 +210,25 @@ class Engine:
     def without_limit(self, state: EngineState) -> Engine:
         """The engine for the steps from `state` on, until the host changes the state.
 
-        A policy without cuts needs the schedule's rate only after the host has limited the rate, at
-        a rollback. Until then the returned engine does not read it.
+        The host sets limits at a rollback: of the learning rate (a policy without cuts needs the
+        schedule's rate only for this) and of the gradient norm. The returned engine decides the
+        same, without the operations of a limit that is not set. Equal limits give the same object,
+        so that a step that is compiled for it is compiled once.
+
+        Args:
+            state: the state, in NumPy.
         """
         refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
-        has_limit = self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0)
-        return self if has_limit else self._without_limit
-
-    @cached_property
-    def _without_limit(self) -> Engine:
-        return Engine(self.config._replace(lr=self.config.lr._replace(ceiling=0.0)))
+        limits_rate = bool(self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0))
+        limits_norm = self.limits_norm and bool(np.any(state.norm_limit > 0))
+        if limits_rate and limits_norm == self.limits_norm:
+            return self
+        key = limits_rate, limits_norm
+        if key not in self._specialised:
+            lr = self.config.lr if limits_rate else self.config.lr._replace(ceiling=0.0)
+            config = self.config._replace(lr=lr)
+            self._specialised[key] = Engine(config, limits_norm=limits_norm)
+        return self._specialised[key]
 
     def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
@@ -227,6 +251,32 @@ class Engine:
         )
         allowed = budget.lr_cuts > 0
         return map_leaves(lambda new, old: select(allowed, new, old, xp=xp), limited, state)
+
+    def limit_norm(self, state: EngineState, limit: Any, *, xp: Any) -> EngineState:
+        """Sets or releases a limit on the gradient norm for the host; this costs no budget.
+
+        From the next step on, a finite gradient whose norm is above the limit is scaled down to it,
+        as by `torch.nn.utils.clip_grad_norm_`, also under a policy without clipping. The limit
+        stays until this method changes it, also over a rollback.
+
+        Args:
+            state: the live state.
+            limit: largest norm of the gradients, float32 array, 0-d or of the state's batch shape.
+                0, None or a number that is no limit (negative, NaN, Inf) releases the limit.
+            xp: the array namespace.
+        """
+        none = state.norm_limit - state.norm_limit
+        if limit is None:
+            limit = none
+        is_limit = (limit > numerics.FLUSH) & (limit <= numerics.FLOAT32_MAX)
+        state = state._replace(norm_limit=xp.where(is_limit, limit, none))
+        if self.config.clip is not None:
+            return state
+        # Without clipping and without a limit a step does not write the factor, which is 1.
+        last = state.last.decision
+        factor = xp.where(state.norm_limit > 0, last.grad_scale, 1.0)
+        last = last._replace(grad_scale=factor)
+        return state._replace(last=state.last._replace(decision=last))
 
     def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
@@ -252,7 +302,7 @@ class Engine:
     def to_dict(self, state: EngineState) -> dict[str, Any]:
         """Converts the state of any backend to JSON-safe Python data; this syncs the device.
 
-        Returns `{"schema": 9, "policy": fingerprint, "clip": name, "detectors": [names],
+        Returns `{"schema": 10, "policy": fingerprint, "clip": name, "detectors": [names],
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale

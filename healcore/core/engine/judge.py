@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.clipping import Clip
+from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
 from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
 from healcore.core.engine.state import EngineConfig, EngineState, RuleConfig, RuleState, Tally
@@ -30,9 +30,12 @@ class Firing(NamedTuple):
 
 
 def judge(
-    config: EngineConfig, state: EngineState, signals: Signals, *, xp: Any
+    config: EngineConfig, state: EngineState, signals: Signals, *, limits_norm: bool, xp: Any
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it, in any mode."""
+    """The new state, and the decision as the policy orders it, in any mode.
+
+    `limits_norm` is static: without it `EngineState.norm_limit` has no effect.
+    """
     change_expected = state.change_expected
     if signals.change_expected is not None:
         change_expected = change_expected | signals.change_expected
@@ -60,11 +63,15 @@ def judge(
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
     actions = [] if orders.action is None else [orders.action]
     actions += _actions_of_rules(config, fired, no_flag, xp=xp)
-    # The last factor, 1 unless the policy clips. JAX does not write a leaf that is the same object.
+    # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
+    # not written.
     unit_scale = state.last.decision.grad_scale
     if clips:
         unit_scale = unit_scale - unit_scale + 1.0
-    grad_scale, group_scale, clipped = _scales(clip, skip, unit_scale, xp=xp)
+    scales = _scales(clip, skip, unit_scale, xp=xp)
+    if limits_norm and signals.grad_norm is not None:
+        scales = _limit_norm(state.norm_limit, signals.grad_norm, skip, scales, clip, xp=xp)
+    grad_scale, group_scale, clipped = scales
     ordered = Decision(
         grad_scale=grad_scale,
         skip=skip,
@@ -87,6 +94,7 @@ def judge(
         incident=incidents,
         budget=budget,
         lr=lr_state,
+        norm_limit=state.norm_limit,
         tally=tally,
         last=_telemetry(state.last, ordered, seen, clip, readings, clips=clips, xp=xp),
     ), ordered
@@ -235,6 +243,27 @@ def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, An
         return xp.where(skip, 1.0, clip.scale), None, clip.clipped & ~skip
     clipped = xp.sum(xp.astype(clip.clipped, xp.int32), axis=-1) > 0
     return one, xp.where(skip[..., None], 1.0, clip.scale), clipped & ~skip
+
+
+def _limit_norm(
+    limit: Any, norm: Any, skip: Any, scales: tuple[Any, Any, Any], clip: Clip | None, *, xp: Any
+) -> tuple[Any, Any, Any]:
+    """The result of `_scales` with the host's limit, 0 or the largest norm after scaling.
+
+    `norm` is the raw one, because the limited one of `Observed` is too small above SIGNAL_LIMIT.
+    A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
+    that scales the whole gradient to the limit. So the norm stays within the limit without a sum
+    of norms, which each backend would round differently.
+    """
+    over = (limit > 0) & (norm > limit)
+    over = numerics.and_not(over, skip)
+    to_limit = numerics.quotient(limit, norm + EPSILON, xp=xp)
+    factor = numerics.flush(xp.where(over, to_limit, 1.0), xp=xp)
+    grad_scale, group_scale, clipped = scales
+    clipped = over if clipped is None else clipped | over
+    if group_scale is not None:
+        return grad_scale, xp.minimum(group_scale, factor[..., None]), clipped
+    return factor if clip is None else xp.minimum(grad_scale, factor), None, clipped
 
 
 def _counted(tally: Tally, skip: Any, cause: Any, clipped: Any, cut: Any) -> Tally:

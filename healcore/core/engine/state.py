@@ -111,7 +111,7 @@ class EngineConfig(NamedTuple):
     """Steps after an expected change in which only non-finite values are alarms."""
 
 
-SCHEMA = 9  # version of the saved form
+SCHEMA = 10  # version of the saved form
 
 _NEVER = 1 << 30
 
@@ -188,6 +188,7 @@ class EngineState(NamedTuple):
     incident: IncidentState
     budget: BudgetState
     lr: LrState
+    norm_limit: Float  # largest gradient norm that the host allows; 0 = no limit
     tally: Tally
     last: Telemetry
 
@@ -229,6 +230,7 @@ def init(config: EngineConfig, *, groups: int = 0, batch: tuple[int, ...] = ()) 
             np.zeros((), np.int32),
         ),
         lr=zeros(LrState)._replace(scale=np.ones((), np.float32)),
+        norm_limit=np.zeros((), np.float32),
         tally=zeros(Tally),
         last=Telemetry(
             neutral(groups=groups if kind == "adagc" else None),

@@ -1,4 +1,4 @@
-"""The engine states of a run after a rollback, and the limits of its learning rates."""
+"""The engine states of a run after a rollback, and their limits of rates and gradient norms."""
 
 from __future__ import annotations
 
@@ -71,8 +71,26 @@ def limit_rates(
 
 
 def limit_norms(engine: Engine, engines: Engines, limits: Mapping[str, float]) -> Engines:
-    """Engine states with these limits."""
-    return engines
+    """Engine states with these limits of the gradient norm, and without any other.
+
+    Args:
+        engine: engine of the policy.
+        engines: states, by engine name.
+        limits: largest norm of the gradients, above 0, by engine name. An engine without a limit
+            here has none from now on.
+    """
+    limited = {}
+    for name, saved in engines.items():
+        state = engine.from_dict(saved)
+        limit = np.float32(limits.get(name, 0.0))
+        limited[name] = engine.to_dict(engine.limit_norm(state, limit, xp=np))
+    return limited
+
+
+def norm_limits(engines: Engines) -> dict[str, float]:
+    """The limits of the gradient norm in force, by engine name."""
+    found = {name: float(each["state"]["norm_limit"]) for name, each in engines.items()}
+    return {name: limit for name, limit in found.items() if limit > 0}
 
 
 def lr_states(engines: Engines) -> dict[str, dict[str, Any]]:

@@ -195,6 +195,7 @@ class Engine:
         self.recoveries, self.cuts = config.budget.recoveries, config.budget.lr_cuts
         self.healthy = 0
         self.lr = Multiplier(config.lr)
+        self.norm_limit: float | None = None
         self.report = Report()
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
@@ -232,13 +233,20 @@ class Engine:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
+        over = not skip and self._is_over_limit(seen.grad_norm)
+        if over:
+            most = clips.factor(self.norm_limit, seen.grad_norm)
+            if group_scale is None:
+                scale = min(scale, most)
+            else:
+                group_scale = [min(each, most) for each in group_scale]
         action, depth = self._recovery_orders(cause, fired, skip, step.rate)
         self.step += 1
         old = self.report
         self.report = Report(
             threshold=clipped.threshold,
             z=clipped.z,
-            clips=old.clips + (clipped.clipped and not skip),
+            clips=old.clips + (over or (clipped.clipped and not skip)),
             skips=old.skips + skip,
             alarms=old.alarms + (cause != 0),
             rollbacks=old.rollbacks,  # counted where it is carried out
@@ -272,6 +280,11 @@ class Engine:
         self.skips += 1
         return True
 
+    def _is_over_limit(self, norm: float | None) -> bool:
+        if self.norm_limit is None or norm is None:
+            return False
+        return self.ties.above(norm, self.norm_limit)
+
     def roll_back(self) -> None:
         """The host carries a rollback out, to a state with the present detectors."""
         self.recoveries = max(0, self.recoveries - 1)
@@ -286,6 +299,10 @@ class Engine:
             self.cuts -= 1
             self.lr.limit(limit, schedule)
             self.report = self.report._replace(lr_cuts=self.report.lr_cuts + 1)
+
+    def limit_norm(self, limit: float) -> None:
+        """The host holds the gradients' norm at most at `limit`; 0 lets go of it."""
+        self.norm_limit = limit or None
 
     def _recovery_orders(
         self, cause: int, fired: list[Any], skip: bool, rate: float | None
