@@ -139,7 +139,6 @@ class Enforcer:
             self.replace(group, "lr", scaled)
 
 
-
 def _has_kernel(optimizer: Optimizer) -> bool:
     """See `Enforcer.has_kernel`.
 

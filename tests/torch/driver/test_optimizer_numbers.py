@@ -82,7 +82,8 @@ def test_a_cycle_of_the_momentum_is_a_range():
     first = [betas[0] for betas in used]
     seen = driver.numbers()["optimizer.betas[0]"]
     assert seen == (min(first), max(first), first[-1])
-    assert seen.low < 0.86 and seen.high == 0.95
+    assert seen.low < 0.86
+    assert seen.high == 0.95
     assert set(driver.numbers()) == {
         *(f"optimizer.betas[{i}]" for i in (0, 1)),
         *("optimizer.eps", "optimizer.weight_decay"),
@@ -102,7 +103,9 @@ class DecaySchedule(LRScheduler):
 @host_and_device
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_held_number_is_replaced_for_the_step_alone(where: str, fused: bool):
-    run = Run(lambda p: AdamW(p, lr=0.01, weight_decay=0.05, fused=fused), DecaySchedule)
+    run = Run(
+        lambda p: AdamW(p, lr=0.01, weight_decay=0.05, fused=fused), lambda o: DecaySchedule(o)
+    )
     driver, used = driven(run, where=where), values_in_step(run.optimizer, "weight_decay")
     (group,) = run.optimizer.param_groups
     driver.hold_numbers({"optimizer.weight_decay": NumberRange(0.01, 1.0, 0.05)})
@@ -224,7 +227,8 @@ def test_a_closure_may_set_numbers_and_counts_stay_integers():
         return run._evaluate(0, 1.0)
 
     run.optimizer.step(closure)
-    assert used == [3] and type(used[0]) is int
+    assert used == [3]
+    assert type(used[0]) is int
     assert group["max_iter"] == 5
     assert driver.numbers()["optimizer.max_iter"] == (5, 5, 5)
 
@@ -244,27 +248,31 @@ def test_values_that_are_changed_in_place_are_read(make: Callable[[float], Any])
     run.step(2)
     assert type(used[-1]) is type(own)
     assert used[-1] == make(0.5)
-    assert group["own"] is own and own == make(8.0)
+    assert group["own"] is own
+    assert own == make(8.0)
 
 
 class CountingSGD(SGD):
-    """Keeps a counter in its group, as schedule-free optimizers do."""
+    """Keeps counters in its group, as schedule-free optimizers do."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
+            group["k"] += 1
+            group["sums"][0] += 1
         return super().step(closure)
 
 
-def test_a_counter_of_the_optimizer_is_neither_reported_nor_held():
+def test_counters_of_the_optimizer_are_neither_reported_nor_held():
     run = Run(lambda p: CountingSGD(p, lr=0.1))
-    run.optimizer.param_groups[0]["k"] = 0
+    (group,) = run.optimizer.param_groups
+    group["k"], group["sums"] = 0, [0]
     driver = driven(run)
     for i in range(3):
         run.step(i)
-        assert "optimizer.k" not in driver.numbers()
-        driver.hold_numbers({"optimizer.k": NumberRange(0.0, 0.0, 0.0)})
-    assert run.optimizer.param_groups[0]["k"] == 3
+        assert not {"optimizer.k", "optimizer.sums[0]"} & {*driver.numbers()}
+        held = NumberRange(0.0, 0.0, 0.0)
+        driver.hold_numbers({"optimizer.k": held, "optimizer.sums[0]": held})
+    assert (group["k"], group["sums"]) == (3, [3])
 
 
 def test_a_scaled_step_uses_the_held_number():
