@@ -30,10 +30,10 @@ which is NaN for a number that is not held. The other rows are the program's val
 class HeldNumbers(NamedTuple):
     """The numbers that one step replaces."""
 
-    replaced: jax.Array
-    """bool (n,): whether the step replaces the number."""
-    values: jax.Array
-    """float32 (n,): the value in place of a replaced number."""
+    replaced: Sequence[jax.Array]
+    """Whether the step replaces each number, bool 0-d."""
+    values: Sequence[jax.Array]
+    """The value in place of each number if it is replaced, float32 0-d."""
 
 
 def injected_leaves(tree: Any) -> dict[Path, Any]:
@@ -67,7 +67,9 @@ def number_leaves(tree: Any) -> dict[Path, Any]:
     return {
         path: leaf
         for path, leaf in injected_leaves(tree).items()
-        if not argument(path).endswith("learning_rate") and is_number(leaf) and not is_scheduled(path)
+        if not argument(path).endswith("learning_rate")
+        and is_number(leaf)
+        and not is_scheduled(path)
     }
 
 
@@ -115,7 +117,7 @@ def step(numbers: jax.Array, inner_state: Any) -> tuple[jax.Array, HeldNumbers]:
     new = jnp.where(row == _SEEN_LOW, jnp.minimum(numbers, low), numbers)
     new = jnp.where(row == _SEEN_HIGH, jnp.maximum(numbers, high), new)
     new = jnp.where(row == _LAST, values, new)
-    return new, HeldNumbers(replaced, numbers[_VALUE])
+    return new, HeldNumbers(jnp.unstack(replaced), jnp.unstack(numbers[_VALUE]))
 
 
 def with_held(inner_state: Any, numbers: HeldNumbers) -> Any:
