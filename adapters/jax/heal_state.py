@@ -59,7 +59,7 @@ class HealState(NamedTuple):
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
-    heal_numbers: jax.Array | None = None
+    heal_numbers: Any = None
     """float32 (6, n): ranges of the `optax.inject_hyperparams` numbers in the optimizer of
     `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
     optimizer has no such number."""

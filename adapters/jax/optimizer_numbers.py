@@ -18,9 +18,10 @@ from jax import lax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.heal_state import node_at
-from healcore.runtime.driver import NumberRange
 
 Path = tuple[Any, ...]
+Range = tuple[float, float, float]
+"""Lowest, highest and newest value of a number, as in `healcore.runtime.driver.NumberRange`."""
 
 _LOW, _HIGH, _VALUE, _SEEN_LOW, _SEEN_HIGH, _LAST = range(6)
 """Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH` is replaced by `_VALUE`,
@@ -79,23 +80,21 @@ def init(inner_state: Any) -> jax.Array | None:
     return jnp.asarray(held([None] * count)) if count else None
 
 
-def held(ranges: Sequence[NumberRange | None]) -> np.ndarray:
+def held(ranges: Sequence[Range | None]) -> np.ndarray:
     """Makes a `HealState.heal_numbers` that holds each number in its range, unless it is None."""
-    columns = [
-        (-math.inf, math.inf, math.nan) if each is None else (each.low, each.high, each.last)
-        for each in ranges
-    ]
+    not_held = (-math.inf, math.inf, math.nan)
     unseen = (math.inf, -math.inf, 0.0)
-    return np.array([(*column, *unseen) for column in columns], np.float32).T
+    columns = [(*(not_held if each is None else each), *unseen) for each in ranges]
+    return np.array(columns, np.float32).T
 
 
-def seen(numbers: np.ndarray) -> list[NumberRange | None]:
+def seen(numbers: np.ndarray) -> list[Range | None]:
     """The range of each number since `held`. None if there was no step."""
-    ranges: list[NumberRange | None] = []
+    ranges: list[Range | None] = []
     for column in numbers[_SEEN_LOW:].T:
         # The shortest decimal number: 0.999 instead of 0.9990000128746033.
-        each = NumberRange(*(float(str(value)) for value in column))
-        ranges.append(each if each.low <= each.high else None)
+        low, high, last = (float(str(value)) for value in column)
+        ranges.append((low, high, last) if low <= high else None)
     return ranges
 
 

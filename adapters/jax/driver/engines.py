@@ -142,7 +142,7 @@ def numbers_of(engines: Sequence[EngineEntry], tree: Any) -> dict[str, NumberRan
     names = _number_names(engines, tree)
     arrays = [heal_state.node_at(tree, path).heal_numbers for path in names]
     return {
-        name: each
+        name: NumberRange(*each)
         for part, array in zip(names.values(), jax.device_get(arrays), strict=True)
         for name, each in zip(part, optimizer_numbers.seen(array), strict=True)
         if each is not None
