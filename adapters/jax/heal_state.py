@@ -59,6 +59,10 @@ class HealState(NamedTuple):
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+    heal_numbers: Any = None
+    """float32 (6, n): ranges of the `optax.inject_hyperparams` numbers in the optimizer of
+    `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
+    optimizer has no such number."""
 
 
 class ScaleByHealLrState(NamedTuple):

@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.jax import gradients, heal_state
+from healcore.jax import gradients, heal_state, optimizer_numbers
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
@@ -214,8 +214,9 @@ def protect(
         inner_state = inner.init(params)
         if scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
+        healing = heal_state.init(engine, count_leaves(params), records)
         state = ProtectState(
-            heal=heal_state.init(engine, count_leaves(params), records),
+            heal=healing._replace(heal_numbers=optimizer_numbers.init(inner_state)),
             heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
             inner_state=inner_state,
         )
@@ -237,10 +238,19 @@ def protect(
             given |= _injected_rate(optimizer_step, *inputs)
         read = gradients.without_unread(updates, unread)
         signals = make_signals(engine, read, given, axes)
-        healed, decision = heal_state.step(engine, state.heal, *signals)
+        numbers, held = state.heal.heal_numbers, None
+        if numbers is not None:
+            numbers, held = optimizer_numbers.step(numbers, state.inner_state)
+        judged = state.heal._replace(heal_numbers=None)
+        healed, decision = heal_state.step(engine, judged, *signals)
         resets = state.heal_reset_moments
         scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, state.inner_state))
-        step = _changed_step(optimizer_step, resets, decision.lr_scale if scales_inside else None)
+        step = _changed_step(
+            optimizer_step,
+            resets,
+            decision.lr_scale if scales_inside else None,
+            held if heals else None,
+        )
         if heals or "externally_skipped" in given:
             updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
             scales = scales_lr and not scales_inside
@@ -250,6 +260,7 @@ def protect(
             updates, inner_state = step(*inputs)
         if resets is not None:
             resets = jnp.where(decision.skip, resets, (decision.action & Action.CUT_LR) != 0)
+        healed = healed._replace(heal_numbers=numbers)
         return updates, ProtectState(healed, resets, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -302,8 +313,17 @@ def _step_or_skip(
     return gradients.fill_where(updates, decision.skip, -0.0), state
 
 
-def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
-    """The optimizer's step after a reset of its moments, with another multiplier in its state."""
+def _changed_step(
+    update: Step, resets: Any, lr_scale: Any, held: optimizer_numbers.HeldNumbers | None
+) -> Step:
+    """The optimizer's step after changes of its state, each unless it is None.
+
+    Args:
+        update: the optimizer's own step.
+        resets: whether the moments are reset, bool 0-d.
+        lr_scale: the multiplier for `scale_by_heal_lr`, 0-d.
+        held: the numbers to replace for this step. The new state has the program's own numbers.
+    """
 
     def step(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         if resets is not None:
@@ -313,7 +333,11 @@ def _changed_step(update: Step, resets: Any, lr_scale: Any) -> Step:
         if lr_scale is not None:
             scale = ScaleByHealLrState(lr_scale.astype(jnp.float32))
             state = map_nodes(ScaleByHealLrState, lambda _: scale, state)
-        return update(updates, state, params)
+        if held is None:
+            return update(updates, state, params)
+        given = optimizer_numbers.with_held(state, held)
+        updates, new = update(updates, given, params)
+        return updates, optimizer_numbers.with_own(new, given, state, held)
 
     return step
 
@@ -334,11 +358,8 @@ def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
     """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
     return {
         keystr(path): leaf
-        for path, leaf in tree_leaves_with_path(tree)
-        if len(path) > 1
-        and getattr(path[-2], "name", None) == "hyperparams"
-        and jnp.shape(leaf) == ()
-        and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        for path, leaf in optimizer_numbers.injected_leaves(tree).items()
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
     }
 
 

@@ -1,7 +1,7 @@
 """Enforces a decision on one optimizer: clips, scales the rate, resets the moments.
 
-Learning rates and the two attributes that fused kernels read are changed for one step, and restored
-afterwards unless other code has written there.
+Learning rates, held numbers, and the two attributes that fused kernels read are changed for one
+step, and restored afterwards unless other code has written there.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Enforcer:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
             # CUDA's SGD with momentum rounds differently if it divides, even by 1.
             if order.grad_divisor is not None:
-                self._replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
-            self._replace(vars(self._optimizer), "found_inf", order.skip)
+                self.replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
+            self.replace(vars(self._optimizer), "found_inf", order.skip)
             if order.lr_scale is not None:
                 self._scale_lr(order.lr_scale)
         elif not order.skip:
@@ -93,9 +93,14 @@ class Enforcer:
             # In float32 and in this order, as in the device engine.
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=self._home)
             base = torch.ones_like(scale) if divisor is None else divisor
-            self._replace(vars(self._optimizer), "grad_scale", base / scale)
+            self.replace(vars(self._optimizer), "grad_scale", base / scale)
         else:
             gradients.scale_(parameters, order.grad_scale)
+
+    def replace(self, values: dict[str, Any], name: str, value: Any) -> None:
+        """Replaces a value of a dictionary, such as a parameter group, until `restore`."""
+        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
+        values[name] = value
 
     def restore(self) -> None:
         """Restores everything that was changed for the step.
@@ -131,11 +136,7 @@ class Enforcer:
                 scaled = factor.to(torch.float64 if on_cpu else torch.float32) * original
             else:
                 scaled = original * factor
-            self._replace(group, "lr", scaled)
-
-    def _replace(self, values: dict[str, Any], name: str, value: Any) -> None:
-        self._replaced.append((values, name, value, values.get(name, _ABSENT)))
-        values[name] = value
+            self.replace(group, "lr", scaled)
 
 
 def _has_kernel(optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from healcore.torch.engines import LiveEngine, PendingRecord, StepOrder, is_cut
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms, one_number
 from healcore.torch.ranks import SignalAllReduce
+
+if TYPE_CHECKING:
+    from healcore.torch.optimizer_numbers import OptimizerNumbers
 
 RECORD_LAG = 10
 """Steps after which the log reads a device engine's record. Its copy has arrived by then. The delay
@@ -53,6 +56,8 @@ class HealedStep:
         on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
             float32 of exactly 0 or 1. In observe mode always False.
         on_step: called after every step.
+        numbers: reads the numbers of the optimizer at every judged step, and names those to be
+            replaced for the step. None unless a Healer holds numbers, because it costs time.
     """
 
     may_reset_moments = True  # whether the tensors of the moments may be replaced
@@ -88,6 +93,7 @@ class HealedStep:
         self.on_judged: Callable[[StepNorms], None] | None = None
         self.on_ended: Callable[[bool | Tensor], None] | None = None
         self.on_step: Callable[[], None] | None = None
+        self.numbers: OptimizerNumbers | None = None
 
         self.attached = True
         self.undo_stack = ExitStack()
@@ -218,6 +224,8 @@ class HealedStep:
                 p.grad = None
             if not skipped:
                 self._grads_are_none = all(p.grad is None for p in params)
+                if self.numbers is not None:
+                    self.numbers.find_changes_by_step()
             self._read_records()
             if self.on_ended is not None:
                 self.on_ended(self._current.skipped)
@@ -242,7 +250,7 @@ class HealedStep:
         self.attached = False
         self._restore_step()
         self.undo_stack.close()
-        self.on_judged = self.on_ended = self.on_step = None
+        self.on_judged = self.on_ended = self.on_step = self.numbers = None
         self.measurer.clear()
 
     # -- judging --------------------------------------------------------------------------------
@@ -299,7 +307,13 @@ class HealedStep:
         if self._resets_next and order.skip is not True:
             reset_moments(self.optimizer)
             self._resets_next = False
+        if self.numbers is not None:
+            self.numbers.read()
         if live.engine.mode != "observe":
+            if self.numbers is not None:
+                # First, because `needs_host` depends on the momentum of the step.
+                for group, entry, value in self.numbers.replacements():
+                    self.enforcer.replace(group, entry, value)
             if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
                 order = order.to_host()
             self.enforcer.enforce(parameters, order, divisor)

@@ -220,13 +220,19 @@ class Driver(Protocol):
         ...
 
     def numbers(self) -> dict[str, NumberRange]:
-        """The numbers that the program gave to its optimizers at the steps so far.
+        """The numbers that the program gave to its optimizers, from the last `hold_numbers` on.
 
         These are the numbers of every parameter group except the learning rate, for example
         ``optimizer.weight_decay`` or ``optimizer[1].betas[0]`` (the second group) in torch, and the
-        numbers of `optax.inject_hyperparams` in JAX. Low and high are over all steps since the last
-        `hold_numbers`. They are the values that the program sets, also where one is held. Empty
-        before the first step, and for a driver that cannot read them. May wait for the device.
+        numbers of `optax.inject_hyperparams` in JAX, for example ``b2``. They are read within the
+        steps, so a value that the program sets for one step only is seen too. They are the
+        program's values, also where a number is held. A NaN extends a range to -inf and inf, which
+        no other range includes. May wait for the device.
+
+        Returns:
+            Name -> range over all judged steps, also over skipped steps. Empty before the first
+            step, and for a driver that cannot read numbers. In torch empty until the first call of
+            `hold_numbers`, because reading costs some microseconds per step.
         """
         return {}
 
@@ -234,8 +240,18 @@ class Driver(Protocol):
         """Holds numbers of the optimizers in their ranges, and restarts the ranges of `numbers`.
 
         From now on, a step at which the program's value of a number in `ranges` is below `low` or
-        above `high` uses `last` instead. The program's own value is back after the step. All other
-        numbers are as the program sets them. Names that this run does not have are ignored.
+        above `high` (or NaN) uses `last` instead. The program's own value is back after the step.
+        All other numbers are as the program sets them, so ``hold_numbers({})`` releases every
+        number. In observe mode no step changes.
+
+            driver.hold_numbers({"optimizer.weight_decay": NumberRange(0.01, 0.1, 0.05)})
+
+        Call it once at the start, to begin to read. Later calls may edit the live state in JAX, as
+        `load` does, so the next step has to start from the state that `live` has then.
+
+        Args:
+            ranges: names as `numbers` returns them -> range and value. A name that this run does
+                not have now is ignored.
         """
 
     # -- the run --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, json_setting
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
@@ -213,6 +213,22 @@ class JaxDriver(Driver):
             else:  # 1.0 if none was passed
                 found[entry.name] = None if received in (0.0, 1.0) else received
         return found
+
+    @transferring
+    def numbers(self) -> dict[str, NumberRange]:
+        """The numbers of `optax.inject_hyperparams` within `protect`, see `Driver.numbers`.
+
+        For example ``b2``, or the path in the state if several optimizers have a ``b2``. Without
+        numbers that `optax.inject_hyperparams` schedules, because they cannot be held. One sync.
+        """
+        return engine_states.numbers_of(self._engines, self._live.read())
+
+    @transferring
+    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
+        """See `Driver.hold_numbers`. No edit of the state if nothing would change. One sync."""
+        tree = engine_states.with_held_numbers(self._engines, self._live.read(), ranges)
+        if tree is not None:
+            self._edit_state(tree)
 
     # -- the run ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import optax
 
 from healcore.core.decision import RECORD_FIELDS, StepRecord, suspects, unpack_record
 from healcore.core.engine import Engine
-from healcore.jax import heal_state
+from healcore.jax import heal_state, optimizer_numbers
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
@@ -30,7 +30,8 @@ from healcore.jax.heal_state import (
 )
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates
-from healcore.runtime.driver import check_engines
+from healcore.jax.transform import ProtectState
+from healcore.runtime.driver import NumberRange, check_engines
 
 Path = tuple[Any, ...]
 
@@ -131,6 +132,66 @@ def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
     vectors = jax.device_get([array_of(state.heal_engine) for state in states])
     return [int(vector[heal_state.EDIT]) for vector in vectors]
+
+
+# -- numbers of the optimizers -----------------------------------------------------------------
+
+
+def numbers_of(engines: Sequence[EngineEntry], tree: Any) -> dict[str, NumberRange]:
+    """The ranges of the injected numbers of all engines, see `Driver.numbers`. One sync."""
+    names = _number_names(engines, tree)
+    arrays = [heal_state.node_at(tree, path).heal_numbers for path in names]
+    return {
+        name: NumberRange(*each)
+        for part, array in zip(names.values(), jax.device_get(arrays), strict=True)
+        for name, each in zip(part, optimizer_numbers.seen(array), strict=True)
+        if each is not None
+    }
+
+
+def with_held_numbers(
+    engines: Sequence[EngineEntry], tree: Any, ranges: Mapping[str, NumberRange]
+) -> Any:
+    """The tree that holds the numbers in `ranges` and releases all others, or None.
+
+    None if the tree has no numbers, or if it holds them already and has seen no step since. One
+    sync.
+    """
+    new = {
+        path: optimizer_numbers.held([ranges.get(name) for name in names])
+        for path, names in _number_names(engines, tree).items()
+    }
+    old = jax.device_get([heal_state.node_at(tree, path).heal_numbers for path in new])
+    if all(np.array_equal(*pair, equal_nan=True) for pair in zip(old, new.values(), strict=True)):
+        return None
+
+    def one(path: Path, node: Any) -> Any:
+        if path not in new:
+            return node
+        return node._replace(heal_numbers=as_live(new[path], node.heal_numbers))
+
+    return jax.tree_util.tree_map_with_path(
+        one, tree, is_leaf=lambda node: isinstance(node, HealState)
+    )
+
+
+def _number_names(engines: Sequence[EngineEntry], tree: Any) -> dict[Path, list[str]]:
+    """Path of each HealState with numbers -> the names of its numbers, in their order.
+
+    A name is the argument of the optimizer, such as `b2`, or its path if an argument of this name
+    occurs twice.
+    """
+    found: dict[Path, list[Path]] = {}
+    for entry in engines:
+        owner = heal_state.node_at(tree, entry.path[:-1])
+        if isinstance(owner, ProtectState) and owner.heal.heal_numbers is not None:
+            start = (*entry.path[:-1], jax.tree_util.GetAttrKey("inner_state"))
+            places = optimizer_numbers.number_leaves(owner.inner_state)
+            found[entry.path] = [(*start, *place) for place in places]
+    short = [_name(place[-1]) for places in found.values() for place in places]
+    is_unique = len({*short}) == len(short)
+    name = (lambda place: _name(place[-1])) if is_unique else jax.tree_util.keystr
+    return {path: [name(place) for place in places] for path, places in found.items()}
 
 
 # -- tensors of an engine -----------------------------------------------------------------------

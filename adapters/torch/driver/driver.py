@@ -16,7 +16,7 @@ from healcore import console
 from healcore.core.decision import StepRecord
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, check_engines
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, check_engines
 from healcore.runtime.store.checkpoints import IN_MEMORY
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
@@ -31,6 +31,7 @@ from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
+from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 
@@ -286,6 +287,27 @@ class TorchDriver(Driver):
             for name, each in groups.items()
         }
 
+    def numbers(self) -> dict[str, NumberRange]:
+        """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
+        return {
+            f"{name}{place}": each
+            for name, healing in self.healings.items()
+            if (numbers := healing.healed_step.numbers) is not None
+            for place, each in numbers.ranges().items()
+        }
+
+    def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
+        """See `Driver.hold_numbers`. In observe mode the numbers are only read.
+
+        A step of which `torch.compile` has made a graph is compiled again when a number changes.
+        """
+        for name, healing in self.healings.items():
+            step = healing.healed_step
+            if step.numbers is None:
+                step.numbers = OptimizerNumbers(healing.optimizer)
+            own = {n: each for n, each in ranges.items() if n.startswith(name)}
+            step.numbers.hold({n.removeprefix(name): each for n, each in own.items()})
+
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
@@ -312,7 +334,7 @@ class TorchDriver(Driver):
             part.close()
         for healing in self.healings.values():
             step = healing.healed_step
-            step.on_judged = step.on_ended = step.on_step = None
+            step.on_judged = step.on_ended = step.on_step = step.numbers = None
         for healing in self._own:
             healing.detach()
 

@@ -1,0 +1,155 @@
+"""The numbers in states of `optax.inject_hyperparams`: their ranges, and which numbers are held.
+
+The program's numbers are in the optimizer state, on the device. Reading them at every step would
+wait for the device, so the compiled step of `protect` extends their ranges itself, in a small array
+of its healing state (`HealState.heal_numbers`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
+
+from healcore.jax.heal_state import node_at
+
+Path = tuple[Any, ...]
+Range = tuple[float, float, float]
+"""Lowest, highest and newest value of a number, as in `healcore.runtime.driver.NumberRange`."""
+
+_LOW, _HIGH, _VALUE, _SEEN_LOW, _SEEN_HIGH, _LAST = range(6)
+"""Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH` is replaced by `_VALUE`,
+which is NaN for a number that is not held. The other rows are the program's values since `held`."""
+
+
+class HeldNumbers(NamedTuple):
+    """The numbers that one step replaces."""
+
+    replaced: Sequence[jax.Array]
+    """Whether the step replaces each number, bool 0-d."""
+    values: Sequence[jax.Array]
+    """The value in place of each number if it is replaced, float32 0-d."""
+
+
+def injected_leaves(tree: Any) -> dict[Path, Any]:
+    """Path -> each 0-d hyperparameter in the states of `optax.inject_hyperparams`."""
+    return {
+        path: leaf
+        for path, leaf in tree_leaves_with_path(tree)
+        if len(path) > 1
+        and getattr(path[-2], "name", None) == "hyperparams"
+        and jnp.shape(leaf) == ()
+    }
+
+
+def number_leaves(tree: Any) -> dict[Path, Any]:
+    """Path -> each injected number except learning rates and scheduled numbers.
+
+    `optax.inject_hyperparams` computes a scheduled number from the schedule's own state within its
+    update, and ignores the number in the state: a replacement would have no effect.
+    """
+
+    def argument(path: Path) -> str:
+        return str(getattr(path[-1], "key", ""))
+
+    def is_scheduled(path: Path) -> bool:
+        return argument(path) in getattr(node_at(tree, path[:-2]), "hyperparams_states", {})
+
+    def is_number(leaf: Any) -> bool:
+        kind = jnp.result_type(leaf)
+        return jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+
+    return {
+        path: leaf
+        for path, leaf in injected_leaves(tree).items()
+        if not argument(path).endswith("learning_rate")
+        and is_number(leaf)
+        and not is_scheduled(path)
+    }
+
+
+def init(inner_state: Any) -> jax.Array | None:
+    """The first `HealState.heal_numbers`: nothing is held. None if there are no numbers."""
+    count = len(number_leaves(inner_state))
+    return jnp.asarray(held([None] * count)) if count else None
+
+
+def held(ranges: Sequence[Range | None]) -> np.ndarray:
+    """Makes a `HealState.heal_numbers` that holds each number in its range, unless it is None."""
+    not_held = (-math.inf, math.inf, math.nan)
+    unseen = (math.inf, -math.inf, 0.0)
+    columns = [(*(not_held if each is None else each), *unseen) for each in ranges]
+    return np.array(columns, np.float32).T
+
+
+def seen(numbers: np.ndarray) -> list[Range | None]:
+    """The range of each number since `held`. None if there was no step."""
+    ranges: list[Range | None] = []
+    for column in numbers[_SEEN_LOW:].T:
+        # The shortest decimal number: 0.999 instead of 0.9990000128746033.
+        low, high, last = (float(str(value)) for value in column)
+        ranges.append((low, high, last) if low <= high else None)
+    return ranges
+
+
+def step(numbers: jax.Array, inner_state: Any) -> tuple[jax.Array, HeldNumbers]:
+    """Extends the ranges by the program's numbers at one step, and finds the numbers to replace.
+
+    Written with selections instead of concatenations, so that XLA makes one kernel of it.
+    """
+    leaves = [jnp.asarray(each).astype(jnp.float32) for each in number_leaves(inner_state).values()]
+    column, row = (lax.broadcasted_iota(np.int32, numbers.shape, axis) for axis in (1, 0))
+    values = numbers
+    for i, leaf in enumerate(leaves):
+        values = jnp.where(column == i, leaf, values)
+    own = values[_LAST]
+    inside = (own >= numbers[_LOW]) & (own <= numbers[_HIGH])
+    replaced = ~inside & ~jnp.isnan(numbers[_VALUE])
+    # A NaN is outside of every range, as if it were below and above all numbers.
+    low, high = (jnp.where(jnp.isnan(values), limit, values) for limit in (-jnp.inf, jnp.inf))
+    new = jnp.where(row == _SEEN_LOW, jnp.minimum(numbers, low), numbers)
+    new = jnp.where(row == _SEEN_HIGH, jnp.maximum(numbers, high), new)
+    new = jnp.where(row == _LAST, values, new)
+    return new, HeldNumbers(jnp.unstack(replaced), jnp.unstack(numbers[_VALUE]))
+
+
+def with_held(inner_state: Any, numbers: HeldNumbers) -> Any:
+    """The state in which the numbers to replace are replaced. Keeps dtypes and weak types."""
+    return _map_numbers(
+        lambda i, leaf: jnp.where(
+            numbers.replaced[i], jnp.full_like(leaf, numbers.values[i]), leaf
+        ),
+        inner_state,
+    )
+
+
+def with_own(new: Any, given: Any, own: Any, numbers: HeldNumbers) -> Any:
+    """The state after a step, with the program's own numbers unless the step has changed them.
+
+    Args:
+        new: the inner state that the step has returned.
+        given: the inner state with replaced numbers that the step has received.
+        own: the inner state with the program's numbers.
+        numbers: which numbers were replaced.
+    """
+    replaced, before = (list(number_leaves(each).values()) for each in (given, own))
+
+    def restored(i: int, leaf: Any) -> Any:
+        is_same = leaf == jnp.full_like(leaf, replaced[i])
+        return jnp.where(numbers.replaced[i] & is_same, jnp.full_like(leaf, before[i]), leaf)
+
+    return _map_numbers(restored, new)
+
+
+def _map_numbers(change: Callable[[int, Any], Any], tree: Any) -> Any:
+    """Replaces each number of `number_leaves`; `change` receives its index and leaf."""
+    index = {path: i for i, path in enumerate(number_leaves(tree))}
+    return tree_map_with_path(
+        lambda path, leaf: change(index[path], leaf) if path in index else leaf, tree
+    )

@@ -1,0 +1,253 @@
+"""`OptimizerNumbers`: which numbers the program gives to an optimizer, and which of them are held.
+
+A number is an entry of a parameter group, such as a weight decay, or an element of an entry, such
+as the second of two betas. The learning rate is not among these numbers: healcore has a multiplier
+and a limit for the learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from healcore.runtime.driver import NumberRange
+
+_NO_NUMBERS = {
+    *("params", "param_names"),
+    *("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+}
+"""Entries of a parameter group that are not read: parameters, the learning rate, and what torch's
+schedulers keep there for themselves."""
+
+
+class _NumberKey(NamedTuple):
+    """The place of a number in `param_groups`."""
+
+    group: int
+    entry: str
+    element: int | None
+    """Index within a tuple or list, or None if the entry itself is the number."""
+
+
+class _GroupReader:
+    """Reads the entries of one parameter group, and finds the entries that have changed."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self._entries = entries = _entries(group)
+        self._size = len(group)  # to notice an added entry
+        # Reads all entries at once, which is twice as fast. It needs at least two names.
+        self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            itemgetter(*entries)
+            if len(entries) > 1
+            else lambda group: tuple(map(group.get, entries))
+        )
+        self._values: tuple[Any, ...] = (_UNREAD,) * len(entries)
+        self._numbers: dict[str, list[tuple[int | None, float]]] = {}
+        """Entry -> its numbers at the last read."""
+        self._mutable: set[str] = set()
+        """Entries whose numbers can change although the entry is the same object."""
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        """Whether the group still has the entries that this object reads."""
+        return len(group) == self._size and all(entry in group for entry in self._entries)
+
+    def is_unchanged(self, group: Mapping[str, Any]) -> bool:
+        """Whether no number has changed since `read`. Fast, and may be wrong with False.
+
+        Compares objects, not values: `==` of two tensors could wait for a device.
+        """
+        if self._mutable or len(group) != self._size:
+            return False
+        try:
+            return all(map(is_, self._get(group), self._values))
+        except KeyError:
+            return False
+
+    def read(self, group: Mapping[str, Any]) -> dict[str, list[tuple[int | None, float]]]:
+        """Reads a group that `fits`. Returns the numbers of the entries that may have changed."""
+        values = self._get(group)
+        found = {}
+        for entry, old, new in zip(self._entries, self._values, values, strict=True):
+            if new is not old or entry in self._mutable:
+                found[entry] = self._numbers[entry] = _numbers(new)
+                (self._mutable.add if _is_mutable(new) else self._mutable.discard)(entry)
+        self._values = values
+        return found
+
+    def changed_entries(self, group: Mapping[str, Any]) -> list[str]:
+        """The entries of which a number has changed since `read`. NaN equals NaN."""
+        return [
+            entry
+            for entry, old in zip(self._entries, self._values, strict=True)
+            if (group.get(entry) is not old or entry in self._mutable)
+            and repr(_numbers(group.get(entry))) != repr(self._numbers[entry])
+        ]
+
+
+_UNREAD = object()
+
+
+class OptimizerNumbers:
+    """Reads the numbers of an optimizer at each judged step, and replaces numbers that are held.
+
+    A program may set a number before `optimizer.step()` and reset it right afterwards, and a
+    scheduler changes numbers between steps. So the numbers are read within the step.
+
+    An entry that `optimizer.step()` itself or one of its hooks changes belongs to the optimizer,
+    such as the step counter of a schedule-free optimizer, which must not be held. Such an entry is
+    neither reported nor replaced.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._single = len(optimizer.param_groups) == 1
+        """Whether group 0 has no index in names. Names do not change if a group is added later."""
+        self._readers: list[_GroupReader] = []
+        self._ranges: dict[_NumberKey, NumberRange] = {}
+        self._held: dict[_NumberKey, NumberRange] = {}
+        self._changed_by_step: set[tuple[int, str]] = set()
+        """Group and entry of what `optimizer.step()` itself has changed."""
+
+    def ranges(self) -> dict[str, NumberRange]:
+        """The values at the steps since `hold`: `.weight_decay` or `[1].betas[0]` -> range."""
+        return {self._name(key): each for key, each in self._ranges.items()}
+
+    def hold(self, ranges: Mapping[str, NumberRange]) -> None:
+        """Holds the numbers in `ranges` from now on, releases all others, and restarts `ranges()`.
+
+        Names that no parameter group has now are ignored.
+        """
+        groups = self._optimizer.param_groups
+        keys = [
+            _NumberKey(i, entry, element)
+            for i, group in enumerate(groups)
+            for entry in _entries(group)
+            for element, _ in _numbers(group[entry])
+        ]
+        self._held = {key: ranges[self._name(key)] for key in keys if self._name(key) in ranges}
+        self._readers.clear()
+        self._ranges.clear()
+
+    def read(self) -> None:
+        """Reads the program's values at a judged step, before any of them is replaced.
+
+        A step at which no value was replaced by another object costs only a comparison.
+        """
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._readers):
+            self._readers = [_GroupReader(group) for group in groups]
+        for i, group in enumerate(groups):
+            if self._readers[i].is_unchanged(group):
+                continue
+            if not self._readers[i].fits(group):
+                self._readers[i] = _GroupReader(group)
+            for entry, numbers in self._readers[i].read(group).items():
+                if (i, entry) not in self._changed_by_step:
+                    self._extend_ranges(i, entry, numbers)
+
+    def replacements(self) -> Iterable[tuple[dict[str, Any], str, Any]]:
+        """What this step uses instead: group, entry and value of each entry with a held number.
+
+        Only numbers that the program has set outside of the range in which they are held.
+        """
+        if not self._held:
+            return ()
+        groups = self._optimizer.param_groups
+        replaced: dict[tuple[int, str], Any] = {}
+        for key, held in self._held.items():
+            place = key.group, key.entry
+            if key.group >= len(groups) or place in self._changed_by_step:
+                continue
+            own = groups[key.group].get(key.entry)
+            for element, number in _numbers(own):
+                if element == key.element and not held.low <= number <= held.high:
+                    before = replaced.get(place, own)
+                    replaced[place] = _with_number(before, element, held.last)
+        return [(groups[i], entry, value) for (i, entry), value in replaced.items()]
+
+    def find_changes_by_step(self) -> None:
+        """Excludes entries that `optimizer.step()` has changed. Call it after the step.
+
+        The program's own values have to be back in the groups.
+        """
+        for i, (group, reader) in enumerate(
+            zip(self._optimizer.param_groups, self._readers, strict=False)
+        ):
+            if not reader.is_unchanged(group):
+                for entry in reader.changed_entries(group):
+                    self._exclude(i, entry)
+
+    def _exclude(self, group: int, entry: str) -> None:
+        self._changed_by_step.add((group, entry))
+        for key in [key for key in self._ranges if (key.group, key.entry) == (group, entry)]:
+            del self._ranges[key]
+
+    def _extend_ranges(
+        self, group: int, entry: str, numbers: Iterable[tuple[int | None, float]]
+    ) -> None:
+        """Extends the ranges by the numbers of one entry."""
+        for element, number in numbers:
+            key = _NumberKey(group, entry, element)
+            # A NaN is outside of every range, as if it were below and above all numbers.
+            low, high = (-math.inf, math.inf) if math.isnan(number) else (number, number)
+            seen = self._ranges.get(key)
+            if seen is not None:
+                low, high = min(low, seen.low), max(high, seen.high)
+            self._ranges[key] = NumberRange(low, high, number)
+
+    def _name(self, key: _NumberKey) -> str:
+        group = "" if self._single and key.group == 0 else f"[{key.group}]"
+        element = "" if key.element is None else f"[{key.element}]"
+        return f"{group}.{key.entry}{element}"
+
+
+def _entries(group: Mapping[str, Any]) -> list[str]:
+    return [entry for entry in group if entry not in _NO_NUMBERS]
+
+
+def _numbers(value: Any) -> list[tuple[int | None, float]]:
+    """The numbers in an entry, each with its index in the tuple or list (None if it is neither)."""
+    if isinstance(value, tuple | list):
+        return [(i, float(each)) for i, each in enumerate(value) if _is_number(each)]
+    return [(None, float(value))] if _is_number(value) else []
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a real number that can be read without waiting for a device."""
+    if type(value) is float:
+        return True  # nearly always, and faster than the check below
+    if isinstance(value, Tensor):
+        is_real = not (value.is_complex() or value.dtype == torch.bool)
+        return value.device.type == "cpu" and value.ndim == 0 and is_real
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_mutable(value: Any) -> bool:
+    """Whether the numbers in an entry can change although the entry is the same object."""
+    if isinstance(value, list):
+        return bool(_numbers(value))
+    parts = value if isinstance(value, tuple) else (value,)
+    return any(isinstance(each, Tensor) and _is_number(each) for each in parts)
+
+
+def _with_number(value: Any, element: int | None, number: float) -> Any:
+    """An entry with a number replaced. The new number has the type of the old one.
+
+    An int stays an int where possible, because an optimizer may count with it (L-BFGS).
+    """
+    if element is not None:
+        parts = [*value]
+        parts[element] = _with_number(parts[element], None, number)
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, Tensor):
+        return torch.full_like(value, number)
+    if isinstance(value, Integral) and number.is_integer():
+        return int(number)
+    return number
