@@ -103,9 +103,7 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 
 @_of_gradients
-def scale_if_below_one(
-    leaves: list[jax.Array], factor: jax.typing.ArrayLike
-) -> list[jax.Array]:
+def scale_if_below_one(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Array]:
     """As `scale`, but a factor of 1 keeps every bit, also of subnormals, which XLA flushes to 0."""
     scales = jnp.asarray(factor) < 1
     return [jnp.where(scales, _product(leaf, factor), leaf) for leaf in leaves]

@@ -219,8 +219,14 @@ class Driver(Protocol):
         """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
         ...
 
+    def watch_numbers(self) -> None:
+        """Begins to read the numbers of the optimizers at each step. A step is then a bit slower.
+
+        JAX reads them in any case, within the jitted step.
+        """
+
     def numbers(self) -> dict[str, NumberRange]:
-        """The numbers that the program gave to its optimizers, from the last `hold_numbers` on.
+        """The numbers that the program gave to its optimizers, since the last `hold_numbers`.
 
         These are the numbers of every parameter group except the learning rate, for example
         ``optimizer.weight_decay`` or ``optimizer[1].betas[0]`` (the second group) in torch, and the
@@ -231,8 +237,7 @@ class Driver(Protocol):
 
         Returns:
             Name -> range over all judged steps, also over skipped steps. Empty before the first
-            step, and for a driver that cannot read numbers. In torch empty until the first call of
-            `hold_numbers`, because reading costs some microseconds per step.
+            step, and for a driver that cannot read numbers. In torch empty until `watch_numbers`.
         """
         return {}
 
@@ -246,8 +251,8 @@ class Driver(Protocol):
 
             driver.hold_numbers({"optimizer.weight_decay": NumberRange(0.01, 0.1, 0.05)})
 
-        Call it once at the start, to begin to read. Later calls may edit the live state in JAX, as
-        `load` does, so the next step has to start from the state that `live` has then.
+        In JAX the call edits the live state, as `load` does, so the next step has to start from the
+        state that `live` has then.
 
         Args:
             ranges: names as `numbers` returns them -> range and value. A name that this run does

@@ -287,6 +287,12 @@ class TorchDriver(Driver):
             for name, each in groups.items()
         }
 
+    def watch_numbers(self) -> None:
+        """See `Driver.watch_numbers`."""
+        for healing in self.healings.values():
+            if healing.healed_step.numbers is None:
+                healing.healed_step.numbers = OptimizerNumbers(healing.optimizer)
+
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
         return {
@@ -301,12 +307,14 @@ class TorchDriver(Driver):
 
         A step of which `torch.compile` has made a graph is compiled again when a number changes.
         """
+        if ranges:
+            self.watch_numbers()
         for name, healing in self.healings.items():
-            step = healing.healed_step
-            if step.numbers is None:
-                step.numbers = OptimizerNumbers(healing.optimizer)
+            numbers = healing.healed_step.numbers
+            if numbers is None:
+                continue
             own = {n: each for n, each in ranges.items() if n.startswith(name)}
-            step.numbers.hold({n.removeprefix(name): each for n, each in own.items()})
+            numbers.hold({n.removeprefix(name): each for n, each in own.items()})
 
     # -- the run --------------------------------------------------------------------------------
 

@@ -97,6 +97,8 @@ class Comparisons:
         self._credit = Credit(loss_fn_cost)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
+        if self.is_enabled:
+            context.driver.watch_numbers()
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._expected: Verdict | None = None

@@ -49,8 +49,8 @@ class HeldNumber(NamedTuple):
     """A number that is held in its healthy range."""
 
     bounds: NumberRange
-    program: float
-    """The value outside of the range that the program has set."""
+    program: float | None
+    """The value outside of the range that the program has set; None for NaN and Inf."""
 
 
 class HeldNorm(NamedTuple):
@@ -126,7 +126,7 @@ class HealthyRanges:
         for name, rate in rates.items():
             self.rates[name] = max(rate, self.rates.get(name, 0.0))
         for name, each in seen.items():
-            if name in self.held.numbers:
+            if name in self.held.numbers or not all(map(math.isfinite, each)):
                 continue
             known = self.numbers.get(name)
             if known is None:
@@ -153,10 +153,10 @@ class HealthyRanges:
             if known is None:
                 continue
             bounds = known.bounds
-            if each.high > bounds.high:
-                numbers[name] = HeldNumber(bounds, each.high)
-            elif each.low < bounds.low:
-                numbers[name] = HeldNumber(bounds, each.low)
+            value = each.high if each.high > bounds.high else each.low
+            if not bounds.low <= value <= bounds.high:
+                program = value if math.isfinite(value) else None
+                numbers[name] = HeldNumber(bounds, program)
         limits = {name: HeldNorm(largest[name], norm) for name, norm in norms.items()}
         return Held(numbers=numbers, norms=limits)
 

@@ -27,7 +27,7 @@ def adamw(params: Any) -> Optimizer:
 def driven(run: Run, *, where: str = "host", policy: Engine = ROLLS_BACK) -> TorchDriver:
     """A driver that reads the numbers of the run's optimizer."""
     driver = TorchDriver(run.state, policy, attach={"engine": where})
-    driver.hold_numbers({})
+    driver.watch_numbers()
     return driver
 
 
@@ -43,7 +43,7 @@ def test_nothing_is_read_unless_a_healer_asks_for_it():
     driver = TorchDriver(run.state, ROLLS_BACK)
     run.step(0)
     assert driver.numbers() == {}
-    driver.hold_numbers({})
+    driver.watch_numbers()
     assert driver.numbers() == {}, "no step was taken since then"
     run.step(1)
     assert driver.numbers() == {
@@ -67,7 +67,7 @@ def test_a_value_that_is_set_for_one_step_only_is_seen():
     numbers = driver.numbers()
     assert numbers["optimizer.weight_decay"] == (0.05, 100.0, 0.05)
     assert numbers["optimizer.betas[1]"] == (-math.inf, math.inf, 0.999), "NaN is in no range"
-    driver.hold_numbers({})
+    driver.watch_numbers()
     assert driver.numbers() == {}
     run.step(3)
     assert driver.numbers()["optimizer.weight_decay"] == HEALTHY, "the ranges begin anew"
