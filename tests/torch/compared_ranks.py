@@ -10,7 +10,6 @@ from torch.optim import AdamW
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.evidence import REGULAR_INTERVAL
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -38,13 +37,8 @@ def options(rollbacks: list[Any]) -> dict[str, Any]:
 
 
 def watched(comparisons: Comparisons, seen: list[Any]) -> None:
-    """Notes every pair of losses that is compared, and the anchor.
-
-    An evaluation costs as much as a step: the measured price would set the distance of regular
-    comparisons, so that a slow machine compares at other steps than a fast one.
-    """
+    """Notes every pair of losses that is compared, and the anchor."""
     evaluate = comparisons._losses_of
-    comparisons._credit.is_regular = lambda index: index % REGULAR_INTERVAL == REGULAR_INTERVAL - 1  # type: ignore[method-assign]
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)

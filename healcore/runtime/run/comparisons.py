@@ -152,8 +152,9 @@ class Comparisons:
     ) -> Verdict | None:
         """Compares weights after a step if there is a reason.
 
-        The reasons: an alarm; a loss above each of the last `REGULAR_INTERVAL` losses; a mean loss
-        that exceeds the best anchor's by more than its spread; a regular step.
+        The reasons: an alarm; a loss above each of the last `REGULAR_INTERVAL` losses; an unusual
+        gradient norm; the end of a burst of these; a mean loss that exceeds the best anchor's by
+        more than its spread; a regular step.
 
         Args:
             step: the step and its batches. In a dispatch of several steps the last step has the
@@ -176,10 +177,12 @@ class Comparisons:
         if signs.high:
             first, last = state.high_steps
             state.high_steps = (first if index - last <= SAMPLE_SIZE else index, index)
-        if signs.first and alarm:  # compared even if no credit is left
+        if (signs.first and alarm) or signs.last_is_over:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_on_average(index)
-        self._wanted |= signs.sign or self._credit.is_regular(index) or best is not None
+        self._wanted |= (
+            signs.sign or signs.last_is_over or self._credit.is_regular(index) or best is not None
+        )
         self._dispatch_losses.append(loss)
         if not step.batches:
             return None

@@ -33,9 +33,12 @@ class Signs(NamedTuple):
     """What the loss of one step says."""
 
     sign: bool
-    """Whether it is a reason to compare weights: an alarm, or a loss above the last losses."""
+    """Whether it is a reason to compare weights: an alarm, a loss above the last losses, or an
+    unusual gradient norm."""
     first: bool
     """Whether it is the first sign of some trouble."""
+    last_is_over: bool
+    """Whether the last sign was `STEPS_AFTER_SIGN` steps ago: its burst is over."""
     high: bool
     """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
 
@@ -123,7 +126,7 @@ class StepHistory:
         self._high: deque[TrainedStep] = deque(maxlen=MAX_HIGH_STEPS)
         self._young: deque[TrainedStep] = deque()
         """Steps whose norms are not yet healthy."""
-        self._last_sign = -STEPS_AFTER_SIGN - 1
+        self._last_sign = -STEPS_AFTER_SIGN - 1  # none
 
     def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
         """Adds a step.
@@ -134,9 +137,10 @@ class StepHistory:
             alarm: whether a detector has raised an alarm.
             healthy: whether no evidence of damage is pending.
         """
-        sign = alarm or self._losses.is_exceeded_by(loss)
+        sign = alarm or self._losses.is_exceeded_by(loss) or self._is_unusual(step)
         high = sign or self._usual.is_exceeded_by(loss)
-        first = sign and step.index - self._last_sign > STEPS_AFTER_SIGN
+        since_sign = step.index - self._last_sign
+        first = sign and since_sign > STEPS_AFTER_SIGN
         self._newest.append((step.index, loss))
         self._add_loss(loss, high=high)
         if first:
@@ -146,12 +150,12 @@ class StepHistory:
             self._last_sign = step.index
         if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
             self._windows[-1].steps.append(step)
-        elif high or self._is_unusual(step):
+        elif high:
             self._high.append(step)
         if healthy and not high:
             self._add_norms(step)
         self._last.append(step)
-        return Signs(sign, first, high)
+        return Signs(sign, first, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def _add_loss(self, loss: float, *, high: bool) -> None:
         self._losses.add(loss if math.isfinite(loss) else -math.inf)
