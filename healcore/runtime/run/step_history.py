@@ -150,7 +150,7 @@ class StepHistory:
             self._last_sign = step.index
         if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
             self._windows[-1].steps.append(step)
-        elif high:
+        if high:
             self._high.append(step)
         if healthy and not high:
             self._add_norms(step)

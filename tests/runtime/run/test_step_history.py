@@ -115,6 +115,7 @@ def test_suspects_are_bounded():
     found = history.suspects(150, 1150)
     assert found is not None
     assert len(found.steps) == STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN + MAX_HIGH_STEPS
+    assert found.steps[-1].index == 1149
 
 
 def test_equal_passes_have_equal_digests():
