@@ -22,7 +22,6 @@ from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
 from tests.jax.driver.small_runs import in_place, mse
-from tests.torch.driver.conftest import free_comparisons  # noqa: F401 (a fixture)
 
 TX = protect(optax.adam(1e-2), "default")
 

@@ -1,0 +1,152 @@
+"""Damage that comes back: what left its healthy range is held in it while the steps repeat."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from healcore import Healer, Logging
+
+STEPS, FIRST, LAST = 360, 305, 335
+"""Steps of a run, and the steps of a fault that is a part of the program."""
+
+
+class Program:
+    """Regression by a small net. A fault recurs whenever its step is repeated."""
+
+    def __init__(
+        self,
+        *,
+        optimizer: Callable[..., Any] = torch.optim.AdamW,
+        numbers: dict[str, Any] | None = None,
+        grads: Callable[[torch.Tensor], Any] | None = None,
+        bad_steps: Any = range(FIRST, LAST),
+        labels: bool = False,
+        clip_until: int | None = None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
+        self.optimizer = optimizer(self.model.parameters(), **options)
+        (group,) = self.optimizer.param_groups
+        self.usual = {name: group[name] for name in numbers or {}}
+        self.numbers, self.grads, self.bad_steps = numbers or {}, grads, bad_steps
+        self.clip_until = clip_until
+        make = torch.Generator().manual_seed(1)
+        target = torch.randn(8, generator=make)
+        self.batches = []
+        for step in range(STEPS + 10):
+            x = torch.randn(32, 8, generator=make)
+            y = torch.tanh(x @ target)[:, None] + 0.1 * torch.randn(32, 1, generator=make)
+            if clip_until is not None and step % 9 == 4:
+                y = 20 * y  # a heavy tail, for which the program clips
+            if labels and step in bad_steps:
+                y = -y.roll(1, 0) * 3
+            self.batches.append((step, x, y))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        _, x, y = batch
+        return (self.model(x) - y).square().mean()
+
+    def step(self, number: int) -> None:
+        bad = number in self.bad_steps
+        (group,) = self.optimizer.param_groups
+        group.update(self.numbers if bad else self.usual)
+        if bad and self.grads is not None:
+            for p in self.model.parameters():
+                self.grads(p.grad)  # type: ignore[arg-type]
+        if self.clip_until is not None and number < self.clip_until:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, folder: Path | None = None, *, healed: bool = True) -> list[dict[str, Any]]:
+        """Trains, and returns the events of the rollbacks."""
+        if not healed:
+            for batch in self.batches[:STEPS]:
+                self.loss(batch).backward()
+                self.step(batch[0])
+            return []
+        assert folder is not None
+        state = {"model": self.model, "optimizer": self.optimizer}
+        log = Logging(events=folder / "events.jsonl", console=False)
+        with Healer(state=state, loss_fn=self.loss, logging=log) as self.healer:
+            for batch in self.healer.batches(self.batches[:STEPS]):
+                self.healer.loss(batch).backward()
+                self.step(batch[0])
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        return [each for each in events if each["kind"] == "rollback"]
+
+    def unseen_loss(self) -> float:
+        with torch.no_grad():
+            usual = [batch for batch in self.batches[STEPS:] if batch[0] % 9 != 4]
+            return float(sum(self.loss(batch) for batch in usual))
+
+
+SGD = {"optimizer": torch.optim.SGD, "lr": 0.05, "momentum": 0.9}
+FAULTS: dict[str, dict[str, Any]] = {
+    "weight decay": {"lr": 1e-2, "numbers": {"weight_decay": 40.0}},
+    "betas": {"lr": 1e-2, "numbers": {"betas": (0.9999, 0.999)}},
+    "momentum": {**SGD, "numbers": {"momentum": 1.2}, "bad_steps": range(305, 325)},
+    "fused": {"lr": 1e-2, "fused": True, "numbers": {"weight_decay": 40.0}},
+    "gradients": {**SGD, "grads": lambda g: g.mul_(4096), "bad_steps": (220, 223, 226, 230)},
+    "labels": {"lr": 1e-2, "labels": True, "bad_steps": range(330, 350)},
+}
+HELD = {"weight decay": "weight_decay", "betas": "betas[0]", "momentum": "momentum"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_run_ends_as_without_the_fault(tmp_path, name):
+    """Without healcore it ends at least three times worse."""
+    clean = Program(**{**FAULTS[name], "bad_steps": ()})
+    clean.train(healed=False)
+    damaged = Program(**FAULTS[name])
+    damaged.train(healed=False)
+    assert not damaged.unseen_loss() < 3 * clean.unseen_loss()
+    healed = Program(**FAULTS[name])
+    rollbacks = healed.train(tmp_path)
+    assert healed.unseen_loss() < 1.1 * clean.unseen_loss()
+    assert len(rollbacks) in (2, 3), "repeated once unchanged, then held"
+    (group,) = healed.optimizer.param_groups
+    assert {entry: group[entry] for entry in healed.usual} == healed.usual
+
+
+def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
+    options = {**SGD, "momentum": 0.0}
+    clean, damaged = Program(**options, clip_until=STEPS), Program(**options, clip_until=220)
+    clean.train(healed=False)
+    damaged.train(healed=False)
+    assert damaged.unseen_loss() > 2 * clean.unseen_loss()
+    healed = Program(**options, clip_until=220)
+    healed.train(tmp_path)
+    assert healed.unseen_loss() < 1.25 * clean.unseen_loss()
+    held = healed.healer._loop.recovery.comparisons.state.ranges.held
+    assert held.norm_limits["optimizer"] == pytest.approx(0.5, rel=1e-3), "still needed"
+
+
+def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
+    program = Program(**FAULTS["weight decay"])
+    program.train(tmp_path)
+    ranges = program.healer._loop.recovery.comparisons.state.ranges
+    assert not ranges.held
+    assert program.healer._loop.driver.engines()["optimizer"]["state"]["norm_limit"] == 0
+
+
+def test_a_healthy_program_with_a_momentum_schedule_has_the_bits_of_a_run_without_healcore(
+    tmp_path,
+):
+    found = []
+    for healed in (False, True):
+        program = Program(**SGD)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(program.optimizer, 0.1, STEPS)
+        step = program.step
+        program.step = lambda number, step=step, s=schedule: (step(number), s.step())  # type: ignore
+        program.train(tmp_path, healed=healed)
+        found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
+    assert torch.equal(*found)
