@@ -1,6 +1,5 @@
 """Runs in which no step is finite any more although the weights are finite: ruined, or bad data."""
 
-import math
 from typing import Any
 
 import jax
@@ -22,20 +21,21 @@ from tests.healer.run_options import grouped
 
 RATE = 0.05
 TRUE = np.array([0.3, -0.6, 0.1, 0.8], np.float32)
-STEPS = 300
+STEPS = 240
 
 
 def batch(number: int, bad: Any = ()) -> tuple[np.ndarray, np.ndarray]:
-    inputs = np.random.default_rng(number).normal(size=(16, 4)).astype(np.float32)
-    targets = np.exp(inputs @ TRUE)
+    random = np.random.default_rng(number)
+    inputs = random.normal(size=(16, 4)).astype(np.float32)
+    targets = np.exp(inputs @ TRUE + random.normal(size=16).astype(np.float32) / 10)
     return inputs * np.float32("nan" if number in bad else 1.0), targets
 
 
 class TorchRun:
-    """A Poisson regression with SGD. The program's rate is `rate(number)` at each batch.
+    """A Poisson regression with SGD and clipped gradients; batch `number` has rate `rate(number)`.
 
-    At a rate 10,000 times too high one step makes the weights so large that `exp` overflows in
-    every later forward pass. The weights themselves are about 1,000, so they are finite.
+    At a rate a million times too high one step makes the weights so large that `exp` overflows in
+    every later forward pass. The weights themselves are about 10,000, so they are finite.
     """
 
     def __init__(self, rate: Any = lambda number: RATE, bad: Any = ()) -> None:
@@ -57,6 +57,7 @@ class TorchRun:
         loss = self.loss(number)
         healer.observe(loss)
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -72,8 +73,11 @@ class JaxRun:
 
     def __init__(self, rate: Any = lambda number: RATE, bad: Any = ()) -> None:
         schedule = jnp.asarray([rate(number) for number in range(2 * STEPS)], jnp.float32)
-        sgd = optax.inject_hyperparams(optax.sgd)(lambda count: schedule[count], momentum=0.5)
-        tx = protect(sgd)
+
+        def clipped_sgd(learning_rate: Any) -> Any:
+            return optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(learning_rate, 0.5))
+
+        tx = protect(optax.inject_hyperparams(clipped_sgd)(lambda count: schedule[count]))
         self.bad = bad
         self.state = (jnp.zeros(4), tx.init(jnp.zeros(4)))
         self.numbers: list[int] = []
@@ -109,7 +113,7 @@ RUNS = {"torch": TorchRun, "jax": JaxRun}
 
 
 def raised(first: int, last: int) -> Any:
-    return lambda number: RATE * (1e4 if first <= number <= last else 1.0)
+    return lambda number: RATE * (1e6 if first <= number <= last else 1.0)
 
 
 def train(run: Any, store: Any, steps: int = STEPS, **options: Any) -> dict[str, Any]:
@@ -123,12 +127,37 @@ def train(run: Any, store: Any, steps: int = STEPS, **options: Any) -> dict[str,
         return {"rollbacks": healer.rollbacks}
 
 
+def test_without_a_finite_step_nothing_is_tried(tmp_path):
+    with pytest.raises(RunStopped, match="none of the first 100 steps was finite"):
+        train(TorchRun(bad=range(STEPS)), tmp_path)
+    assert events(tmp_path, "rollback") == []
+
+
+def test_overflows_of_a_grad_scaler_that_looks_for_its_scale_are_no_dead_run(tmp_path):
+    """30 in a row: the scaler skips these steps itself, and they say nothing about the weights."""
+    run = TorchRun()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=10_000)
+    state = {**run.state, "scaler": scaler}
+    with Healer("default", state=state, store=tmp_path) as healer:
+        for number in healer.batches(range(100)):
+            loss = run.loss(number)
+            healer.observe(loss)
+            scaler.scale(loss).backward()
+            if 50 <= number < 80:
+                run.model.weight.grad.fill_(torch.inf)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+        assert healer.rollbacks == 0
+    assert [each["problem"] for each in events(tmp_path, "problem")] == []
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("last", [129, STEPS], ids=["for some steps", "for ever"])
 def test_a_run_whose_rate_ruined_its_weights_is_brought_back(framework, last, tmp_path, capsys):
     run = RUNS[framework](raised(110, last))
     train(run, tmp_path)
-    assert run.error() < 1e-2
+    assert run.error() < 0.1
     first, second = events(tmp_path, "rollback")
     assert (first["checkpoint"], second["checkpoint"]) == (100, 75), "deeper the second time"
     assert (first["lr_scale"], first["by"]) == (1.0, "nonfinite_steps"), "nothing is changed first"
@@ -159,7 +188,7 @@ def test_damage_that_does_not_come_back_costs_the_repeated_steps(tmp_path):
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("compares", [False, True], ids=["without loss_fn", "with loss_fn"])
 def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path):
-    """60 bad batches: after three attempts the run is as if it had skipped them."""
+    """60 bad batches: after three attempts the run is as if they had been left out."""
     bad = range(110, 170)
     skipping, run = RUNS[framework](), RUNS[framework](bad=bad)
     train(skipping, None, data=[number for number in range(STEPS) if number not in bad])
@@ -178,9 +207,9 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
 
 def test_a_later_bad_shard_is_only_skipped(tmp_path):
     """The first shard has shown that the data are bad, so that the second costs nothing."""
-    run = TorchRun(bad={*range(110, 170), *range(200, 260)})
+    run = TorchRun(bad={*range(110, 170), *range(180, 220)})
     assert train(run, tmp_path)["rollbacks"] == 3
-    assert run.error() < 1e-2
+    assert run.error() < 0.1
 
 
 def test_after_three_attempts_the_run_ends_with_the_diagnosis(tmp_path):
@@ -193,42 +222,41 @@ def test_after_three_attempts_the_run_ends_with_the_diagnosis(tmp_path):
     assert events(tmp_path, "rollback")[-1]["step"] < 200
 
 
-@pytest.mark.parametrize("killed_at", [(1, 111), (1, 125), (2, 131), (4, 112)])
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("killed_at", [(1, 111), (1, 125), (2, 125), (3, 150)])
 def test_a_run_that_is_killed_in_between_is_brought_back_too(killed_at, tmp_path):
     """Killed at the given visit of a batch: before, in and after the attempts."""
-    visit, number = killed_at
+    visit, killed = killed_at
     run = TorchRun(raised(110, STEPS))
     step = run.step
 
-    def killed_step(healer: Any, at: int) -> None:
-        if at == number and run.numbers.count(at) == visit - 1:
+    def killed_step(healer: Any, number: int) -> None:
+        if number == killed and run.numbers.count(number) == visit - 1:
             raise KeyboardInterrupt
-        step(healer, at)
+        step(healer, number)
 
     run.step = killed_step
-    try:
+    with pytest.raises(KeyboardInterrupt):
         train(run, tmp_path)
-    except KeyboardInterrupt:
-        new_process()
-        run = TorchRun(raised(110, STEPS))
-        train(run, tmp_path)
-    assert run.error() < 1e-2
+    new_process()
+    run = TorchRun(raised(110, STEPS))
+    train(run, tmp_path)
+    assert run.error() < 0.1
     assert len(events(tmp_path, "rollback")) == 2
 
 
 def test_data_that_cannot_be_repeated_are_left_until_the_run_would_end(tmp_path):
     """A rollback after 20 bad batches of a generator would lose trained steps for nothing."""
     run = TorchRun(bad=range(110, 170))
-    assert train(run, tmp_path, data=iter(range(STEPS)))["rollbacks"] == 0
-    assert run.error() < 1e-2
+    assert train(run, tmp_path, data=(number for number in range(STEPS)))["rollbacks"] == 0
+    assert run.error() < 0.1
     ruined = TorchRun(raised(110, 129))
-    train(ruined, tmp_path / "ruined", data=iter(range(1500)))
-    assert [each["step"] for each in events(tmp_path / "ruined", "rollback")][0] > IN_A_ROW
-    assert ruined.error() < 1e-2
+    train(ruined, tmp_path / "ruined", data=(number for number in range(1300)))
+    (done,) = events(tmp_path / "ruined", "rollback")
+    assert done["step"] > IN_A_ROW
+    assert ruined.error() < 0.1
 
 
-def test_without_a_store_of_earlier_weights_or_with_other_policies_nothing_changes(tmp_path):
+def test_a_policy_that_observes_changes_nothing(tmp_path):
     run = TorchRun(raised(110, 129))
     observing = policies.load("default", mode="observe")
     assert train(run, tmp_path, policy=observing)["rollbacks"] == 0
@@ -253,4 +281,3 @@ def test_when_a_dead_run_is_brought_back():
     assert asked(IN_A_ROW, *elsewhere) == asked(20, *elsewhere, sure=True) == Attempt.REPEAT
     assert asked(20, repeats=False) is None
     assert asked(IN_A_ROW, repeats=False) == asked(20, repeats=False, sure=True) == Attempt.REPEAT
-    assert not math.isnan(asked(20))

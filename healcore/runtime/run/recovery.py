@@ -146,13 +146,15 @@ class Recovery:
 
     def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
+        streak = self.monitor.nonfinite_streak
         order = Order(
             index=step.index,
             onset=onset,
-            since=step.index - self.monitor.nonfinite_streak + 1,
+            since=step.index - streak + 1,
             cause=int(step.records[0].cause),
             by_host=True,
-            sound_until_onset=True,  # the damage is seen at once: no later step is finite
+            # The next attempt, and one with nothing to lose, does not trust young checkpoints.
+            sound_until_onset=attempt == Attempt.REPEAT and streak == STEPS_TO_REVIVE,
             attempt=attempt,
         )
         if attempt == Attempt.LIMIT_RATE and self.context.policy.may_limit_lr:
