@@ -222,7 +222,7 @@ def test_after_three_attempts_the_run_ends_with_the_diagnosis(tmp_path):
     assert events(tmp_path, "rollback")[-1]["step"] < 200
 
 
-@pytest.mark.parametrize("killed_at", [(1, 111), (1, 125), (2, 125), (3, 150)])
+@pytest.mark.parametrize("killed_at", [(1, 111), (1, 125), (2, 125), (3, 125)])
 def test_a_run_that_is_killed_in_between_is_brought_back_too(killed_at, tmp_path):
     """Killed at the given visit of a batch: before, in and after the attempts."""
     visit, killed = killed_at
