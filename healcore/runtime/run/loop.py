@@ -93,6 +93,7 @@ class Loop:
         without_step = 0
         last = -1
         self._loop_begun = False
+        self.recovery.counts_steps = True
         while True:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0

@@ -47,6 +47,7 @@ class Order:
     lr_at_fault: Mapping[str, float] | None = None
     """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
     limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
+    attempt: int = 0  # to bring back a dead run, see `dead_run.Attempt`, or 0
     trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
     held: Held | None = None
     """What is held in its healthy range from now on, or None to change nothing that is held."""

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from healcore.console import passes_power_of_ten
+from healcore.console import counted, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names, sentence
 from healcore.runtime.run.better_weights import BetterWeights
+from healcore.runtime.run.dead_run import (
+    STEPS_TO_REVIVE,
+    Attempt,
+    TrainedRates,
+    attempts_at,
+    next_attempt,
+)
+from healcore.runtime.run.evidence import TrainedStep
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.rollback_rates import lr_states
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.store.checkpoints import (
@@ -22,6 +32,7 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     StoreError,
 )
+from healcore.runtime.store.ranks import broadcast
 from healcore.runtime.story import diagnosis
 from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 
@@ -40,6 +51,10 @@ class Recovery:
         self.comparisons = self.saver.comparisons
         self.better_weights = BetterWeights(restorer, monitor, self.roll_back)
         self._host_rules = HostRules(self.context.policy.rules, self.context.policy.engine.config)
+        self.counts_steps = False
+        """Whether the loop asks for the number of each step, so that a rollback repeats steps also
+        where healcore reads no data for the loop."""
+        self._trained_rates = TrainedRates()
         self._answered_nonfinite = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._declined: Counter[str] = Counter()
@@ -52,13 +67,20 @@ class Recovery:
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.monitor.metrics.with_loss_ratios(records))
         self.context.log.records(step.index, step.records)
-        return self.monitor.process(step)
+        self._trained_rates.add(step.records)
+        order = self.monitor.process(step)
+        if self.monitor.nonfinite_streak == 1:
+            self._trained_rates.add_rates(self.monitor.rates_in_force())
+        return order
 
     def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
         """Carries out the order of a step, or else an order for better earlier weights.
 
         Returns the rollback, or None. Raises RunStopped if the order stops the run.
         """
+        revived = self.revive(step)
+        if revived is not None:
+            return revived
         self.stop_if_never_finite(order)
         verdict = self.better_weights.compare(step)
         if order is not None:
@@ -79,6 +101,71 @@ class Recovery:
         weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
         if record is not None and (due or weights):
             self.stop(diagnosis.nonfinite_streak_text(record, streak, weights, from_start))
+
+    def revive(self, step: StepResult) -> RollbackRecord | None:
+        """Rolls back a run in which no step is finite any more although the weights are finite.
+
+        See `dead_run` for when and how. Returns the rollback, or None without one. Collective.
+        """
+        streak, record = self.monitor.nonfinite_streak, self.monitor.nonfinite_record
+        policy, ledger = self.context.policy, self.context.ledger
+        decides = policy.rolls_back and policy.rollback.confirm  # else only the policy's own rules
+        # A run without any finite step has nothing to go back to.
+        if not decides or self.monitor.never_finite or record is None:
+            return None
+        if streak not in (STEPS_TO_REVIVE, IN_A_ROW) or not self.weights_are_finite():
+            return None
+        onset = max(ledger.first_consecutive(step.index) - 1, 0)
+        is_sound = self._earlier_weights_are_sound(step, onset)
+        if is_sound is False:
+            return None  # the data
+        loaders = self.data.loaders
+        repeats = loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
+        attempt = next_attempt(
+            streak, ledger.rollbacks, onset, repeats=repeats, sure=is_sound is True
+        )
+        if attempt is None:
+            return None
+        done = self.roll_back(self._order_to_revive(step, onset, attempt))
+        if done is not None:
+            self.monitor.nonfinite_streak = 0
+        return done
+
+    def _earlier_weights_are_sound(self, step: StepResult, onset: int) -> bool | None:
+        """Whether weights from before `onset` have a finite loss on the batch of a step.
+
+        If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
+        Collective.
+        """
+        earlier = [each for each in self.comparisons.anchors if each.step <= onset]
+        if not self.comparisons.is_enabled or not earlier or not step.contents:
+            return None
+        batch = TrainedStep(step.index, step.contents)
+        losses = self.comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
+        return None if losses is None else math.isfinite(losses[1][0])
+
+    def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
+        """The order to bring back a dead run that was last trained at step `onset`."""
+        streak = self.monitor.nonfinite_streak
+        order = Order(
+            index=step.index,
+            onset=onset,
+            since=step.index - streak + 1,
+            cause=int(step.records[0].cause),
+            by_host=True,
+            # The next attempt, and one with nothing to lose, does not trust young checkpoints.
+            sound_until_onset=attempt == Attempt.REPEAT and streak == STEPS_TO_REVIVE,
+            attempt=attempt,
+        )
+        if attempt == Attempt.LIMIT_RATE and self.context.policy.may_limit_lr:
+            rates = broadcast(self.context.ranks, dict(self._trained_rates.highest))
+            return replace(
+                order, lr_at_fault=rates, lr_states=lr_states(self.context.driver.engines())
+            )
+        if attempt == Attempt.UNDO:
+            limited = attempts_at(onset, self.context.ledger.rollbacks)[-1]
+            return replace(order, lr_states=limited.lr_states)
+        return order
 
     def carry_out(self, order: Order) -> RollbackRecord | None:
         """Carries out an order. Returns the rollback, or None without one.
@@ -238,16 +325,20 @@ class Recovery:
         self.data.step += self.reader.take_count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
         self.context.ledger.skips += skips
-        if order.better_step is None:
+        if order.better_step is None and not order.attempt:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
             done, why_not = self.restorer.restore(order)
         except StoreError as error:
-            if order.better_step is None or not isinstance(error, NoGoodCheckpoint | StateMismatch):
+            is_optional = order.better_step is not None or order.attempt
+            if not is_optional or not isinstance(error, NoGoodCheckpoint | StateMismatch):
                 self.stop(str(error))
-            problem = f"the weights of step {order.better_step} are better, but {error}; the run "
-            self.context.log.problem(self.data.step, problem + "continues without a rollback")
+            why = f"the weights of step {order.better_step} are better"
+            if order.attempt:
+                why = no_finite_step(order)
+            problem = f"{why}, but {error}; the run continues without a rollback"
+            self.context.log.problem(self.data.step, problem)
             self.context.ledger.skips -= skips
             for late in unread:
                 self.process(late)
@@ -256,6 +347,7 @@ class Recovery:
         self.data.on_rollback(done.target)
         self.monitor.on_rollback(done.target)
         self.reader.forget_accumulation()
+        self._trained_rates.forget()
         self._answered_nonfinite = 0
         self._host_rules.restart()
         self.monitor.read_engines()
@@ -271,6 +363,9 @@ class Recovery:
 
     def report(self, done: RollbackRecord, why_not: str) -> None:
         """Writes the events and the console line of a rollback."""
+        by = None if done.better_step is None else "earlier_weights"
+        if done.attempt:
+            by = "nonfinite_steps"
         rollback = self.context.log.event(
             "rollback",
             step=done.step,
@@ -278,7 +373,7 @@ class Recovery:
             onset=done.onset,
             cause=Cause(done.cause),
             checkpoint=done.target,
-            by=None if done.better_step is None else "earlier_weights",
+            by=by,
             outcome="done",
             lr=done.lr,
             lr_limit=done.lr_limit,
@@ -295,6 +390,8 @@ class Recovery:
             cause = nonfinite_save(done)
         if done.better_step is not None:
             cause = f"the weights of step {done.better_step} are better on the same batches"
+        if done.attempt:
+            cause = no_finite_step(done)
         self.context.log.warning(
             f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
             f"data {data}"
@@ -349,3 +446,9 @@ class Recovery:
 def nonfinite_save(order: Order) -> str:
     """Arrays with NaN or Inf in a save, as a clause."""
     return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
+
+
+def no_finite_step(order: Order) -> str:
+    """The reason of an attempt to bring back a dead run, as a clause."""
+    steps = counted(order.index - order.since + 1, "step")
+    return f"{steps} in a row had no finite gradient although the weights are finite"

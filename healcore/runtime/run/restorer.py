@@ -17,6 +17,7 @@ from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.failures import classify
+from healcore.runtime.run.dead_run import Attempt, attempts_at
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostParts
@@ -99,7 +100,10 @@ class Restorer:
         """Steps of the checkpoints to try, the best first."""
         if order.better_step is not None:
             return choose_checkpoints(self.saves(), onset=order.better_step, sound_until_onset=True)
-        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        ledger = self.context.ledger
+        past = ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        if order.attempt:
+            past = attempts_at(order.onset, ledger.rollbacks)
         return choose_checkpoints(
             self.saves(),
             onset=order.onset,
@@ -124,7 +128,7 @@ class Restorer:
         """Loads the target of a rollback, with the engine states and rates that follow it."""
         engine = self.context.policy.engine
         engines = engines_after_rollback(engine, live, saved.engines)
-        if order.trial == Trial.ACCEPT:
+        if order.trial == Trial.ACCEPT or order.attempt == Attempt.UNDO:
             engines = with_lr_states(engines, order.lr_states)
         self._load_state(saved.state, engines, reset=self.context.policy.rollback.reset_moments)
         now = self.context.driver.learning_rates()  # the schedules are at the restored step

@@ -135,9 +135,11 @@ class Ledger:
         """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
-        rollback began.
+        rollback began. Attempts to bring back a dead run are not counted: their weights were
+        finite, and they have answers of their own (`dead_run`).
         """
-        return [rollback for rollback in self.rollbacks if onset <= rollback.step + within]
+        past = [each for each in self.rollbacks if not each.attempt]
+        return [rollback for rollback in past if onset <= rollback.step + within]
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
         """Unhealthy steps from `first` to before `end`."""
