@@ -224,17 +224,33 @@ class Comparisons:
         return None if verdict is None else verdict._replace(index=index)
 
     def decide_at_end(self, index: int) -> Verdict | None:
-        """Decides about a pending verdict at the end of the run, after which no step can recover.
+        """Decides about a suspicion at the end of the run, after which no step can be compared.
+
+        An anchor with `RESTART_POWER` of the threshold is enough there: a verdict costs the repeat
+        of some steps, and the wait for more evidence would cost the result.
 
         Returns:
-            The verdict with `index`, if the anchor's mean loss on its sampled batches is lower.
+            The verdict with `index`, if the anchor's loss is lower on most of its sampled batches.
+            A mean over them would be that of the bad batches, which may be among them.
         """
-        if self.state.verdict is None or not self.is_enabled:
+        if not self.is_enabled:
             return None
-        [anchor] = self._eligible_anchors(index)
+        verdict = self.state.verdict
+        if verdict is None:
+            strong = self._threshold**RESTART_POWER
+            suspected = [each for each in self.anchors if each.evidence >= strong]
+            if not suspected or self._has_learnt_since(suspected[-1]):
+                return None
+            anchor = suspected[-1]
+            verdict = self._verdict(index, anchor, _Comparison(0))
+        else:
+            [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
-        is_better = losses is not None and _rise(*map(sum, losses)) > 0
-        return self.pending_verdict(index) if is_better else None
+        if losses is None:
+            return None
+        rises = [_rise(now, then) for now, then in zip(*losses, strict=True)]
+        better = sum(rise > 0 for rise in rises)
+        return verdict._replace(index=index) if 2 * better > len(rises) else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -277,6 +293,7 @@ class Comparisons:
         seen = broadcast(self._context.ranks, driver.numbers())
         released = ranges.release(step, seen)
         ranges.learn(self._rates(), seen)
+        self._history.learn_doubtful_norms(step)
         if released:
             self.hold(ranges.held)
 

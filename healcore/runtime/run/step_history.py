@@ -23,7 +23,7 @@ MAX_HIGH_STEPS = 64
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
-"""Steps without a sign of trouble after which the norm of a step counts as healthy."""
+"""Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
 _WINDOWS = 4
 _NORMS = 500
 """Healthy gradient norms of each engine, of which the largest is known."""
@@ -105,8 +105,9 @@ class StepHistory:
     losses do not become usual, so that trouble which lasts cannot hide its own begin. Only
     `accept_level` makes them usual, after a comparison of weights that shows no damage.
 
-    The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if there was no sign of trouble
-    meanwhile: the bad steps before the first sign must not count as healthy.
+    The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if no alarm and no high loss
+    came meanwhile: the bad steps before the first sign must not count as healthy. The others become
+    healthy at a checkpoint whose weights are not suspect.
     """
 
     def __init__(self) -> None:
@@ -126,6 +127,8 @@ class StepHistory:
         self._high: deque[TrainedStep] = deque(maxlen=MAX_HIGH_STEPS)
         self._young: deque[TrainedStep] = deque()
         """Steps whose norms are not yet healthy."""
+        self._doubtful: deque[TrainedStep] = deque(maxlen=_NORMS)
+        """Steps with a sign of trouble shortly after them."""
         self._last_sign = -STEPS_AFTER_SIGN - 1  # none
 
     def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
@@ -137,23 +140,29 @@ class StepHistory:
             alarm: whether a detector has raised an alarm.
             healthy: whether no evidence of damage is pending.
         """
-        sign = alarm or self._losses.is_exceeded_by(loss) or self._is_unusual(step)
-        high = sign or self._usual.is_exceeded_by(loss)
+        is_record = self._losses.is_exceeded_by(loss)
+        is_bad = alarm or is_record or self._usual.is_exceeded_by(loss)
+        sign = alarm or is_record or self._is_unusual(step)
+        high = is_bad or sign
         since_sign = step.index - self._last_sign
         first = sign and since_sign > STEPS_AFTER_SIGN
         self._newest.append((step.index, loss))
-        self._add_loss(loss, high=high)
+        self._add_loss(loss, high=is_bad)
         if first:
             self._windows.append(_Window(step.index, self.largest_norms(), [*self._last]))
-            self._young.clear()
         if sign:
             self._last_sign = step.index
         if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
             self._windows[-1].steps.append(step)
         if high:
             self._high.append(step)
-        if healthy and not high:
-            self._add_norms(step)
+        if is_bad:
+            self._doubtful.extend(self._young)
+            self._young.clear()
+        elif healthy:
+            self._young.append(step)
+            if len(self._young) > _UNTIL_HEALTHY:
+                self._add_norms(self._young.popleft())
         self._last.append(step)
         return Signs(sign, first, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
@@ -176,11 +185,16 @@ class StepHistory:
             self._usual = copy.deepcopy(self._losses)
             self._were_high.clear()
 
+    def learn_doubtful_norms(self, step: int) -> None:
+        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
+
+        Without this, a program with an alarm every few steps would have no healthy norm.
+        """
+        while self._doubtful and self._doubtful[0].index < step - _UNTIL_HEALTHY:
+            self._add_norms(self._doubtful.popleft())
+
     def _add_norms(self, step: TrainedStep) -> None:
-        self._young.append(step)
-        if len(self._young) <= _UNTIL_HEALTHY:
-            return
-        for name, norm in self._young.popleft().norms.items():
+        for name, norm in step.norms.items():
             if math.isfinite(norm):
                 self._norms.setdefault(name, _LastValues(_NORMS)).add(norm)
 
