@@ -46,8 +46,8 @@ class Engine:
 
         Args:
             config: the policy.
-            limits_norm: whether `step` applies a limit that `limit_norm` has set. False only for an
-                engine of `without_limit`.
+            limits_norm: whether `step` applies a limit that `limit_norm` has set. False for states
+                that never get one: replays, and the engines of `without_limit`.
 
         Raises:
             ValueError: unknown mode, clipping rule or detector.
