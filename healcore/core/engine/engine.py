@@ -136,9 +136,7 @@ class Engine:
             )
         # NumPy warns of invalid values that `where` discards later.
         with np.errstate(all="ignore") if xp is np else nullcontext():
-            new, decision = judge(
-                self.config, state, signals, limits_norm=self.limits_norm, xp=xp
-            )
+            new, decision = judge(self.config, state, signals, limits_norm=self.limits_norm, xp=xp)
             observes = self.mode == "observe"
             if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
                 new = self.subtract_rollback(new, xp=xp)
@@ -165,8 +163,8 @@ class Engine:
         """Combines the restored detectors with the live budget and limits after a rollback.
 
         The LR multiplier and the limit of the gradient norm stay as they are in the live state,
-        except that a lower LR limit of the checkpoint is in force again. Since the checkpoint, health has
-        raised the limit, or a later cut began at a higher rate.
+        except that a lower LR limit of the checkpoint is in force again. Since the checkpoint,
+        health has raised the limit, or a later cut began at a higher rate.
 
         This call subtracts the rollback from the budget, so a declined order costs nothing. It also
         resets the count of healthy steps, so that earlier health does not raise a new limit.
