@@ -103,13 +103,6 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 
 @_of_gradients
-def scale_if_below_one(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Array]:
-    """As `scale`, but a factor of 1 keeps every bit, also of subnormals, which XLA flushes to 0."""
-    scales = jnp.asarray(factor) < 1
-    return [jnp.where(scales, _product(leaf, factor), leaf) for leaf in leaves]
-
-
-@_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
     factors = jnp.asarray(factors)

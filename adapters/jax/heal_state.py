@@ -98,16 +98,18 @@ def step(
     leaves, structure = jax.tree.flatten(engine.config)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]  # maybe traced
     rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
-    return _step((structure, rest), arrays, state, signals, leaf_norms)
+    policy = structure, rest, engine.limits_norm
+    return _step(policy, arrays, state, signals, leaf_norms)
 
 
 @partial(compiled, static=(0,))
 def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
-    """Judges one step. `policy` is the hashable part of the policy, and `arrays` the others."""
-    (structure, rest), left = policy, iter(arrays)
-    engine = Engine(structure.unflatten(next(left) if part is None else part for part in rest))
+    """Judges one step. `policy` is the hashable part of the engine, and `arrays` the others."""
+    (structure, rest, limits_norm), left = policy, iter(arrays)
+    config = structure.unflatten(next(left) if part is None else part for part in rest)
+    engine = Engine(config, limits_norm=limits_norm)
     old = _unpack(engine, state)
     new, decision = engine.step(old, signals, xp=namespace)
     before = _flat_decision(old.last.decision)

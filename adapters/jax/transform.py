@@ -396,13 +396,18 @@ def _check_records(records: int) -> None:
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:
-    """Scales the gradients by the decision. Returns them unchanged in observe mode."""
+    """Scales the gradients by the decision. Returns them unchanged in observe mode.
+
+    Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
+    not known while tracing. A product with 1 keeps every bit, and so do the optimizer's sums after
+    it. A `where` around the product would not: LLVM then contracts other products into the sums.
+    """
     if engine.mode == "observe":
         return updates
     if decision.group_scale is not None:
         return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
-    if engine.config.clip is None:  # only a limit of the norm can scale
-        return gradients.scale_if_below_one(updates, decision.grad_scale)
+    if not engine.scales_grads:
+        return updates
     return gradients.scale(updates, decision.grad_scale)
 
 

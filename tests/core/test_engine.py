@@ -203,8 +203,8 @@ def test_before_a_limit_no_decision_depends_on_the_rate(rule):
 
 def limited(runner: Runner, limit: float | None) -> None:
     """Sets the limit of the gradient norm as the host does."""
-    limit = None if limit is None else np.float32(limit)
-    runner.state = runner.engine.limit_norm(runner.state, limit, xp=np)
+    given = None if limit is None else np.float32(limit)
+    runner.state = runner.engine.limit_norm(runner.state, given, xp=np)
 
 
 @pytest.mark.parametrize("release", [0.0, None, np.nan, np.inf, -1.0, 1e-40])

@@ -80,9 +80,9 @@ def test_the_traces_reach_everything():
     assert got["lr_scale"][:, without_limit].min() == np.float32(0.2)
     assert ((got["grad_scale"] > 0) & (got["grad_scale"] < 1)).any()
     got = oracle.core_run(policies.full(None), trace)
-    by_limit = (got["grad_scale"] < 1).any(axis=0)
-    assert by_limit.any()
-    assert not by_limit[np.arange(30) % 3 == 0].any(), "these lanes have no limit"
+    has_no_limit = np.arange(30) % 3 == 0
+    assert (got["grad_scale"] < 1).any()
+    assert (got["grad_scale"][:, has_no_limit] == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ class Engine:
 
         Args:
             config: the policy.
-            limits_norm: whether `step` applies a limit that `limit_norm` has set. False only for an
-                engine of `without_limit`.
+            limits_norm: whether `step` applies a limit that `limit_norm` has set. False for states
+                that never get one: replays, and the engines of `without_limit`.
 
         Raises:
             ValueError: unknown mode, clipping rule or detector.
@@ -163,8 +163,8 @@ class Engine:
         """Combines the restored detectors with the live budget and limits after a rollback.
 
         The LR multiplier and the limit of the gradient norm stay as they are in the live state,
-        except that a lower LR limit of the checkpoint is in force again. Since then, health has
-        raised the limit, or a later cut began at a higher rate.
+        except that a lower LR limit of the checkpoint is in force again. Since the checkpoint,
+        health has raised the limit, or a later cut began at a higher rate.
 
         This call subtracts the rollback from the budget, so a declined order costs nothing. It also
         resets the count of healthy steps, so that earlier health does not raise a new limit.

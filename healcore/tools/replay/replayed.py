@@ -407,7 +407,7 @@ def _choose_signals(
 @functools.lru_cache(maxsize=256)
 def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[..., Any]:
     """Records the loop over rows that log these signals, once for a policy."""
-    engine = Engine(config)
+    engine = Engine(config, limits_norm=False)  # a replay holds nothing
     row = tuple(np.float32(0) for _ in names)
     return to_loop(functools.partial(_judge_row, engine, names), _first_state(engine), row)
 

@@ -233,20 +233,18 @@ class Engine:
                 group_scale = clipped.scale
             elif not skip:
                 scale = clipped.scale
-        over = not skip and self._is_over_limit(seen.grad_norm)
-        if over:
-            most = clips.factor(self.norm_limit, seen.grad_norm)
-            if group_scale is None:
-                scale = min(scale, most)
-            else:
-                group_scale = [min(each, most) for each in group_scale]
+        most = 1.0 if skip else self._factor_of_limit(seen.grad_norm)
+        if group_scale is None:
+            scale = min(scale, most)
+        else:
+            group_scale = [min(each, most) for each in group_scale]
         action, depth = self._recovery_orders(cause, fired, skip, step.rate)
         self.step += 1
         old = self.report
         self.report = Report(
             threshold=clipped.threshold,
             z=clipped.z,
-            clips=old.clips + (over or (clipped.clipped and not skip)),
+            clips=old.clips + (most < 1 or (clipped.clipped and not skip)),
             skips=old.skips + skip,
             alarms=old.alarms + (cause != 0),
             rollbacks=old.rollbacks,  # counted where it is carried out
@@ -280,10 +278,11 @@ class Engine:
         self.skips += 1
         return True
 
-    def _is_over_limit(self, norm: float | None) -> bool:
+    def _factor_of_limit(self, norm: float | None) -> float:
         if self.norm_limit is None or norm is None:
-            return False
-        return self.ties.above(norm, self.norm_limit)
+            return 1.0
+        over = self.ties.above(norm, self.norm_limit)
+        return clips.factor(self.norm_limit, norm) if over else 1.0
 
     def roll_back(self) -> None:
         """The host carries a rollback out, to a state with the present detectors."""

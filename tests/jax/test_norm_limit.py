@@ -1,0 +1,147 @@
+"""A limit of the gradient norm in the state: dynamic, because a traced state has no known value."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore.core.engine import Engine
+from healcore.jax import from_dict, heal, last_decision, metrics, protect, to_dict
+from healcore.policy import engine_of
+from healcore.runtime.run.rollback_rates import limit_norms, norm_limits
+from tests.jax import policies
+from tests.jax.bit_comparison import assert_same_bits
+
+LIMIT, LARGE = 0.5, 4096.0
+DEFAULT = engine_of("default")
+WITHOUT = Engine(DEFAULT.config, limits_norm=False)
+"""The same policy, whose step has none of the operations of a limit."""
+LOSS = jnp.float32(1.0)
+WEIGHTS = {"w": jnp.zeros(2), "b": jnp.zeros((1, 2), jnp.bfloat16)}
+GRADS = {"w": jnp.asarray([3.0, -0.0]), "b": jnp.asarray([[0.0, 4.0]], jnp.bfloat16)}
+
+
+def limit(state: Any, norm: float, policy: Any = "default") -> Any:
+    """The state with a limit as a rollback sets it; 0 releases it."""
+    engine = engine_of(policy)
+    limited = limit_norms(engine, {"tx": to_dict(state, policy)}, {"tx": norm})
+    assert norm_limits(limited) == ({"tx": np.float32(norm)} if norm else {})
+    return from_dict(state, limited["tx"], policy)
+
+
+CHAINS = {
+    "protect": protect(optax.sgd(1.0)),
+    "heal": optax.chain(heal("default"), optax.sgd(1.0)),
+}
+
+
+@pytest.mark.parametrize("how", ["eager", "jit", "donated", "scan"])
+@pytest.mark.parametrize("name", ["protect", "heal"])
+def test_a_large_gradient_is_scaled_to_the_limit(name: str, how: str):
+    tx = CHAINS[name]
+
+    def step(carry: Any, factor: Any) -> Any:
+        params, state = carry
+        grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), GRADS)
+        updates, state = tx.update(grads, state, params, value=LOSS)
+        return (optax.apply_updates(params, updates), state), updates
+
+    if how in ("jit", "donated"):
+        step = jax.jit(step, donate_argnums=(0,) if how == "donated" else ())
+    start = jax.tree.map(jnp.copy, WEIGHTS)
+    carry, updates = step((start, tx.init(start)), jnp.float32(1))
+    assert float(optax.tree.norm(updates)) == 5.0
+    carry = carry[0], limit(carry[1], LIMIT)
+    factors = jnp.asarray([1.0, LARGE, 0.01, jnp.nan, LARGE])
+    if how == "scan":
+        carry, found = jax.jit(lambda c: jax.lax.scan(step, c, factors))(carry)
+        found = [jax.tree.map(lambda x, i=i: x[i], found) for i in range(len(factors))]
+    else:
+        found = []
+        for factor in factors:
+            carry, updates = step(carry, factor)
+            found.append(updates)
+    norms = [float(optax.tree.norm(updates)) for updates in found]
+    np.testing.assert_allclose(norms, [LIMIT, LIMIT, 0.05, 0, LIMIT], rtol=5e-3)
+    numbers = metrics(carry[1])
+    assert (int(numbers["heal/clips"]), int(numbers["heal/skips"])) == (3, 1)
+    assert float(last_decision(carry[1]).grad_scale) == pytest.approx(LIMIT / (5 * LARGE))
+    carry, updates = step((carry[0], limit(carry[1], 0.0)), jnp.float32(1))
+    assert float(optax.tree.norm(updates)) == 5.0
+
+
+@pytest.mark.parametrize("how", ["jit", "donated", "scan"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adamw(1e-2, weight_decay=0.1),
+        optax.sgd(1e-2, momentum=0.9),
+        optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(1e-2, momentum=0.9)),
+        optax.lion(1e-3),
+    ],
+    ids=["adamw", "momentum", "decayed", "lion"],
+)
+def test_without_a_limit_no_bit_changes(inner: Any, how: str):
+    """Nor do -0.0 and subnormal gradients, and sums that the compiler contracts."""
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.normal(size=(32, 8)), jnp.float32)
+    start = [jnp.asarray(random.normal(0, 0.3, s), jnp.float32) for s in ((8, 16), (16,), (16, 1))]
+    start.append(jnp.zeros(5))
+
+    def loss(params: Any, i: Any) -> Any:
+        w, b, v, odd = params
+        error = jnp.tanh(x * (1 + 0.1 * i) @ w + b) @ v - x[:, :1]
+        return jnp.mean(error**2) + jnp.sum(odd * jnp.asarray([-0.0, 1e-40, -1e-42, 1e-30, 1.0]))
+
+    runs = []
+    for policy in (DEFAULT, WITHOUT):
+        tx = protect(inner, policy)
+
+        def step(carry: Any, i: Any, tx: Any = tx) -> Any:
+            params, state = carry
+            value, grads = jax.value_and_grad(loss)(params, i)
+            updates, state = tx.update(grads, state, params, value=value)
+            return (optax.apply_updates(params, updates), state), None
+
+        params = jax.tree.map(jnp.copy, start)
+        carry = params, tx.init(params)
+        if how == "scan":
+            carry, _ = jax.jit(lambda c, step=step: jax.lax.scan(step, c, jnp.arange(50.0)))(carry)
+        else:
+            step = jax.jit(step, donate_argnums=(0,) if how == "donated" else ())
+            for i in range(50):
+                carry, _ = step(carry, jnp.float32(i))
+        runs.append((carry[0], carry[1].inner_state, carry[1].heal))
+    assert_same_bits(*runs)
+
+
+def test_per_tensor_factors_are_at_most_that_of_the_limit():
+    tx = protect(optax.sgd(1.0), policies.ADAGC)
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    usual = {"a": jnp.asarray([0.3, 0.0]), "b": jnp.asarray([0.4, 0.0])}
+    for _ in range(policies.WARMUP + 2):
+        _, state = update(usual, state, params, value=LOSS)
+    state = limit(state, 0.1, policies.ADAGC)
+    updates, state = update(usual, state, params, value=LOSS)
+    np.testing.assert_allclose(float(optax.tree.norm(updates)), 0.1, rtol=1e-4)
+    np.testing.assert_allclose(last_decision(state).group_scale, [0.2, 0.2], rtol=1e-4)
+
+
+def test_in_observe_mode_and_in_a_lane_without_a_limit_nothing_changes():
+    tx = protect(optax.sgd(1.0), "default", mode="observe")
+    engine = engine_of("default", {"mode": "observe"})
+    state = limit(tx.init(WEIGHTS), LIMIT, engine)
+    updates, state = jax.jit(tx.update)(GRADS, state, WEIGHTS, value=LOSS)
+    assert float(optax.tree.norm(updates)) == 5.0
+
+    tx = CHAINS["protect"]
+    fresh = tx.init(WEIGHTS)
+    lanes = jax.tree.map(lambda a, b: jnp.stack([a, b]), fresh, limit(fresh, LIMIT))
+    update = jax.vmap(lambda state: tx.update(GRADS, state, WEIGHTS, value=LOSS)[0])
+    norms = jax.vmap(optax.tree.norm)(jax.jit(update)(lanes))
+    np.testing.assert_allclose(norms, [5.0, LIMIT], rtol=5e-3)
