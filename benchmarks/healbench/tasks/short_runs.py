@@ -138,5 +138,5 @@ def unclipped_rnn(seed: int) -> Problem:
 
 @task("stationary", METRICS["clipped_rnn"])
 def clipped_rnn(seed: int) -> Problem:
-    """A tanh RNN repeats the symbol of three places back, SGD; its gradients explode, so it clips."""
+    """A tanh RNN repeats the symbol of three places back, SGD, and a clip of huge gradients."""
     return clipping_until(unclipped_rnn(seed))
