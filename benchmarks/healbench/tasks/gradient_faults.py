@@ -21,11 +21,11 @@ from benchmarks.healbench.tasks.short_runs import (
     clipping_until,
     momentum_mlp,
     unclipped_regression,
-    unclipped_rnn,
 )
 
 FAMILY = "gradients"
 LOSS_SCALE = 4096.0
+"""Factor by which gradients are too large that were not divided by the scale of the loss."""
 
 
 def unscaled_steps(first: int) -> range:
@@ -100,14 +100,6 @@ for _place, _first in PLACES.items():
         unclipped=unclipped_regression,
         first=_first,
     )
-_sick(
-    "clip_forgotten_rnn",
-    "clipped_rnn",
-    f"it clips its gradients only up to step {PLACES['middle']}",
-    _clip_forgotten,
-    unclipped=unclipped_rnn,
-    first=PLACES["middle"],
-)
 for _place, _first in PLACES.items():
     _sick(
         f"garbage_gradients_{_place}",

@@ -1,7 +1,7 @@
 """Healthy runs of 500 steps, made to have faults early, in the middle and late.
 
-`wrong_numbers`, `gradient_faults` and `shifted_labels` have the faults. Two of the runs clip their
-own gradients, because a few of their gradients are huge.
+`wrong_numbers`, `gradient_faults` and `shifted_labels` have the faults. `clipped_regression` clips
+its own gradients, because a few of its gradients are huge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -27,19 +27,18 @@ from benchmarks.healbench.tasks.mixed_data import (
     batches,
     supervised,
 )
-from benchmarks.healbench.tasks.models import mlp, plain_loop, seeded, warmup_cosine
+from benchmarks.healbench.tasks.models import mlp, seeded, warmup_cosine
 
 PLACES = {"early": STEPS * 15 // 100, "middle": STEPS // 2, "late": STEPS * 85 // 100}
 """The first step of a fault, by the last word of the task's name."""
 CLASSES = 8
 MAX_NORM = 1.0
-"""To which the runs that clip clip the norm of their gradients."""
+"""Largest norm of a gradient after the clip of a program that clips."""
 METRICS = {
     "adamw_mlp": "held-out loss",
     "momentum_mlp": "held-out loss",
     "small_transformer": "held-out loss, nats per symbol",
     "clipped_regression": "held-out error against noise-free targets",
-    "clipped_rnn": "held-out loss, nats per symbol",
 }
 """The metrics of the healthy runs, by name."""
 
@@ -99,44 +98,3 @@ def unclipped_regression(seed: int) -> Problem:
 def clipped_regression(seed: int) -> Problem:
     """Regression by an MLP, SGD, a clip; 6 % of the batches have targets in another unit."""
     return clipping_until(unclipped_regression(seed))
-
-
-class _SymbolRnn(nn.Module):
-    """A tanh RNN that reads symbols and scores the symbol `lag` places back."""
-
-    symbols, lag, width = 6, 3, 48
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(self.symbols, self.width)
-        self.rnn = nn.RNN(self.width, self.width, batch_first=True)
-        nn.init.orthogonal_(self.rnn.weight_hh_l0, 1.2)
-        self.head = nn.Linear(self.width, self.symbols)
-
-    def loss(self, text: Tensor) -> Tensor:
-        """Mean cross entropy on int64 (rows, length)."""
-        scores = self.head(self.rnn(self.embedding(text))[0])[:, self.lag :]
-        return F.cross_entropy(scores.flatten(0, 1), text[:, : -self.lag].flatten())
-
-
-def unclipped_rnn(seed: int) -> Problem:
-    """The run of `clipped_rnn` without its clip."""
-    generator = seeded(seed)
-    model = _SymbolRnn()
-    text = torch.randint(model.symbols, (STEPS, 16, 16), generator=generator)
-    held_out = torch.randint(model.symbols, (512, 16), generator=generator)
-    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9)
-    return plain_loop(
-        model,
-        model.loss,
-        list(text),
-        optimizer,
-        lambda: float(model.loss(held_out)),
-        warmup_cosine(optimizer, STEPS, 20),
-    )
-
-
-@task("stationary", METRICS["clipped_rnn"])
-def clipped_rnn(seed: int) -> Problem:
-    """A tanh RNN repeats the symbol of three places back, SGD, and a clip of huge gradients."""
-    return clipping_until(unclipped_rnn(seed))
