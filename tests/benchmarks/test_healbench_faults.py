@@ -39,6 +39,7 @@ def gradients_at(problem: Any, step: int) -> dict[str, torch.Tensor]:
         return False  # leaves the weights as they are
 
     run.admit = admit
+    problem.schedulers.clear()  # a scheduler warns of steps that are not taken
     problem.step(problem.batches[step], run.update)
     return seen
 
