@@ -29,19 +29,26 @@ def first_step(name: str) -> int:
     return PLACES[name.rpartition("_")[2]]
 
 
+class Watched(Training):
+    """Takes no step, so that the weights stay, and keeps the gradients that the optimizer gets."""
+
+    def __init__(self, problem: Any) -> None:
+        super().__init__(problem)
+        self.seen: dict[str, torch.Tensor] = {}
+        problem.schedulers.clear()  # a scheduler warns of steps that are not taken
+
+    def admit(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> bool:
+        for name, weight in self.problem.modules["model"].named_parameters():
+            assert weight.grad is not None
+            self.seen[name] = weight.grad.clone()
+        return False
+
+
 def gradients_at(problem: Any, step: int) -> dict[str, torch.Tensor]:
     """The gradients that the optimizer gets at a step, with the present weights."""
-    run, seen = Training(problem), dict[str, torch.Tensor]()
-    model = problem.modules["model"]
-
-    def admit(*_: Any) -> bool:
-        seen.update((name, weight.grad.clone()) for name, weight in model.named_parameters())
-        return False  # leaves the weights as they are
-
-    run.admit = admit
-    problem.schedulers.clear()  # a scheduler warns of steps that are not taken
+    run = Watched(problem)
     problem.step(problem.batches[step], run.update)
-    return seen
+    return run.seen
 
 
 def norm(gradients: dict[str, torch.Tensor]) -> float:
@@ -134,7 +141,7 @@ def test_the_number_in_the_state_of_optax_is_that_of_the_step():
     ones = jnp.ones(3)
     _, state = optimizer.update(ones, optimizer.init(ones))
     for momentum in (0.5, 0.25):
-        updates, _ = optimizer.update(ones, with_numbers(state, {"momentum": momentum}))
+        updates: Any = optimizer.update(ones, with_numbers(state, {"momentum": momentum}))[0]
         np.testing.assert_allclose(updates, -(1 + momentum))
 
 
