@@ -55,6 +55,12 @@ class Problem:
     function of the batch (reinforcement learning, adversarial training)."""
     scaler: Any = None
     """A `torch.amp.GradScaler`, where the program trains with loss scaling."""
+    after_backward: Callable[[], None] | None = None
+    """The program's own change of the gradients, such as a clip: called with the gradients of the
+    whole step, before the arm sees them. None where the program takes them as they are."""
+    numbers: Callable[[int], dict[str, Any]] | None = None
+    """Numbers of the main optimizer that the program sets before step i, by their names in
+    `param_groups`. None where the program sets only the learning rate, by its scheduler."""
     fault: int | None = None
     """The iteration right after a damage that happens once, counted as executed; None without."""
 

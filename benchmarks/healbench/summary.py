@@ -42,6 +42,9 @@ FAMILIES = {
     "damage": "damaged weights",
     "poisoned data": "corrupt data",
     "arithmetic": "NaN, Inf, overflow",
+    "optimizer numbers": "wrong beta, momentum, weight decay",
+    "gradients": "wrong gradients",
+    "shifted labels": "shifted labels",
 }
 """Families of the faulty tasks, with the names that the pages use."""
 KINDS = ("healthy", "faulty")

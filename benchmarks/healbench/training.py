@@ -99,6 +99,8 @@ class Training(Run):
         self._accumulating.discard(optimizer)
         if scaler is not None:
             scaler.unscale_(inner)
+        if problem.after_backward is not None:
+            problem.after_backward()
         if self.admit(inner, loss):
             inner.step() if scaler is None else scaler.step(inner)
         if scaler is not None:

@@ -109,6 +109,8 @@ class Selgis(Training):
         self._accumulating.discard(optimizer)
         if core.check_loss(loss.detach()):
             core.backward_step(share * loss)
+            if self.problem.after_backward is not None:
+                self.problem.after_backward()
             self._count_clip(inner)
             with self._rates[optimizer].in_force():
                 core.optimizer_step()

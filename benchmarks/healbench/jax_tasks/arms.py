@@ -56,6 +56,7 @@ class Training(Run):
         damage = self.problem.damage
         if damage is not None and damage.due(self.steps):
             state = damage.change(state)
+        state = self.problem.set_numbers(state, batch)
         state, record = self._step(state, batch)
         self._records.append(record)
         self.steps += 1
@@ -64,6 +65,8 @@ class Training(Run):
     def _take(self, state: State, batch: Any) -> tuple[State, Any]:
         gradient = jax.value_and_grad(self.problem.loss, has_aux=True)
         (loss, seen), grads = gradient(state.params, batch)
+        if self.problem.gradients is not None:
+            grads = self.problem.gradients(grads, batch)
         updates, opt_state = self.tx.update(grads, state.opt_state, state.params, value=loss)
         params: Any = optax.apply_updates(state.params, updates)
         stats = self.keep(opt_state, state.stats, running(state.stats, seen))

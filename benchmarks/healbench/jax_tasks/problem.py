@@ -23,6 +23,9 @@ from benchmarks.healbench.tasks import TASKS
 Loss = Callable[[Arrays, Any], tuple[jax.Array, Arrays]]
 """Takes parameters and a batch; returns the loss and the batch's BatchNorm statistics, if any."""
 
+Gradients = Callable[[Arrays, Any], Arrays]
+"""Takes the gradients of a step and its batch; returns the gradients for the optimizer."""
+
 _MOMENTUM = 0.1  # of BatchNorm's running statistics, torch's default
 
 
@@ -64,8 +67,17 @@ class Problem:
     params: Arrays
     stats: Arrays
     damage: Damage | None = None
+    gradients: Gradients | None = None
+    """The program's own change of the gradients, such as a clip; part of the compiled step."""
     final: State | None = None
     """Set by the arm at the end of the training."""
+
+    def set_numbers(self, state: State, batch: Any) -> State:
+        """Before a step: the optimizer's numbers as the program sets them, if the program does."""
+        if self.source.numbers is None:
+            return state
+        numbers = _optax_names(self.source.numbers(batch[0]))
+        return state._replace(opt_state=with_numbers(state.opt_state, numbers))
 
     def start(self, tx: optax.GradientTransformation) -> State:
         """The state before the first step, with the optimizer that the arm has made of its own."""
@@ -106,21 +118,33 @@ class Batches(Sequence[Any]):
         return jax.tree.map(_as_numpy, self.source[i])
 
 
-def task(name: str, loss: Loss, *, damage: Damage | None = None, quick: bool = False) -> Task:
+def task(
+    name: str,
+    loss: Loss,
+    *,
+    damage: Damage | None = None,
+    gradients: Gradients | None = None,
+    quick: bool = False,
+) -> Task:
     """The torch task of this name with another `build`.
 
     Args:
         name: of both. The torch problem has one optimizer, `main`, and one module, `model`.
         loss: the same loss of the same parameters by name.
         damage: what the torch task does to weights or optimizer, if it does.
+        gradients: what the torch task does to its gradients, if it does.
         quick: part of `--quick`.
     """
-    build: Any = partial(_build, TASKS[name].build, loss, damage)
+    build: Any = partial(_build, TASKS[name].build, loss, damage, gradients)
     return dataclasses.replace(TASKS[name], build=build, quick=quick)
 
 
 def _build(
-    build: Callable[[int], torch_side.Problem], loss: Loss, damage: Damage | None, seed: int
+    build: Callable[[int], torch_side.Problem],
+    loss: Loss,
+    damage: Damage | None,
+    gradients: Gradients | None,
+    seed: int,
 ) -> Problem:
     source = build(seed)
     model = source.modules["model"]
@@ -136,12 +160,47 @@ def _build(
             if name.endswith(("running_mean", "running_var"))
         },
         damage=damage,
+        gradients=gradients,
     )
 
 
 def running(stats: Arrays, seen: Arrays) -> Arrays:
     """Running statistics after a batch with the statistics `seen`."""
     return {name: old + _MOMENTUM * (seen[name] - old) for name, old in stats.items()}
+
+
+def with_numbers(opt_state: Any, numbers: dict[str, float]) -> Any:
+    """The state of an optimizer with other numbers in that of `optax.inject_hyperparams`.
+
+    Args:
+        opt_state: of an optimizer that may be wrapped in others.
+        numbers: by the names of optax, such as "b2".
+    """
+
+    def injected(node: Any) -> bool:
+        return isinstance(node, optax.InjectStatefulHyperparamsState)
+
+    def change(node: Any) -> Any:
+        if not injected(node):
+            return node
+        old = node.hyperparams
+        new = {name: jnp.asarray(value, old[name].dtype) for name, value in numbers.items()}
+        return node._replace(hyperparams={**old, **new})
+
+    return jax.tree.map(change, opt_state, is_leaf=injected)
+
+
+def _optax_names(numbers: dict[str, Any]) -> dict[str, float]:
+    """Numbers of a torch optimizer by the names of optax."""
+    others = {name: value for name, value in numbers.items() if name != "betas"}
+    betas = dict(zip(("b1", "b2"), numbers["betas"], strict=True)) if "betas" in numbers else {}
+    return {**others, **betas}
+
+
+def _sgd(learning_rate: Any, momentum: Any, weight_decay: Any) -> optax.GradientTransformation:
+    """SGD with weight decay as in torch, where the decay is part of the gradient."""
+    decay = optax.add_decayed_weights(weight_decay)
+    return optax.chain(decay, optax.sgd(learning_rate, momentum))
 
 
 def _optimizer(source: torch_side.Problem) -> optax.GradientTransformation:
@@ -158,6 +217,9 @@ def _optimizer(source: torch_side.Problem) -> optax.GradientTransformation:
             make, options = optax.adamw, {"weight_decay": group["weight_decay"]}
         case torch.optim.Adam():
             make, options = optax.adam, {}
+        case torch.optim.SGD() if group["weight_decay"]:
+            make = _sgd
+            options = {name: group[name] for name in ("momentum", "weight_decay")}
         case torch.optim.SGD():
             make, options = optax.sgd, {"momentum": group["momentum"] or None}
         case _:

@@ -8,6 +8,7 @@ from benchmarks.healbench.tasks import (  # noqa: F401
     adversarial,
     changing_objectives,
     generative,
+    gradient_faults,
     learning_rates,
     middle_faults,
     mixed_data,
@@ -18,12 +19,15 @@ from benchmarks.healbench.tasks import (  # noqa: F401
     reinforcement,
     restarts,
     scale_changes,
+    shifted_labels,
     shifting_data,
+    short_runs,
     sick_arithmetic,
     sick_data,
     stationary,
     teachers,
     weight_edits,
+    wrong_numbers,
 )
 
 __all__ = ["TASKS"]

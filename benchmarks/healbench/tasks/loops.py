@@ -120,6 +120,41 @@ def damaged_once(
     return problem
 
 
+def with_step_number(
+    problem: Problem,
+    *,
+    numbers: Callable[[int], dict[str, Any]] | None = None,
+    gradients: Callable[[int, nn.Module], None] | None = None,
+) -> Problem:
+    """The same program, with a loop that acts by the number of the step.
+
+    The number comes with the batch, so a run that is rolled back does the same again.
+
+    Args:
+        problem: a program with a plain loop.
+        numbers: of the optimizer, by the number of the step: written to `param_groups` before it.
+        gradients: changes the gradients of a step, by its number, before the optimizer sees them.
+    """
+    plain_step, plain_loss, model = problem.step, problem.loss_fn, problem.modules["model"]
+    assert plain_loss is not None
+    now = 0
+
+    def step(batch: tuple[int, Any], update: Update) -> None:
+        nonlocal now
+        now = batch[0]
+        if numbers is not None:
+            for group in problem.optimizers[MAIN].param_groups:
+                group.update(numbers(now))
+        plain_step(batch[1], update)
+
+    problem.batches = list(enumerate(problem.batches))
+    problem.step, problem.loss_fn = step, lambda batch: plain_loss(batch[1])
+    problem.numbers = numbers
+    if gradients is not None:
+        problem.after_backward = torch.no_grad()(lambda: gradients(now, model))
+    return problem
+
+
 def start(seed: int) -> tuple[Clusters, nn.Sequential]:
     """Clusters of `CLASSES` classes, and an MLP that classifies them."""
     return Clusters(CLASSES, seeded(seed), 1.5), mlp(INPUTS, 64, 64, CLASSES)
