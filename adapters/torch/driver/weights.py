@@ -23,11 +23,28 @@ from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
 
+Key = int | tuple[int, str]
+"""The id of a parameter, or the id of a module and the name of its buffer.
+
+A forward pass may replace a buffer by a new tensor, so the id of a buffer does not last.
+"""
+STATISTICS = ("running_mean", "running_var")
+"""Names of the floating buffers that a copy holds: the statistics of batch normalization."""
+
 
 class TorchWeights:
-    """The parameters that the optimizers of a state train, by id; for DTensors, the local shards.
+    """The weights of a state: the tensors that one comparison replaces together.
 
-    Buffers and flags of a wrapper outside of the state are not restored.
+    These are the parameters that the optimizers train, and the statistics of batch normalization,
+    which a layer in evaluation mode reads: damage in them would be on both sides.
+
+    Everything else stays as it is now, because it belongs to the program and not to the weights: a
+    mask of pruning, a flag of quantization, a temperature, and the queue of a momentum encoder.
+    Averages and target networks stay too: where the objective grows, as in TD learning, old weights
+    with their old target have the lower loss in a healthy run (docs/decisions, 37).
+
+    Of a DTensor, the weights are the local shard. Buffers and flags of a wrapper outside of the
+    state are not restored.
     """
 
     def __init__(
@@ -43,18 +60,21 @@ class TorchWeights:
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
         self.autocast: tuple[str, torch.dtype] | None = None
         """Device type and dtype of the `torch.autocast` in which the loop computes its loss."""
+        self._newest: dict[Key, Tensor] = {}
+        """The tensors of the newest copy that no optimizer trains."""
 
-    def copy(self) -> dict[int, Tensor]:
-        """Parameter's id -> copy on the host: an accelerator's memory holds one set of weights."""
-        parts = self._trained()
-        copies = {}
-        for key, part in parts.items():
-            # From an H100, 1 GB takes 0.02 s to pinned memory, which torch keeps; to other, 0.7 s.
-            empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
-            copies[key] = empty.copy_(part.detach(), non_blocking=part.is_cuda)
-        for device in {part.device for part in parts.values() if part.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        return copies
+    def copy(self) -> dict[Key, Tensor]:
+        """Key -> copy on the host: an accelerator's memory holds one set of weights.
+
+        Copies share the tensors that do not change: a frozen teacher takes the memory of one copy.
+        """
+        followers = _on_host(self._followers())
+        for key, found in followers.items():
+            known = self._newest.get(key)
+            if known is not None and known.dtype == found.dtype and torch.equal(known, found):
+                followers[key] = known
+        self._newest = followers
+        return {**_on_host(self._trained()), **followers}
 
     def digest(self) -> str:
         """See `Driver.settings`. Parameters without data (lazy, meta) do not count."""
@@ -70,19 +90,20 @@ class TorchWeights:
         self,
         loss_fn: Callable[..., Any],
         batches: Iterable[Any],
-        weights: Mapping[int, Tensor] | None = None,
+        weights: Mapping[Key, Tensor] | None = None,
         *,
         redraw: bool = False,
     ) -> list[Any]:
         """See `Driver.losses_of`."""
         if weights is not None:
-            shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._trained())]
+            shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._all())]
             if shapes[0] != shapes[1]:
                 raise WeightsChanged
         try:
             mixed = torch.autocast(*self.autocast) if self.autocast else nullcontext()
             with isolated(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
-                current = None if weights is None else self.copy()
+                # `_restoring` restores all others.
+                current = {} if weights is None else _on_host(self._trained())
                 try:
                     self._write(weights or {})
                     if redraw:
@@ -92,7 +113,7 @@ class TorchWeights:
                         np.random.rand()  # noqa: NPY002 -- users do
                     return [_loss_of_copy(loss_fn, batch) for batch in batches]
                 finally:
-                    self._write(current or {})
+                    self._write(current)
         except RuntimeError as error:
             if self._differentiates or "not require grad" not in str(error):
                 raise
@@ -121,21 +142,38 @@ class TorchWeights:
     def _trained(self) -> dict[int, Tensor]:
         """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.
 
-        Averages, momentum encoders and teachers stay current: an old momentum encoder would meet
-        the current queue. If no module has a parameter of an optimizer, the optimizers train copies
-        of the modules' parameters (master weights), and both belong to the weights.
+        If no module has a parameter of an optimizer, the optimizers train copies of the modules'
+        parameters (master weights), and both belong to the weights.
         """
         self.reshard()
         params, held = self._parameters()
         if not {*map(id, params)} & {*map(id, held)}:
             params += held
-        trained = [p for p in params if p.requires_grad]
-        return {id(p): p.to_local() if hasattr(p, "to_local") else p for p in trained}  # type: ignore[operator]
+        return {id(p): gradients.local_part(p) for p in params if p.requires_grad}
 
-    def _write(self, weights: Mapping[int, Tensor]) -> None:
-        trained = self._trained()  # reshards, so that later steps see the shards
+    def _followers(self) -> dict[Key, Tensor]:
+        """What belongs to the trained parameters: batch statistics."""
+        buffers = {
+            (id(module), name): module._buffers.get(name)
+            for module in self._modules()
+            for name in STATISTICS
+        }
+        return {
+            key: gradients.local_part(buffer)
+            for key, buffer in buffers.items()
+            if buffer is not None and not (is_lazy(buffer) or buffer.is_meta)
+        }
+
+    def _all(self) -> dict[Key, Tensor]:
+        return {**self._trained(), **self._followers()}
+
+    def _write(self, weights: Mapping[Key, Tensor]) -> None:
+        if not weights:
+            self.reshard()  # so that later steps see the shards
+            return
+        live = self._all()  # reshards
         for key, saved in weights.items():
-            trained[key].data.copy_(saved, non_blocking=trained[key].is_cuda)
+            live[key].data.copy_(saved, non_blocking=live[key].is_cuda)
 
     @contextmanager
     def _restoring(self) -> Iterator[None]:
@@ -148,8 +186,9 @@ class TorchWeights:
         modules = self._modules()
         attributes = [{n: v for n, v in vars(m).items() if n[0] != "_"} for m in modules]
         # No forward pass averages into frozen parameters that are larger than the trained ones.
+        trained = self._trained()
         frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
-        fits = sum(p.nbytes for p in frozen) <= sum(p.nbytes for p in self._trained().values())
+        fits = _size(frozen) <= _size(trained.values())
         averages = {id(p) for p in frozen if fits}
         written = [
             (table, name, tensor, tensor.detach().clone())
@@ -177,6 +216,22 @@ class TorchWeights:
                 table[name] = tensor
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
+
+
+def _on_host(parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """Copies of tensors in host memory."""
+    copies = {}
+    for key, part in parts.items():
+        # From an H100, 1 GB takes 0.02 s to pinned memory, which torch keeps; to other, 0.7 s.
+        empty = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+        copies[key] = empty.copy_(part.detach(), non_blocking=part.is_cuda)
+    for device in {part.device for part in parts.values() if part.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from healcore import Healer
 from healcore.torch.driver.driver import TorchDriver
@@ -44,6 +45,61 @@ def test_an_average_stays_current_while_earlier_weights_are_evaluated():
     (loss,) = driver.losses_of(seen, [None], weights)
     assert loss == pytest.approx(weights[id(model.bias)].item() + 300.0)
     assert model.bias.item() == average.bias.item() == 3.0
+
+
+class Normalized(nn.Module):
+    """A net with batch normalization, its average, and what the program sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        self.average = copy.deepcopy(self.net[0]).requires_grad_(False)
+        prune.random_unstructured(self.net[0], "weight", 0.5)
+        self.register_buffer("temperature", torch.ones(()))
+        self.register_buffer("queue", torch.ones(5, 2))
+
+
+def driven(model: nn.Module) -> TorchDriver:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return TorchDriver({"model": model, "optimizer": torch.optim.SGD(trained, lr=0.1)})
+
+
+def test_batch_statistics_belong_to_the_earlier_weights():
+    """A layer in evaluation mode reads them: damage in them would be on both sides."""
+    model: Any = Normalized()
+    driver, statistics = driven(model), model.net[1]
+    parts = [*model.net[0].parameters(), statistics.running_mean, statistics.running_var]
+    weights, earlier = driver.copy_weights(), [part.clone() for part in parts]
+    with torch.no_grad():
+        for part in parts:
+            part.mul_(3.0).add_(1.0)
+    current = [part.clone() for part in parts]
+
+    def seen(expected: Any) -> float:
+        return float(all(map(torch.equal, parts, expected)))
+
+    assert driver.losses_of(seen, [earlier, current], weights) == [1.0, 0.0]
+    assert driver.losses_of(seen, [earlier, current]) == [0.0, 1.0]
+    assert seen(current)
+
+
+def test_what_the_program_sets_stays_current():
+    """Averages, masks, temperatures, queues; an earlier mask would bring pruned weights back."""
+    model: Any = Normalized()
+    driver = driven(model)
+    weights = driver.copy_weights()
+    with torch.no_grad():
+        for tensor in (model.temperature, model.queue, model.net[0].weight_mask):
+            tensor.zero_()
+        for p in (*model.average.parameters(), model.net[0].weight_orig):
+            p.zero_()
+
+    def seen(batch: Any) -> float:
+        assert model.net[0].weight_orig.abs().sum() > 0, "the earlier weights"
+        kept = (model.temperature, model.queue, model.net[0].weight_mask, model.average.weight)
+        return float(sum(tensor.abs().sum() for tensor in kept))
+
+    assert driver.losses_of(seen, [None], weights) == [0.0]
 
 
 def test_gradients_buffers_and_attributes_are_those_of_before_an_evaluation():
