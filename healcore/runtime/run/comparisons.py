@@ -37,6 +37,9 @@ from healcore.runtime.store.ranks import broadcast
 
 MAX_ANCHORS = 3
 """Max number of anchors."""
+MEDIAN_OF = 3
+"""Past batches of a comparison while there is evidence. The median of their rises is steadier than
+one of them, and bad batches in the sample do not rule it as they rule a mean."""
 MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
@@ -223,34 +226,39 @@ class Comparisons:
         verdict = self.state.verdict
         return None if verdict is None else verdict._replace(index=index)
 
+    def suspicion(self, index: int) -> Verdict | None:
+        """The pending verdict, or one about an anchor with `RESTART_POWER` of the threshold.
+
+        For a run that cannot wait for more evidence: at the end of the data, or if no step is
+        finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
+        """
+        if not self.is_enabled:
+            return None
+        if self.state.verdict is not None:
+            return self.pending_verdict(index)
+        strong = self._threshold**RESTART_POWER
+        suspected = [each for each in self.anchors if each.evidence >= strong]
+        if not suspected or self._has_learnt_since(suspected[-1]):
+            return None
+        return self._verdict(index, suspected[-1], _Comparison(0))
+
     def decide_at_end(self, index: int) -> Verdict | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
-
-        An anchor with `RESTART_POWER` of the threshold is enough there: a verdict costs the repeat
-        of some steps, and the wait for more evidence would cost the result.
 
         Returns:
             The verdict with `index`, if the anchor's loss is lower on most of its sampled batches.
             A mean over them would be that of the bad batches, which may be among them.
         """
-        if not self.is_enabled:
+        verdict = self.suspicion(index)
+        anchor = None if verdict is None else self._anchor_of(verdict.anchor)
+        if verdict is None or anchor is None:
             return None
-        verdict = self.state.verdict
-        if verdict is None:
-            strong = self._threshold**RESTART_POWER
-            suspected = [each for each in self.anchors if each.evidence >= strong]
-            if not suspected or self._has_learnt_since(suspected[-1]):
-                return None
-            anchor = suspected[-1]
-            verdict = self._verdict(index, anchor, _Comparison(0))
-        else:
-            [anchor] = self._eligible_anchors(index)
         losses = self._losses_of(anchor.sample, anchor)
         if losses is None:
             return None
         rises = [_rise(now, then) for now, then in zip(*losses, strict=True)]
         better = sum(rise > 0 for rise in rises)
-        return verdict._replace(index=index) if 2 * better > len(rises) else None
+        return verdict if 2 * better > len(rises) else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -430,18 +438,19 @@ class Comparisons:
         evaluations = 1 + (known is None)
         if not 0 < rise < math.inf:
             return _Comparison(evaluations, rise, now - then)
-        past = anchor.draw()
-        if past is None:  # no batch was trained on since the anchor
+        past = anchor.draw(MEDIAN_OF if anchor.evidence > 1 else 1)
+        if not past:  # no batch was trained on since the anchor
             return _Comparison(evaluations)
-        losses = self._losses_of([past], anchor)
+        losses = self._losses_of(past, anchor)
         if losses is None:
             return None
-        [now_past], [then_past] = losses
+        pairs = sorted(zip(*losses, strict=True), key=lambda pair: _rise(*pair))
+        now_past, then_past = pairs[len(pairs) // 2]  # the median of one or three
         rise_past = _rise(now_past, then_past)
         if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
             rise_past = math.nan  # on equal batches an oscillation of the loss looks like damage
         lower = rise if rise < rise_past else rise_past  # NaN if `rise_past` is NaN
-        return _Comparison(evaluations + 2, lower, now - then, now_past - then_past)
+        return _Comparison(evaluations + 2 * len(past), lower, now - then, now_past - then_past)
 
     def _weigh(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict | None:
         """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""

@@ -88,9 +88,13 @@ class Anchor:
         elif (place := self._random.randrange(self.trained)) < SAMPLE_SIZE:
             self.sample[place] = step
 
-    def draw(self) -> TrainedStep | None:
-        """Draws one of the sampled steps, or returns None without a sample."""
-        return self._random.choice(self.sample) if self.sample else None
+    def draw(self, number: int) -> list[TrainedStep]:
+        """Draws that many of the sampled steps, or one from a smaller sample; [] without any."""
+        if not self.sample:
+            return []
+        if number > len(self.sample):
+            number = 1
+        return self._random.sample(self.sample, number)
 
     def learn(self, index: int, rise: float) -> None:
         """Updates the evidence with the comparison at step `index`.

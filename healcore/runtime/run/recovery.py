@@ -119,6 +119,12 @@ class Recovery:
         is_sound = self._earlier_weights_are_sound(step, onset)
         if is_sound is False:
             return None  # the data
+        # What the comparisons have found is surer, and a run without finite steps cannot recover.
+        suspicion = self.comparisons.suspicion(step.index)
+        better = suspicion and self.better_weights.carry_out(suspicion)
+        if better is not None:
+            self.monitor.nonfinite_streak = 0
+            return better
         loaders = self.data.loaders
         repeats = loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
         attempt = next_attempt(

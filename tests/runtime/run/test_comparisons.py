@@ -194,7 +194,7 @@ def test_a_rate_that_is_not_finite_can_be_saved():
     text = json.dumps(asdict(run.comparisons.state), allow_nan=False)
     read = TypeAdapter(ComparisonState).validate_json(text, strict=True)
     assert read == run.comparisons.state
-    assert [each.draw() for each in read.anchors] == [None] * len(read.anchors)
+    assert [each.draw(1) for each in read.anchors] == [[]] * len(read.anchors)
 
 
 @pytest.mark.parametrize(("wrong", "trouble"), [(KeyError("labels"), 0), (None, 40)])
@@ -424,7 +424,7 @@ def test_the_sample_is_uniform_over_all_steps_since():
 
 def test_a_sample_is_the_same_in_every_process():
     assert [e.index for e in filled(7, 100).sample] == [e.index for e in filled(7, 100).sample]
-    assert [filled(7, 100).draw(), filled(7, 100).draw()] == [filled(7, 100).draw()] * 2
-    assert Anchor(0).draw() is None
+    assert [filled(7, 100).draw(3), filled(7, 100).draw(3)] == [filled(7, 100).draw(3)] * 2
+    assert Anchor(0).draw(3) == []
     a = filled(3, 8)
-    assert {step.index for step in (a.draw() for _ in range(200)) if step} == {*range(8)}
+    assert {step.index for _ in range(200) for step in a.draw(1)} == {*range(8)}
