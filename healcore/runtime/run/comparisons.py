@@ -515,7 +515,7 @@ class Comparisons:
                 onset = min(onset, first)
             verdict = Verdict(
                 index=index,
-                found=index,
+                found=self._history.newest,  # at the end of the data, `index` has no step
                 anchor=anchor.step,
                 onset=max(onset, anchor.step),
                 evidence=1.0,

@@ -218,6 +218,11 @@ class StepHistory:
         """Standard deviation of the losses of `mean`. Slow: not for every step."""
         return statistics.stdev(self._recent)
 
+    @property
+    def newest(self) -> int:
+        """The newest step, or -1 before the first."""
+        return self._newest[-1][0] if self._newest else -1
+
     def digest(self, first: int) -> str:
         """Digest of the last `REGULAR_INTERVAL` losses, not before step `first`.
 
