@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
 STEPS_AFTER_SIGN = 12
 """Steps from the first sign on that may have caused the trouble, whatever their loss. Signs with
 smaller gaps belong to the same trouble."""
-MAX_HIGH_STEPS = 64
+MAX_HIGH_STEPS = 8 * SAMPLE_SIZE
 """Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
