@@ -157,6 +157,7 @@ class EventRecord(_EventsModel):
     checkpoint: NonNegativeInt = _maybe(
         "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
+    held: Texts = _maybe("What the rollback holds in its healthy range, one sentence each.")
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")
     outcome: Text = _maybe("The result. Of a rollback: done; of the data: a sentence.")

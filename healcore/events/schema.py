@@ -112,6 +112,7 @@ def _rollback(event: EventRecord) -> str:
         f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
         lr_text(event),
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
+        *(event.held or ()),
         "moments reset" if event.moments_reset else "",
     )
     return ", ".join(filter(None, parts))

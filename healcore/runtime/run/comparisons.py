@@ -304,6 +304,13 @@ class Comparisons:
         self._history.learn_doubtful_norms(step)
         if released:
             self.hold(ranges.held)
+            names = ", ".join(
+                [*released.numbers, *(f"the gradient norm of {n}" for n in released.norms)]
+            )
+            self._context.log.info(
+                f"step {step}: {names}: the program's own value is in its healthy range again, and "
+                "is used"
+            )
 
     def hold(self, held: Held) -> None:
         """Holds numbers and norms from the next step on, and nothing else."""

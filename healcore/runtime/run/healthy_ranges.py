@@ -92,6 +92,18 @@ class Held:
             norms={n: each for n, each in self.norms.items() if n not in older.norms},
         )
 
+    def sentences(self) -> list[str]:
+        """What is held and where, for the line and the report of a rollback."""
+        lines = []
+        for name, number in self.numbers.items():
+            program = "NaN or Inf" if number.program is None else f"{number.program:.4g}"
+            lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
+        for name, norm in self.norms.items():
+            of = f" of {name}" if name else ""
+            limit, reached = f"{norm.limit:.4g}", f"{norm.reached:.4g}"
+            lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
+        return lines
+
     @property
     def number_ranges(self) -> dict[str, NumberRange]:
         """The argument of `Driver.hold_numbers`."""

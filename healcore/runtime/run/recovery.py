@@ -387,6 +387,7 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
+            held=None if done.held is None else done.held.sentences() or None,
             moments_reset=self.context.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"

@@ -103,12 +103,12 @@ HELD = {"weight decay": "weight_decay", "betas": "betas[0]", "momentum": "moment
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_run_ends_as_without_the_fault(tmp_path, name):
-    """Without healcore it ends at least three times worse."""
+    """Without healcore it ends at least twice as bad."""
     clean = Program(**{**FAULTS[name], "bad_steps": ()})
     clean.train(healed=False)
     damaged = Program(**FAULTS[name])
     damaged.train(healed=False)
-    assert not damaged.unseen_loss() < 3 * clean.unseen_loss()
+    assert not damaged.unseen_loss() < 2 * clean.unseen_loss()
     healed = Program(**FAULTS[name])
     rollbacks = healed.train(tmp_path)
     assert healed.unseen_loss() < 1.1 * clean.unseen_loss()
@@ -132,7 +132,8 @@ def test_a_clip_that_the_program_forgets_is_replaced(tmp_path):
 
 def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     program = Program(**{**FAULTS["weight decay"], "bad_steps": range(220, 250)})
-    program.train(tmp_path)
+    *_, last = program.train(tmp_path)
+    assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
     ranges = program.healer._loop.recovery.comparisons.state.ranges
     assert not ranges.held
     assert program.healer._loop.driver.engines()["optimizer"]["state"]["norm_limit"] == 0

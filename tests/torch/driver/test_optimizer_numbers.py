@@ -67,7 +67,7 @@ def test_a_value_that_is_set_for_one_step_only_is_seen():
     numbers = driver.numbers()
     assert numbers["optimizer.weight_decay"] == (0.05, 100.0, 0.05)
     assert numbers["optimizer.betas[1]"] == (-math.inf, math.inf, 0.999), "NaN is in no range"
-    driver.watch_numbers()
+    driver.hold_numbers({})
     assert driver.numbers() == {}
     run.step(3)
     assert driver.numbers()["optimizer.weight_decay"] == HEALTHY, "the ranges begin anew"
