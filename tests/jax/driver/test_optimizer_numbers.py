@@ -165,9 +165,9 @@ def test_a_rollback_loads_and_then_holds():
     store.save(1, driver.state())
     healthy = driver.numbers()
     set_number(driver, "b2", 0.25)
-    stale = run.step(jax.tree.map(jnp.copy, driver.live), batch(1))
     advance(driver, run, [batch(1)])
     driver.load(store.restore(1, driver.state()).state)
+    stale = run.step(jax.tree.map(jnp.copy, driver.live), batch(1))  # before the second edit
     assert driver.numbers()["b2"].low == 0.25, "the ranges belong to the engine, not to the state"
     driver.hold_numbers({"b2": healthy["b2"]})
     assert driver.numbers() == {}
