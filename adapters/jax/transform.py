@@ -378,8 +378,10 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
     """Scales the gradients by the decision. Returns them unchanged in observe mode.
 
     Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
-    not known while tracing. A product with 1 keeps every bit, and so do the optimizer's sums after
-    it. A `where` around the product would not: LLVM then contracts other products into the sums.
+    not known while tracing. The product with 1 itself is exact, and the optimizer receives the same
+    gradients. But LLVM may contract other products of the optimizer into its sums than without the
+    product, so that sums may differ in the last bit. (`where` around the product, and a `minimum`
+    after it, changed the contraction of more optimizers.)
     """
     if engine.mode == "observe":
         return updates
