@@ -399,8 +399,11 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
     """Scales the gradients by the decision. Returns them unchanged in observe mode.
 
     Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
-    not known while tracing. A product with 1 keeps every bit, and so do the optimizer's sums after
-    it. A `where` around the product would not: LLVM then contracts other products into the sums.
+    not known while tracing. The product with 1 is exact, and the optimizer receives the same
+    gradients. But LLVM may contract another product of the optimizer into a sum than without it, so
+    the sum may differ in the last bit. Measured against a program without the product, on a CPU:
+    `protect` keeps the bits of Adam, Lion and moving averages, and not those of momentum. With a
+    `where` around the product, or a `minimum` after it, it is the other way round.
     """
     if engine.mode == "observe":
         return updates
