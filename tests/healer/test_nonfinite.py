@@ -245,5 +245,5 @@ def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp
         for number, x in enumerate(healer.batches(INPUTS)):
             healer.update(step(healer.state, x, jnp.float32(1e25 if number == 200 else 1.0)))
     (rollback,) = events(tmp_path, "rollback")
-    assert (rollback["checkpoint"], rollback["onset"]) == (200, 200), "20 steps in a row are enough"
+    assert (rollback["checkpoint"], rollback["onset"]) == (100, 201), "the comparisons know more"
     assert float(loss_fn(healer.state, INPUTS[0])) < 1e-3

