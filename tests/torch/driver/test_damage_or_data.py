@@ -92,7 +92,7 @@ class OneBatchDamages(Run):
             [range(STEPS)],
             CHANGE,
             marks=pytest.mark.xfail(
-                reason="issue 62: among 64 candidates the damaging batch is not told from the others"
+                reason="issue 62: the damaging batch is not found among 64 candidates"
             ),
         ),
         ([range(CHANGE + 45)], CHANGE),
