@@ -210,7 +210,7 @@ class Comparisons:
             self._pause = FIRST_PAUSE
         if trained:
             for anchor in self.anchors:
-                anchor.add(step)
+                anchor.add(step, is_usual=not signs.high and not self.suspects)
         return verdict
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
@@ -331,25 +331,33 @@ class Comparisons:
     def unusual_batches(self, verdict: Verdict) -> list[int]:
         """Steps since the onset whose batches the better weights find unusual.
 
-        A batch is unusual if its loss under the better weights exceeds the largest loss of a sample
-        of batches from before the onset by more than the range of the sample. Collective.
+        A batch is unusual if its loss under the better weights exceeds the largest loss of the
+        usual batches of all anchors from before the onset by more than their range. Where a limit
+        of the gradient norm has not helped, the batches of the steps with an unusual norm are
+        unusual too: the cause may be the batch, and its norm only a symptom. Collective.
         """
         suspects, anchor = self._suspects(verdict), self._anchor_of(verdict.anchor)
         if suspects is None or anchor is None:
             return []
         before = suspects.start - STEPS_BEFORE_SIGN
-        usual = [step for step in anchor.sample if step.index < before]
+        limited = self.state.ranges.held.norms
+        unusual = {i for i in suspects.with_unusual_norm(limited) if i >= anchor.step}
+        ordinary_steps = {
+            step.index: step for each in self.anchors for step in each.usual if step.index < before
+        }
+        usual = [*ordinary_steps.values()]
         steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
         if not usual or not steps:
-            return []
+            return sorted(unusual)
         both = [*usual, *steps]
         losses = self._losses_of(both, anchor, [math.nan] * len(both))
         if losses is None:
-            return []
+            return sorted(unusual)
         _, under_better = losses
         ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
         limit = max(ordinary) + (max(ordinary) - min(ordinary))
-        return [step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit]
+        unusual |= {step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit}
+        return sorted(unusual)
 
     def _suspects(self, verdict: Verdict) -> Suspects | None:
         return self._history.suspects(verdict.onset, verdict.found)

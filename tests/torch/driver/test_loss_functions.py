@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ def test_both_sides_draw_the_same_numbers(tmp_path, gives_loss):
     healer = run.train(tmp_path, loss_fn=loss_fn, gives_loss=gives_loss, steps=310)
     assert healer.rollbacks == 0
     assert len(drawn) >= 6
-    assert drawn[::2] == drawn[1::2]
+    # A comparison evaluates one or three batches with one side, then the same with the other side.
+    assert all(number % 2 == 0 for number in Counter(drawn).values())
 
 
 def test_an_average_stays_current_while_earlier_weights_are_evaluated():
