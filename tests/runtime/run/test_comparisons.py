@@ -314,7 +314,11 @@ def test_unusual_steps_are_looked_for_where_the_trouble_began():
     history = StepHistory()
     for index in range(100):
         history.add(TrainedStep(index, ()), 1.0, alarm=index in (10, 60), healthy=True)
-    starts = [history.suspects(*each).start for each in ((12, 99), (61, 99), (55, 50))]
+    starts = []
+    for onset, last in ((12, 99), (61, 99), (55, 50)):
+        suspects = history.suspects(onset, last)
+        assert suspects is not None
+        starts.append(suspects.start)
     assert starts == [10, 60, 10]
 
 
