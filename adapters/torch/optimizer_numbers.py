@@ -114,6 +114,17 @@ class OptimizerNumbers:
         self._held: dict[_NumberKey, NumberRange] = {}
         self._changed_by_step: set[tuple[int, str]] = set()
         """Group and entry of what `optimizer.step()` itself has changed."""
+        self._rates: list[Any] = []
+        """Learning rate of each group at the last read."""
+
+    @property
+    def rate(self) -> float | None:
+        """The largest learning rate of the last judged step, or None if it is unknown.
+
+        Right after that step a scheduler sets the rate of the next one. A rate that the program
+        keeps in a tensor may have changed since.
+        """
+        return max((float(rate) for rate in self._rates if rate is not None), default=None)
 
     def ranges(self) -> dict[str, NumberRange]:
         """The values at the steps since `hold`: `.weight_decay` or `[1].betas[0]` -> range."""
@@ -141,6 +152,7 @@ class OptimizerNumbers:
         A step at which no value was replaced by another object costs only a comparison.
         """
         groups = self._optimizer.param_groups
+        self._rates = [group.get("lr") for group in groups]
         if len(groups) != len(self._readers):
             self._readers = [_GroupReader(group) for group in groups]
         for i, group in enumerate(groups):

@@ -219,6 +219,14 @@ class Driver(Protocol):
         """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
         ...
 
+    def trained_rates(self) -> dict[str, float | None]:
+        """`learning_rates` at the last step, where the program may have set that of the next step.
+
+        In torch a scheduler does so, and the rates are those of the last step from `watch_numbers`
+        on.
+        """
+        return self.learning_rates()
+
     def watch_numbers(self) -> None:
         """Begins to read the numbers of the optimizers at each step. A step is then a bit slower.
 

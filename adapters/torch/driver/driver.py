@@ -287,6 +287,15 @@ class TorchDriver(Driver):
             for name, each in groups.items()
         }
 
+    def trained_rates(self) -> dict[str, float | None]:
+        """See `Driver.trained_rates`."""
+        found = self.learning_rates()
+        for name, healing in self.healings.items():
+            numbers = healing.healed_step.numbers
+            if numbers is not None and numbers.rate is not None:
+                found[name] = numbers.rate
+        return found
+
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
         for healing in self.healings.values():

@@ -73,7 +73,7 @@ class Comparisons:
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
         interval: steps between two checkpoints.
         warn: called with a problem of the `loss_fn`.
-        rates: returns the learning rates in force.
+        rates: returns the learning rates of the last step.
     """
 
     def __init__(
@@ -173,7 +173,6 @@ class Comparisons:
             return None
         state, index = self.state, step.index
         self._credit.after_step()
-        state.ranges.note_norms(step.norms)
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
         signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
@@ -268,6 +267,7 @@ class Comparisons:
             anchor.rewind(target)
         self._forget_trouble()
         self._history.forget()
+        self._history.norm_limits = self.state.ranges.held.norm_limits
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`."""
@@ -299,22 +299,23 @@ class Comparisons:
         """Learns the rates and numbers at a healthy checkpoint, and releases what is back."""
         ranges, driver = self.state.ranges, self._context.driver
         seen = broadcast(self._context.ranks, driver.numbers())
-        released = ranges.release(step, seen)
         ranges.learn(self._rates(), seen)
         self._history.learn_doubtful_norms(step)
-        if released:
+        held = ranges.held
+        released = ranges.release(step, seen)
+        ranges.follow_norms(step, self._history.typical_norms())
+        if ranges.held != held:
             self.hold(ranges.held)
-            names = ", ".join(
-                [*released.numbers, *(f"the gradient norm of {n}" for n in released.norms)]
-            )
+        if released:
             self._context.log.info(
-                f"step {step}: {names}: the program's own value is in its healthy range again, and "
-                "is used"
+                f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
+                "range again, and is used"
             )
 
     def hold(self, held: Held) -> None:
         """Holds numbers and norms from the next step on, and nothing else."""
         self.state.ranges.held = held
+        self._history.norm_limits = held.norm_limits
         driver, engine = self._context.driver, self._context.policy.engine
         driver.load(None, limit_norms(engine, driver.engines(), held.norm_limits))
         driver.hold_numbers(held.number_ranges)
@@ -370,6 +371,7 @@ class Comparisons:
         verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
+        self._history.norm_limits = self.state.ranges.held.norm_limits
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
 
@@ -384,7 +386,7 @@ class Comparisons:
         self._dispatch_losses.clear()
 
     def _rates(self) -> dict[str, float]:
-        """The learning rates in force that are known and finite."""
+        """The learning rates of the last step that are known and finite."""
         rates = self._rates_in_force().items()
         return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
 

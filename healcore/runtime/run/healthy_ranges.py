@@ -4,6 +4,10 @@ Ranges are learnt at checkpoints whose weights are not suspect. If damage comes 
 rollback that changed nothing, whatever was outside of its healthy range is held in it while the
 steps repeat, for example a weight decay that the program multiplies by 2,000. A held value is the
 last healthy one. It is released once the program's own value is back in its range.
+
+The limit of a gradient norm stays: a norm leaves its range at single steps, and that it is in its
+range now says nothing about the next step. The limit follows the program, though. It grows as much
+as the typical norm grows from then on.
 """
 
 from __future__ import annotations
@@ -21,6 +25,10 @@ _SCHEDULED = 3.0
 """A number may leave its range by this many times its last change between two checkpoints: a
 schedule with constant acceleration moves three times as far in its second interval as in its
 first."""
+
+
+RATE_TOLERANCE = 1.0001
+"""A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 
 class HealthyNumber(NamedTuple):
@@ -59,6 +67,16 @@ class HeldNorm(NamedTuple):
     limit: float
     reached: float
     """Largest norm at the onset of the trouble."""
+    typical: float | None = None
+    """Median of the norms of the program to which `limit` belongs; None before a checkpoint."""
+
+    def following(self, typical: float) -> HeldNorm:
+        """The limit after a checkpoint at which the norms had the median `typical`."""
+        if self.typical is None:
+            return self._replace(typical=typical)
+        if not typical > self.typical > 0:
+            return self
+        return self._replace(limit=self.limit * typical / self.typical, typical=typical)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +140,11 @@ class HealthyRanges:
     __pydantic_config__ = ConfigDict(extra="forbid")
     rates: dict[str, float] = field(default_factory=dict)
     """Engine name -> highest learning rate at a healthy checkpoint, if known."""
+    last_rates: dict[str, float] = field(default_factory=dict)
+    """Engine name -> learning rate at the newest healthy checkpoint, if known."""
     numbers: dict[str, HealthyNumber] = field(default_factory=dict)
     """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
     held: Held = field(default_factory=Held)
-    exceeded: list[str] = field(default_factory=list)
-    """Engines whose gradient norm was above its limit since the last healthy checkpoint."""
 
     def learn(self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]) -> None:
         """Learns at a checkpoint whose weights are not suspect.
@@ -137,6 +155,7 @@ class HealthyRanges:
         """
         for name, rate in rates.items():
             self.rates[name] = max(rate, self.rates.get(name, 0.0))
+            self.last_rates[name] = rate
         for name, each in seen.items():
             if name in self.held.numbers or not all(map(math.isfinite, each)):
                 continue
@@ -145,6 +164,12 @@ class HealthyRanges:
                 self.numbers[name] = HealthyNumber(*each)
             else:
                 self.numbers[name] = known.extended(each)
+
+    def healthy_rate(self, name: str, rate: float) -> float:
+        """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
+        if rate > self.rates.get(name, math.inf) * RATE_TOLERANCE:
+            return self.last_rates.get(name, rate)
+        return rate
 
     def outside(
         self,
@@ -172,35 +197,38 @@ class HealthyRanges:
         limits = {name: HeldNorm(largest[name], norm) for name, norm in norms.items()}
         return Held(numbers=numbers, norms=limits)
 
-    def note_norms(self, norms: Mapping[str, float]) -> None:
-        """Remembers which of the step's gradient norms are above their limits."""
-        for name, each in self.held.norms.items():
-            norm = norms.get(name, math.nan)
-            if norm > each.limit and name not in self.exceeded:
-                self.exceeded.append(name)
+    def release(self, step: int, seen: Mapping[str, NumberRange]) -> dict[str, HeldNumber]:
+        """Releases the numbers that the program itself keeps in range again.
 
-    def release(self, step: int, seen: Mapping[str, NumberRange]) -> Held:
-        """Releases what the program itself keeps in range again. Call it at a healthy checkpoint.
-
-        A number is back if its newest value is in its range, a gradient norm if it did not exceed
-        its limit since the last healthy checkpoint.
+        Call it at a healthy checkpoint. A number is back if its newest value is in its range.
 
         Args:
             step: step of the checkpoint.
             seen: result of `Driver.numbers`.
 
         Returns:
-            What is not held any more.
+            The numbers that are not held any more.
         """
-        exceeded, self.exceeded = self.exceeded, []
-        if step <= self.held.until:
-            return Held()
-        numbers = {}
+        released = {}
         for name, each in self.held.numbers.items():
             value = seen[name].last if name in seen else math.nan
-            if each.bounds.low <= value <= each.bounds.high:
-                numbers[name] = each
-        norms = {name: each for name, each in self.held.norms.items() if name not in exceeded}
-        released = Held(numbers=numbers, norms=norms)
-        self.held = self.held.without(released)
+            if step > self.held.until and each.bounds.low <= value <= each.bounds.high:
+                released[name] = each
+        if released:
+            self.held = self.held.without(Held(numbers=released))
         return released
+
+    def follow_norms(self, step: int, typical: Mapping[str, float]) -> None:
+        """Adapts the limits to the norms of the program. Call it at a healthy checkpoint.
+
+        Args:
+            step: step of the checkpoint.
+            typical: engine name -> median of the program's last norms, where it is known.
+        """
+        if step <= self.held.until:
+            return
+        norms = {
+            name: each.following(typical[name]) if name in typical else each
+            for name, each in self.held.norms.items()
+        }
+        self.held = replace(self.held, norms=norms)

@@ -175,8 +175,8 @@ class IncidentMonitor:
         return min(self.lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:
-        """Engine name -> learning rate with the multiplier, or None if it is unknown."""
-        rates = self.context.driver.learning_rates().items()
+        """Engine name -> last step's learning rate with the multiplier, None if it is unknown."""
+        rates = self.context.driver.trained_rates().items()
         return {name: rate and rate * self.lr_scales.get(name, 1.0) for name, rate in rates}
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:

@@ -16,15 +16,13 @@ from pydantic import ConfigDict, Field
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, Held
 
 Step = Annotated[int, Field(ge=0)]
 MAX_HOLDS = 2
 """Trials that hold what is unusual, for one trouble."""
 MAX_ACCEPTED = 3
 """Troubles accepted in a row. After that a verdict is only an alert."""
-RATE_TOLERANCE = 1.0001
-"""A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
 
 @dataclass(frozen=True, kw_only=True)

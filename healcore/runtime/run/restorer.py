@@ -135,7 +135,12 @@ class Restorer:
         # No step has been trained at the rate of the very first state.
         trained = saved.step > self.context.record.first_step
         engines, limits, scales = limit_rates(
-            engine, engines, order.lr_at_fault, now, healthy=trained
+            engine,
+            engines,
+            order.lr_at_fault,
+            now,
+            healthy=trained,
+            ranges=self.saver.comparisons.state.ranges,
         )
         held = self._held_after(order)
         engines = limit_norms(engine, engines, held.norm_limits)

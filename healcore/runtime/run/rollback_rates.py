@@ -9,6 +9,7 @@ import numpy as np
 
 from healcore.core.engine import Engine, StateError
 from healcore.runtime.driver import Engines, Rates
+from healcore.runtime.run.healthy_ranges import HealthyRanges
 
 
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
@@ -29,6 +30,7 @@ def limit_rates(
     rates: Rates,
     *,
     healthy: bool,
+    ranges: HealthyRanges,
 ) -> tuple[Engines, dict[str, float], dict[str, float]]:
     """Engine states with learning rates that fit the schedule at the restored step.
 
@@ -44,6 +46,8 @@ def limit_rates(
             for no new limit.
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
+        ranges: rates at which the run was healthy. They count where the rate at the restored step
+            is above them all: a scheduler may have set the wrong rate before the checkpoint.
 
     Returns:
         The states, the limits of the learning rates as far as they are known and set, and the
@@ -54,7 +58,10 @@ def limit_rates(
     at = {name: known.get(name) if engine.limits_lr else None for name in states}
     if at_fault is not None:
         usable = {n: rate for n, rate in rates.items() if healthy and rate and at[n] is not None}
-        before = {n: rate * float(states[n].lr.scale) for n, rate in usable.items()}
+        before = {
+            name: ranges.healthy_rate(name, rate * float(states[name].lr.scale))
+            for name, rate in usable.items()
+        }
         factor = float(engine.config.lr.factor)
         lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
         for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():

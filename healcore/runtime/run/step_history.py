@@ -119,11 +119,14 @@ class StepHistory:
 
     The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if no alarm and no high loss
     came meanwhile: the bad steps before the first sign must not count as healthy. The others become
-    healthy at a checkpoint whose weights are not suspect.
+    healthy at a checkpoint whose weights are not suspect. A norm above a limit in force never
+    becomes healthy: the limit has kept it from doing harm.
     """
 
     def __init__(self) -> None:
         self._norms: dict[str, _LastValues] = {}
+        self.norm_limits: Mapping[str, float] = {}
+        """Engine name -> limit of its gradient norm, where there is one."""
         self.forget()
 
     def forget(self) -> None:
@@ -142,6 +145,7 @@ class StepHistory:
         self._doubtful: deque[TrainedStep] = deque(maxlen=_NORMS)
         """Steps with a sign of trouble shortly after them."""
         self._last_sign = -STEPS_AFTER_SIGN - 1  # none
+        self._last_norms: dict[str, deque[float]] = {}
 
     def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
         """Adds a step.
@@ -176,6 +180,10 @@ class StepHistory:
             if len(self._young) > _UNTIL_HEALTHY:
                 self._add_norms(self._young.popleft())
         self._last.append(step)
+        for name, norm in step.norms.items():
+            if math.isfinite(norm):
+                last = self._last_norms.setdefault(name, deque(maxlen=REGULAR_INTERVAL))
+                last.append(norm)
         return Signs(sign, first, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def _add_loss(self, loss: float, *, high: bool) -> None:
@@ -207,7 +215,7 @@ class StepHistory:
 
     def _add_norms(self, step: TrainedStep) -> None:
         for name, norm in step.norms.items():
-            if math.isfinite(norm):
+            if math.isfinite(norm) and norm <= self.norm_limits.get(name, math.inf):
                 self._norms.setdefault(name, _LastValues(_NORMS)).add(norm)
 
     def _is_unusual(self, step: TrainedStep) -> bool:
@@ -221,6 +229,14 @@ class StepHistory:
     def largest_norms(self) -> dict[str, float]:
         """Engine name -> the largest healthy gradient norm, where one is known."""
         return {name: norms.largest for name, norms in self._norms.items()}
+
+    def typical_norms(self) -> dict[str, float]:
+        """Engine name -> median of its last `REGULAR_INTERVAL` gradient norms, once there are."""
+        return {
+            name: statistics.median(norms)
+            for name, norms in self._last_norms.items()
+            if len(norms) == norms.maxlen
+        }
 
     def mean(self) -> float | None:
         """Mean of the last `RECENT` finite losses, or None before."""

@@ -88,18 +88,22 @@ def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_hea
     ranges.learn({}, {name: wrong})
     assert ranges.numbers[name] == HealthyNumber(0.05, 0.05, 0.05)
     released = ranges.release(400, {name: NumberRange(0.05, 100.0, 0.05)})
-    assert [*released.numbers] == [name]
+    assert [*released] == [name]
     assert not ranges.held
 
 
-def test_a_limit_of_the_norm_is_released_after_an_interval_in_which_it_did_nothing():
+def test_a_limit_of_the_norm_stays_and_follows_the_typical_norm_of_the_program():
+    """An unusual norm comes at single steps: that the last one is over says nothing."""
     ranges = HealthyRanges(held=Held(norms={"a": HeldNorm(1.0, 4096.0)}, until=150))
-    ranges.note_norms({"a": 2.0})
-    ranges.note_norms({"a": 0.5})
-    assert not ranges.release(200, {})
-    ranges.note_norms({"a": 1.0, "b": 9.0})
-    assert [*ranges.release(300, {}).norms] == ["a"]
-    assert ranges.held.norm_limits == {}
+    ranges.follow_norms(100, {"a": 0.1})
+    assert ranges.held.norms["a"].typical is None, "the trouble is still to come"
+    limits = []
+    for step, typical in ((200, 0.5), (300, 0.4), (400, 0.5), (500, 1.0)):
+        ranges.follow_norms(step, {"a": typical, "b": 9.0})
+        limits.append(ranges.held.norm_limits["a"])
+    assert limits == [1.0, 1.0, 1.0, 2.0]
+    ranges.follow_norms(600, {})
+    assert ranges.held.norm_limits == {"a": 2.0}
 
 
 def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_first():

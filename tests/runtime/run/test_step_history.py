@@ -148,3 +148,23 @@ def test_the_cached_maxima_are_the_maxima(seed):
         assert (found.sign, found.high) == (sign, high)
         if not high:
             usual.append(loss)
+
+
+def test_a_norm_above_a_limit_in_force_never_becomes_healthy():
+    history = StepHistory()
+    add(history, [1.0] * 100)
+    history.norm_limits = {"a": 3.0}
+    add(history, [1.0] * 100, first=100, norm=4096.0)
+    add(history, [1.0] * 100, first=200, norm=2.5)
+    history.learn_doubtful_norms(300)
+    assert history.largest_norms() == {"a": 2.5}
+
+
+def test_the_typical_norm_is_the_median_of_the_last_norms():
+    history = StepHistory()
+    add(history, [1.0] * 99, norm=2.0)
+    assert history.typical_norms() == {}
+    add(history, [1.0] * 60, first=99, norm=4.0)
+    assert history.typical_norms() == {"a": 4.0}
+    add(history, [1.0] * 2, first=159, norm=4096.0)
+    assert history.typical_norms() == {"a": 4.0}

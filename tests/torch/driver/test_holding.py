@@ -33,6 +33,8 @@ class Program:
             torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
         )
         self.optimizer = optimizer(self.model.parameters(), **options)
+        self.state: dict[str, Any] = {}
+        """What the state has beside the model and the optimizer."""
         (group,) = self.optimizer.param_groups
         self.usual = {name: group[name] for name in numbers or {}}
         self.numbers, self.grads, self.bad_steps = numbers or {}, grads, bad_steps
@@ -73,7 +75,7 @@ class Program:
                 self.step(batch[0])
             return []
         assert folder is not None
-        state = {"model": self.model, "optimizer": self.optimizer}
+        state = {"model": self.model, "optimizer": self.optimizer, **self.state}
         log = Logging(events=folder / "events.jsonl", console=False)
         with Healer(state=state, loss_fn=self.loss, logging=log) as self.healer:
             for batch in self.healer.batches(self.batches[:STEPS]):
@@ -96,6 +98,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "momentum": {**SGD, "numbers": {"momentum": 1.2}, "bad_steps": range(305, 325)},
     "fused": {"lr": 1e-2, "fused": True, "numbers": {"weight_decay": 40.0}},
     "gradients": {**SGD, "grads": lambda g: g.mul_(4096), "bad_steps": (220, 223, 226, 230)},
+    "gradients again": {**SGD, "grads": lambda g: g.mul_(4096), "bad_steps": (220, 223, 260, 300)},
     "labels": {"lr": 1e-2, "labels": True, "bad_steps": range(310, 322)},
 }
 HELD = {"weight decay": "weight_decay", "betas": "betas[0]", "momentum": "momentum"}
@@ -151,3 +154,16 @@ def test_a_healthy_program_with_a_momentum_schedule_has_the_bits_of_a_run_withou
         program.train(tmp_path, healed=healed)
         found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
     assert torch.equal(*found)
+
+
+def test_a_rate_that_rises_from_a_checkpoint_on_is_not_learnt_as_healthy(tmp_path):
+    """The scheduler has set the wrong rate of the next step when the checkpoint is made."""
+    program = Program(lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        program.optimizer, lambda step: 100.0 if step in range(200, 240) else 1.0
+    )
+    step = program.step
+    program.step = lambda number: (step(number), schedule.step())  # type: ignore[method-assign]
+    program.state = {"scheduler": schedule}
+    (rollback,) = program.train(tmp_path)
+    assert rollback["lr_limit"] == pytest.approx(3e-3)
