@@ -28,7 +28,7 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
     Verdict,
 )
-from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import limit_norms
 from healcore.runtime.run.run_context import RunContext
@@ -143,7 +143,8 @@ class Comparisons:
         if step not in restorable or self._anchor_of(step) is not None:
             return
         level = self._history.mean()
-        new = Anchor(step, level=level, spread=0.0 if level is None else self._history.spread())
+        spread = 0.0 if level is None else self._history.spread()
+        new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
         new.weights = self._context.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
@@ -179,7 +180,7 @@ class Comparisons:
         if signs.high:
             first, last = state.high_steps
             state.high_steps = (first if index - last <= SAMPLE_SIZE else index, index)
-        if (signs.first and alarm) or signs.last_is_over:  # compared even if no credit is left
+        if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_on_average(index)
         self._wanted |= (
@@ -265,6 +266,9 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
+        if self.anchors:
+            ranges = self.state.ranges
+            ranges.values |= self.anchors[-1].healthy
         self._forget_trouble()
         self._history.forget()
         self._history.norm_limits = self.state.ranges.held.norm_limits
@@ -326,7 +330,14 @@ class Comparisons:
         norms = {} if suspects is None else suspects.unusual_norms()
         largest = {} if suspects is None else suspects.largest_norms
         seen = broadcast(self._context.ranks, self._context.driver.numbers())
-        found = self.state.ranges.outside(seen, norms, largest)
+        anchor = self._anchor_of(verdict.anchor)
+        found = self.state.ranges.outside(
+            seen,
+            norms,
+            largest,
+            healthy=HealthyValues() if anchor is None else anchor.healthy,
+            intervals=self._intervals_since(verdict.anchor, verdict.onset),
+        )
         return replace(found, until=verdict.index + 1)
 
     def unusual_batches(self, verdict: Verdict) -> list[int]:
@@ -538,13 +549,25 @@ class Comparisons:
                 evidence=1.0,
                 rise=None,
                 rise_remembered=None,
-                healthy_rates={**self.state.ranges.rates},
+                healthy_rates=self._highest_rates(anchor, onset),
                 rates=tuple(self.state.rates),
                 losses=self._history.digest(anchor.step),
             )
         return verdict._replace(
             index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
         )
+
+    def _highest_rates(self, anchor: Anchor, onset: int) -> dict[str, float]:
+        """Engine name -> highest learning rate that is healthy at `onset`, as far as it is known.
+
+        It depends on what was known at the anchor. What was learnt later may belong to the trouble.
+        """
+        known = self.state.ranges.values | anchor.healthy
+        intervals = self._intervals_since(anchor.step, onset)
+        return {name: rates.highest(intervals) for name, rates in known.rates.items()}
+
+    def _intervals_since(self, step: int, onset: int) -> float:
+        return (onset - step) / self._interval
 
     def _losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None

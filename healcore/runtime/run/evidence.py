@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
-from healcore.runtime.run.healthy_ranges import HealthyRanges
+from healcore.runtime.run.healthy_ranges import HealthyRanges, HealthyValues
 
 STAKE = 0.6
 """Lambda of the e-detector, in (0, 1), for any value of which the bound above holds. With 0.6 the
@@ -70,6 +70,8 @@ class Anchor:
     """Their standard deviation."""
     rises: list[float] = field(default_factory=list)
     """Finite rises of the last comparisons since the evidence began."""
+    healthy: HealthyValues = field(default_factory=HealthyValues)
+    """What was known as healthy when the copy was made."""
 
     def __post_init__(self) -> None:
         self.weights: Any = None
@@ -94,12 +96,17 @@ class Anchor:
             _add_to_sample(self.usual, step, self._usual_seen, self._usual_random)
 
     def draw(self, number: int) -> list[TrainedStep]:
-        """Draws that many of the sampled steps, or one from a smaller sample; [] without any."""
-        if not self.sample:
+        """Draws that many past steps, or one if there are fewer; [] without any.
+
+        They are usual steps, where there are enough: on a bad batch that the model has trained on,
+        the current weights are better however damaged they are.
+        """
+        steps = self.usual if len(self.usual) >= number else self.sample
+        if not steps:
             return []
-        if number > len(self.sample):
+        if number > len(steps):
             number = 1
-        return self._random.sample(self.sample, number)
+        return self._random.sample(steps, number)
 
     def learn(self, index: int, rise: float) -> None:
         """Updates the evidence with the comparison at step `index`.

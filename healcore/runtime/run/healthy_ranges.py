@@ -21,12 +21,6 @@ from pydantic import ConfigDict
 
 from healcore.runtime.driver import NumberRange
 
-_SCHEDULED = 3.0
-"""A number may leave its range by this many times its last change between two checkpoints: a
-schedule with constant acceleration moves three times as far in its second interval as in its
-first."""
-
-
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
@@ -39,18 +33,72 @@ class HealthyNumber(NamedTuple):
     last: float
     """Its value at the newest healthy checkpoint."""
     change: float = 0.0
-    """How far `last` has moved between the last two healthy checkpoints, for a scheduled number."""
+    """How much `last` rose between the last two healthy checkpoints, for a scheduled number."""
 
     def extended(self, seen: NumberRange) -> HealthyNumber:
         """The range with the values that the number has had since."""
-        change = abs(seen.last - self.last)
-        return HealthyNumber(min(self.low, seen.low), max(self.high, seen.high), seen.last, change)
+        low, high = min(self.low, seen.low), max(self.high, seen.high)
+        return HealthyNumber(low, high, seen.last, seen.last - self.last)
 
-    @property
-    def bounds(self) -> NumberRange:
-        """The healthy range and the value to hold, with room for a schedule to go on."""
-        room = _SCHEDULED * self.change
+    def bounds(self, intervals: float = 1.0) -> NumberRange:
+        """The healthy range and the value to hold, with room for a schedule to go on.
+
+        Args:
+            intervals: checkpoint intervals since the newest healthy checkpoint. A schedule with
+                constant acceleration moves 1, 3, 5, ... times as far in its first, second, third,
+                ... interval, so in n more intervals at most (n + 1)^2 - 1 times its last change.
+        """
+        room = _room(intervals) * abs(self.change)
         return NumberRange(self.low - room, self.high + room, self.last)
+
+    def highest(self, intervals: float = 1.0) -> float:
+        """The upper end of `bounds` for a learning rate: it has room only if it was rising."""
+        return self.high + _room(intervals) * max(0.0, self.change)
+
+
+def _room(intervals: float) -> float:
+    return (max(1.0, intervals) + 1) ** 2 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthyValues:
+    """What was learnt up to one healthy checkpoint. It never changes: checkpoints keep it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    rates: dict[str, HealthyNumber] = field(default_factory=dict)
+    """Engine name -> its learning rates at healthy checkpoints, where known."""
+    numbers: dict[str, HealthyNumber] = field(default_factory=dict)
+    """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
+
+    def __or__(self, better: HealthyValues) -> HealthyValues:
+        """Both together. Where both know a name, `better` counts."""
+        return HealthyValues(rates=self.rates | better.rates, numbers=self.numbers | better.numbers)
+
+    def with_checkpoint(
+        self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]
+    ) -> HealthyValues:
+        """The values with those of one more healthy checkpoint."""
+        at_rates = {name: NumberRange(rate, rate, rate) for name, rate in rates.items()}
+        return HealthyValues(
+            rates=_extended(self.rates, at_rates), numbers=_extended(self.numbers, seen)
+        )
+
+    def healthy_rate(self, name: str, rate: float) -> float:
+        """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
+        known = self.rates.get(name)
+        if known is not None and rate > known.highest() * RATE_TOLERANCE:
+            return known.last
+        return rate
+
+
+def _extended(
+    known: Mapping[str, HealthyNumber], seen: Mapping[str, NumberRange]
+) -> dict[str, HealthyNumber]:
+    found = {**known}
+    for name, each in seen.items():
+        if all(map(math.isfinite, each)):
+            found[name] = known[name].extended(each) if name in known else HealthyNumber(*each)
+    return found
 
 
 class HeldNumber(NamedTuple):
@@ -138,58 +186,45 @@ class HealthyRanges:
     """The ranges in which a run was healthy, and what is held now. Checkpoints hold it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    rates: dict[str, float] = field(default_factory=dict)
-    """Engine name -> highest learning rate at a healthy checkpoint, if known."""
-    last_rates: dict[str, float] = field(default_factory=dict)
-    """Engine name -> learning rate at the newest healthy checkpoint, if known."""
-    numbers: dict[str, HealthyNumber] = field(default_factory=dict)
-    """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
+    values: HealthyValues = field(default_factory=HealthyValues)
+    """What was learnt up to the newest healthy checkpoint."""
     held: Held = field(default_factory=Held)
 
     def learn(self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]) -> None:
         """Learns at a checkpoint whose weights are not suspect.
 
         Args:
-            rates: learning rates in force.
+            rates: learning rates of the last step.
             seen: result of `Driver.numbers`. Held numbers are not learnt.
         """
-        for name, rate in rates.items():
-            self.rates[name] = max(rate, self.rates.get(name, 0.0))
-            self.last_rates[name] = rate
-        for name, each in seen.items():
-            if name in self.held.numbers or not all(map(math.isfinite, each)):
-                continue
-            known = self.numbers.get(name)
-            if known is None:
-                self.numbers[name] = HealthyNumber(*each)
-            else:
-                self.numbers[name] = known.extended(each)
-
-    def healthy_rate(self, name: str, rate: float) -> float:
-        """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
-        if rate > self.rates.get(name, math.inf) * RATE_TOLERANCE:
-            return self.last_rates.get(name, rate)
-        return rate
+        free = {name: each for name, each in seen.items() if name not in self.held.numbers}
+        self.values = self.values.with_checkpoint(rates, free)
 
     def outside(
         self,
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
         largest: Mapping[str, float],
+        *,
+        healthy: HealthyValues,
+        intervals: float = 1.0,
     ) -> Held:
-        """What was outside of its healthy range since the newest healthy checkpoint.
+        """What was outside of its healthy range since the better weights.
 
         Args:
             seen: result of `Driver.numbers`.
             norms: engine name -> unusual gradient norm.
             largest: engine name -> largest healthy gradient norm.
+            healthy: what was learnt up to the better weights. What was learnt later may be a part
+                of the trouble that had not shown yet.
+            intervals: checkpoint intervals since the better weights.
         """
         numbers = {}
         for name, each in seen.items():
-            known = self.numbers.get(name)
+            known = (self.values | healthy).numbers.get(name)
             if known is None:
                 continue
-            bounds = known.bounds
+            bounds = known.bounds(intervals)
             value = each.high if each.high > bounds.high else each.low
             if not bounds.low <= value <= bounds.high:
                 program = value if math.isfinite(value) else None

@@ -140,7 +140,7 @@ class Restorer:
             order.lr_at_fault,
             now,
             healthy=trained,
-            ranges=self.saver.comparisons.state.ranges,
+            learnt=self.saver.comparisons.state.ranges.values,
         )
         held = self._held_after(order)
         engines = limit_norms(engine, engines, held.norm_limits)

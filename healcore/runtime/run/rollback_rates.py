@@ -9,7 +9,7 @@ import numpy as np
 
 from healcore.core.engine import Engine, StateError
 from healcore.runtime.driver import Engines, Rates
-from healcore.runtime.run.healthy_ranges import HealthyRanges
+from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
@@ -30,7 +30,7 @@ def limit_rates(
     rates: Rates,
     *,
     healthy: bool,
-    ranges: HealthyRanges,
+    learnt: HealthyValues,
 ) -> tuple[Engines, dict[str, float], dict[str, float]]:
     """Engine states with learning rates that fit the schedule at the restored step.
 
@@ -46,7 +46,7 @@ def limit_rates(
             for no new limit.
         rates: at the restored step.
         healthy: whether steps before the restored step were trained at `rates`.
-        ranges: rates at which the run was healthy. They count where the rate at the restored step
+        learnt: rates at which the run was healthy. They count where the rate at the restored step
             is above them all: a scheduler may have set the wrong rate before the checkpoint.
 
     Returns:
@@ -59,7 +59,7 @@ def limit_rates(
     if at_fault is not None:
         usable = {n: rate for n, rate in rates.items() if healthy and rate and at[n] is not None}
         before = {
-            name: ranges.healthy_rate(name, rate * float(states[name].lr.scale))
+            name: learnt.healthy_rate(name, rate * float(states[name].lr.scale))
             for name, rate in usable.items()
         }
         factor = float(engine.config.lr.factor)

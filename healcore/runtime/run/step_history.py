@@ -35,8 +35,8 @@ class Signs(NamedTuple):
     sign: bool
     """Whether it is a reason to compare weights: an alarm, a loss above the last losses, or an
     unusual gradient norm."""
-    first: bool
-    """Whether it is the first sign of some trouble."""
+    first_alarm: bool
+    """Whether it is an alarm, the first one for `STEPS_AFTER_SIGN` steps."""
     last_is_over: bool
     """Whether the last sign was `STEPS_AFTER_SIGN` steps ago: its burst is over."""
     high: bool
@@ -144,7 +144,7 @@ class StepHistory:
         """Steps whose norms are not yet healthy."""
         self._doubtful: deque[TrainedStep] = deque(maxlen=_NORMS)
         """Steps with a sign of trouble shortly after them."""
-        self._last_sign = -STEPS_AFTER_SIGN - 1  # none
+        self._last_sign = self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
         self._last_norms: dict[str, deque[float]] = {}
 
     def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
@@ -162,6 +162,9 @@ class StepHistory:
         high = is_bad or sign
         since_sign = step.index - self._last_sign
         first = sign and since_sign > STEPS_AFTER_SIGN
+        first_alarm = alarm and step.index - self._last_alarm > STEPS_AFTER_SIGN
+        if alarm:
+            self._last_alarm = step.index
         self._newest.append((step.index, loss))
         self._add_loss(loss, high=is_bad)
         if first:
@@ -184,7 +187,7 @@ class StepHistory:
             if math.isfinite(norm):
                 last = self._last_norms.setdefault(name, deque(maxlen=REGULAR_INTERVAL))
                 last.append(norm)
-        return Signs(sign, first, not sign and since_sign == STEPS_AFTER_SIGN, high)
+        return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def _add_loss(self, loss: float, *, high: bool) -> None:
         self._losses.add(loss if math.isfinite(loss) else -math.inf)

@@ -17,7 +17,7 @@ from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import mixed_groups, untrained
 from healcore.jax.heal_state import find, steps_judged
 from healcore.policy import engine_of
-from healcore.runtime.run.healthy_ranges import HealthyRanges
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback_rates import limit_rates
 from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
@@ -147,7 +147,7 @@ def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
     engines = {"": to_dict(state, "default")}
     engine = engine_of("default")
     limited_to, *_ = limit_rates(
-        engine, engines, {"": 3.0}, {"": 0.1}, healthy=True, ranges=HealthyRanges()
+        engine, engines, {"": 3.0}, {"": 0.1}, healthy=True, learnt=HealthyValues()
     )
     state = from_dict(state, limited_to[""], "default")
     step = tx.update if eager else jax.jit(tx.update)

@@ -32,7 +32,8 @@ def learnt(*seen: NumberRange, name: str = "optimizer.weight_decay") -> HealthyR
 
 
 def numbers_outside(ranges: HealthyRanges, seen: NumberRange) -> dict[str, HeldNumber]:
-    return ranges.outside({"optimizer.weight_decay": seen}, {}, {}).numbers
+    found = ranges.outside({"optimizer.weight_decay": seen}, {}, {}, healthy=ranges.values)
+    return found.numbers
 
 
 def test_any_change_of_a_number_that_never_changed_is_outside():
@@ -86,7 +87,7 @@ def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_hea
     assert not ranges.release(200, {name: constant(0.05)}), "the fault is still to come"
     assert not ranges.release(300, {name: wrong})
     ranges.learn({}, {name: wrong})
-    assert ranges.numbers[name] == HealthyNumber(0.05, 0.05, 0.05)
+    assert ranges.values.numbers[name] == HealthyNumber(0.05, 0.05, 0.05)
     released = ranges.release(400, {name: NumberRange(0.05, 100.0, 0.05)})
     assert [*released] == [name]
     assert not ranges.held
