@@ -102,6 +102,12 @@ class BetterWeights:
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
             return order
         held, batches = self._newly_unusual(verdict, past) if tried else (Held(), ())
+        if tried and not (held or batches):
+            for older in self.comparisons.about_older_weights(verdict):
+                held, batches = self._newly_unusual(older, past)
+                if held or batches:
+                    verdict, order = older, replace(order, better_step=older.anchor)
+                    break
         policy = self._context.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
         facts = TroubleFacts(

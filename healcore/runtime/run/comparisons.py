@@ -12,7 +12,7 @@ docs/how-it-decides.md has the theorem and the limits of the comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,7 +32,12 @@ from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import limit_norms
 from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.step_history import STEPS_BEFORE_SIGN, StepHistory, Suspects
+from healcore.runtime.run.step_history import (
+    STEPS_AFTER_SIGN,
+    STEPS_BEFORE_SIGN,
+    StepHistory,
+    Suspects,
+)
 from healcore.runtime.store.ranks import broadcast
 
 MAX_ANCHORS = 3
@@ -179,7 +184,7 @@ class Comparisons:
         signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
         if signs.high:
             first, last = state.high_steps
-            state.high_steps = (first if index - last <= SAMPLE_SIZE else index, index)
+            state.high_steps = (first if index - last <= STEPS_AFTER_SIGN else index, index)
         if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_on_average(index)
@@ -340,6 +345,17 @@ class Comparisons:
         )
         return replace(found, until=verdict.index + 1)
 
+    def about_older_weights(self, verdict: Verdict) -> Iterator[Verdict]:
+        """The same verdict about each older anchor that is better too, the newest first.
+
+        The newest better weights may already have a part of the trouble, such as a number that the
+        program has set before their checkpoint and that shows its effect after it.
+        """
+        strong = self._threshold**RESTART_POWER
+        for anchor in reversed(self.anchors):
+            if anchor.step < verdict.anchor and anchor.evidence >= strong:
+                yield verdict._replace(anchor=anchor.step)
+
     def unusual_batches(self, verdict: Verdict) -> list[int]:
         """Steps since the onset whose batches the better weights find unusual.
 
@@ -422,7 +438,7 @@ class Comparisons:
         if self.state.verdict is not None:
             return [anchor for anchor in self.anchors if anchor.step == self.state.verdict.anchor]
         age = max(SAMPLE_SIZE, min(self._interval, int(MIN_AGE * index)))
-        old = [anchor for anchor in self.anchors if index - anchor.step >= age]
+        old = [anchor for anchor in self.anchors if index + 1 - anchor.step >= age]
         return [
             anchor
             for anchor in self.anchors
@@ -539,7 +555,7 @@ class Comparisons:
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
             first, last = self.state.high_steps
-            if last >= onset - SAMPLE_SIZE:
+            if last >= onset - STEPS_AFTER_SIGN:
                 onset = min(onset, first)
             verdict = Verdict(
                 index=index,

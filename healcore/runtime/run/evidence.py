@@ -200,7 +200,7 @@ class ComparisonState:
     """Learning rates in force at the comparisons of the suspicion."""
     high_steps: tuple[int, int] = (-1, -1)
     """First and last of the latest steps with an alarm or a loss above the usual ones, with gaps of
-    at most `SAMPLE_SIZE` steps."""
+    at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
     verdict: Verdict | None = None
