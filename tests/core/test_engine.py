@@ -201,6 +201,39 @@ def test_before_a_limit_no_decision_depends_on_the_rate(rule):
     assert len(np.unique(first.lr_scale)) > 1
 
 
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize("last", [0.0, -0.0, 1e-20, -1e-20])
+def test_a_rate_of_zero_is_a_known_rate_and_leaves_the_multiplier_as_it_is(last, cuts):
+    """A schedule may end with 0, or begin with it: it has not risen above the limit there."""
+    rule = RuleConfig(int(Cause.OVERFIT), action=ROLLBACK | int(Action.CUT_LR) * cuts)
+    lr = LrConfig(factor=0.25, hold_steps=3, ramp_steps=8, ceiling=0.25)
+    for limit, highest in ((0.5, 1.0), (0.005, 0.5)):
+        runner = Runner(ESCALATION._replace(rules=(rule,), lr=lr))
+        runner.step(loss=1.0, learning_rate=0.01)
+        given = np.float32(limit), np.float32(0.01)
+        runner.state = runner.engine.limit_lr(runner.state, *given, xp=np)
+        rates = [0.01, 0.008, 0.006, 0.004, 0.002, 0.001, last, last]
+        scales = [each.lr_scale for each in runner.feed(loss=[1.0] * 8, learning_rate=rates)]
+        assert scales[0] == pytest.approx(highest)
+        assert scales[-1] == scales[-2] == scales[-3]
+        scales = [each.lr_scale for each in runner.feed(loss=[1.0] * 2, learning_rate=[1e-4, 0.02])]
+        assert scales == pytest.approx([1.0, min(1.0, limit / 0.02)]), "another schedule begins"
+
+
+def test_a_limit_at_a_rate_of_zero_is_the_limit_of_the_rates_that_follow():
+    """A warm-up begins with 0."""
+    rule = RuleConfig(int(Cause.OVERFIT), action=ROLLBACK)
+    runner = Runner(ESCALATION._replace(rules=(rule,), lr=LrConfig(ceiling=0.25)))
+    zero = np.float32(0)
+    with np.errstate(all="raise"):
+        runner.state = runner.engine.limit_lr(runner.state, np.float32(0.005), zero, xp=np)
+        runner.state = runner.engine.apply_rate(runner.state, zero, xp=np)
+    assert runner.state.lr.scale == 1
+    rates = [0.0, 0.0, 0.004, 0.01, 0.002]
+    scales = [each.lr_scale for each in runner.feed(loss=[1.0] * 5, learning_rate=rates)]
+    assert scales == pytest.approx([1.0, 1.0, 1.0, 0.5, 1.0])
+
+
 def limited(runner: Runner, limit: float | None) -> None:
     """Sets the limit of the gradient norm as the host does."""
     given = None if limit is None else np.float32(limit)

@@ -204,14 +204,16 @@ class JaxDriver(Driver):
         Other rates in the state may have another unit than the engine's. One sync.
         """
         tree, found = self._live.read(), {}
+        reads_rate = self._engine.limits_lr or self._engine.cuts_lr
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
             owner = heal_state.node_at(tree, entry.path[:-1])
             injected = injected_rates(owner) if isinstance(owner, ProtectState) else []
             received = engine["state"]["lr"]["rate"]
             if len(injected) == 1:
                 found[entry.name] = float(jax.device_get(injected[0]))
-            else:  # 1.0 if none was passed
-                found[entry.name] = None if received in (0.0, 1.0) else received
+            else:  # 1.0 if none was passed, 0.0 also before a step
+                unread = received == 0.0 and not (reads_rate and engine["state"]["step"])
+                found[entry.name] = None if received == 1.0 or unread else received
         return found
 
     @transferring

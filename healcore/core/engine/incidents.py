@@ -256,7 +256,7 @@ def update_rate(
     A cut multiplies the multiplier in force. In an open incident the multiplier stays, except that
     the ceiling lowers it if the schedule rises. If no rule cuts, the host alone limits the rate. A
     refund, after long health, raises the limit. `rate` is the schedule's learning rate at this
-    step, or None for a constant rate of 1.
+    step, or None for a constant rate of 1. At a rate of 0 no multiplier is wrong: it stays.
     """
     if orders.cut is None and not may_limit_rate(config):
         return state
@@ -268,12 +268,17 @@ def update_rate(
         return _cut_hold_ramp(config, state, orders, is_open, rate, xp=xp)
     peak = xp.where(_keeps_peak(state, rate), state.peak, rate)
     scale = numerics.flush(_top_multiplier(config, rate_at_cut, peak, xp=xp), xp=xp)
-    return state._replace(scale=scale, peak=peak, rate=rate)
+    return state._replace(scale=xp.where(rate > 0, scale, state.scale), peak=peak, rate=rate)
 
 
 def _keeps_peak(state: LrState, rate: Any) -> Any:
-    """Whether the peak stays. A sudden fall of the rate begins another schedule with a new peak."""
-    return (rate >= RESTART_RATIO * state.rate) & (state.peak > rate)
+    """Whether the peak stays, as at a rate of 0.
+
+    A sudden fall of the rate begins another schedule with a new peak, and so does the first rate
+    after a rate of 0.
+    """
+    same_schedule = (state.rate > 0) & (rate >= RESTART_RATIO * state.rate)
+    return (rate <= 0) | (same_schedule & (state.peak > rate))
 
 
 def _cut_hold_ramp(
@@ -282,12 +287,15 @@ def _cut_hold_ramp(
     """`update_rate` for a policy that cuts the rate."""
     cut = orders.cut
     keeps_peak = _keeps_peak(state, rate)
+    has_rate = rate > 0
+    divisor = xp.where(has_rate, rate, 1.0)  # a cut at a rate of 0 is one of a rate of 1
     advances = orders.healthy & ~cut
     cut_scale = xp.maximum(config.factor * state.scale, config.floor)
     # A floor above the multiplier does not raise the multiplier.
     cut_scale = xp.minimum(cut_scale, state.scale)
-    rate_after_cut = xp.where(cut, numerics.product(cut_scale, rate, xp=xp), state.rate_after_cut)
-    rate_at_cut = xp.where(cut, numerics.product(state.scale, rate, xp=xp), state.rate_at_cut)
+    after_cut = numerics.product(cut_scale, divisor, xp=xp)
+    rate_after_cut = xp.where(cut, after_cut, state.rate_after_cut)
+    rate_at_cut = xp.where(cut, numerics.product(state.scale, divisor, xp=xp), state.rate_at_cut)
     hold = xp.where(cut, config.hold_steps, state.hold)
     ramp = xp.where(cut, config.ramp_steps, state.ramp)
     peak = xp.where(keeps_peak & ~cut, state.peak, rate)
@@ -296,7 +304,7 @@ def _cut_hold_ramp(
     ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
     top = _top_multiplier(config, rate_at_cut, peak, xp=xp) if may_limit_rate(config) else 1.0
-    bottom = xp.minimum(numerics.quotient(rate_after_cut, rate, xp=xp), top)
+    bottom = xp.minimum(numerics.quotient(rate_after_cut, divisor, xp=xp), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.
     part = 1.0 / (config.ramp_steps + (config.ramp_steps == 0))
@@ -304,6 +312,7 @@ def _cut_hold_ramp(
     ramped = bottom + numerics.product(top - bottom, ramp_share, xp=xp)
     scale = xp.where(holding, bottom, xp.where(ramp == 0, top, ramped))
     scale = xp.where(is_open, xp.minimum(state.scale, top), scale)
+    scale = xp.where(has_rate, scale, state.scale)
     scale = numerics.flush(xp.where(cut, cut_scale, scale), xp=xp)
     return LrState(scale, rate_after_cut, rate_at_cut, peak, rate, hold, ramp)
 
@@ -311,8 +320,11 @@ def _cut_hold_ramp(
 def limited_rate(config: LrConfig, state: LrState, limit: Any, rate: Any, *, xp: Any) -> LrState:
     """Limits the rate to `limit`, as after a cut to this rate; `rate` is as in `update_rate`."""
     one, rate = _known_rate(None, state, xp=xp), _known_rate(rate, state, xp=xp)
-    limit = xp.where(limit > 0, limit, rate)
-    scale = xp.minimum(numerics.quotient(limit, rate, xp=xp), state.scale)
+    has_rate = rate > 0
+    divisor = xp.where(has_rate, rate, 1.0)
+    limit = xp.where(limit > 0, limit, divisor)
+    scale = xp.minimum(numerics.quotient(limit, divisor, xp=xp), state.scale)
+    scale = xp.where(has_rate, scale, state.scale)
     share = xp.where(config.ceiling * one > 0, config.ceiling * one, 1.0)
     rate_at_cut = xp.minimum(numerics.quotient(limit, share, xp=xp), _MAX_RATE)
     zero = state.hold - state.hold
@@ -326,15 +338,20 @@ def may_limit_rate(config: LrConfig) -> bool:
 
 
 def _known_rate(rate: Any, state: LrState, *, xp: Any) -> Any:
-    """The schedule's rate, or 1 for a rate that is unknown or of no use."""
+    """The schedule's rate, 0 for the smallest rates, or 1 for a rate that is unknown or of no use.
+
+    Rounding makes the last rates of a schedule that ends with 0 a little larger or smaller than 0.
+    """
     if rate is None:
         return state.scale - state.scale + 1.0
-    return xp.where((rate > numerics.TINY) & (rate < _MAX_RATE), rate, 1.0)
+    rate = xp.where((rate >= -numerics.TINY) & (rate < _MAX_RATE), rate, 1.0)
+    return xp.where(rate > numerics.TINY, rate, 0.0)
 
 
 def _top_multiplier(config: LrConfig, rate_at_cut: Any, peak: Any, *, xp: Any) -> Any:
     """The multiplier at which the schedule's peak is the ceiling's share of `rate_at_cut`."""
     share = numerics.product(config.ceiling, rate_at_cut, xp=xp)
-    top = numerics.quotient(share, peak, xp=xp)
+    # The peak is 0 until the first rate above 0, where the multiplier stays.
+    top = numerics.quotient(share, xp.where(peak > 0, peak, 1.0), xp=xp)
     # Without a cut `share` is 0; so it is where the ceilings of several policies are 0.
     return xp.where(share > 0, xp.minimum(top, 1.0), 1.0)

@@ -167,7 +167,7 @@ class LrState(NamedTuple):
     rate_after_cut: Float  # of the last cut: the ramp begins at this rate; 0 = never cut
     rate_at_cut: Float  # in force before the last cut; long health raises it; 0 = never cut
     peak: Float  # highest rate of the schedule since the last cut or sudden fall; 0 = none
-    rate: Float  # the schedule's rate at the last step; 0 = no step
+    rate: Float  # the schedule's rate at the last step; 0 = no step, or a rate of 0
     hold: Int  # remaining steps of the hold
     ramp: Int  # remaining steps of the ramp
 

@@ -118,6 +118,13 @@ class Incident:
         return self.rollback.depth + self.rollback.deepen * self.escalations
 
 
+def _known_rate(schedule: float | None) -> float:
+    """The schedule's rate, 0 up to 1e-12, and 1 for one that is unknown, negative or too large."""
+    if schedule is None or not -1e-12 <= schedule < 1e12:
+        return 1.0
+    return schedule if schedule > 1e-12 else 0.0
+
+
 class Multiplier:
     """The learning rate's multiplier: cut, hold, ramp; absolute where the schedule is known."""
 
@@ -138,19 +145,23 @@ class Multiplier:
         self, cut: bool, healthy: bool, incident: bool, refund: bool, schedule: float | None
     ) -> float:
         c = self.config
-        rate = schedule if schedule is not None and 1e-12 < schedule < 1e12 else 1.0
-        self.peak = rate if cut or rate < self.rate / 2 else max(rate, self.peak)
+        rate, scale = _known_rate(schedule), self.scale
+        if cut or (rate > 0 and (self.rate == 0 or rate < self.rate / 2)):
+            self.peak = rate
+        elif rate > 0:
+            self.peak = max(rate, self.peak)
         self.rate = rate
         if refund:
             self.rate_at_cut = min(self.rate_at_cut / c.factor, 1e12)
         if cut:
-            self.rate_at_cut = self.scale * rate
+            self.rate_at_cut = self.scale * (rate or 1.0)
             self.scale = min(self.scale, max(c.factor * self.scale, c.floor))
-            self.rate_after_cut = self.scale * rate
+            self.rate_after_cut = self.scale * (rate or 1.0)
             self.hold, self.ramp = c.hold_steps, c.ramp_steps
         elif self.rate_after_cut is not None:
-            top = min(1.0, c.ceiling * self.rate_at_cut / self.peak) if c.ceiling > 0 else 1.0
-            bottom = min(top, self.rate_after_cut / rate)
+            limited = c.ceiling > 0 and self.peak > 0
+            top = min(1.0, c.ceiling * self.rate_at_cut / self.peak) if limited else 1.0
+            bottom = min(top, self.rate_after_cut / (rate or 1.0))
             if incident:
                 self.scale = min(self.scale, top)
             elif self.hold > 0:
@@ -160,12 +171,14 @@ class Multiplier:
                 self.ramp = max(0, self.ramp - healthy)
                 gone = 1.0 if not self.ramp else (c.ramp_steps - self.ramp) / c.ramp_steps
                 self.scale = top if gone == 1.0 else bottom + (top - bottom) * gone
+            if rate == 0:  # no multiplier is wrong there
+                self.scale = scale
         return self.scale
 
     def limit(self, limit: float, schedule: float | None) -> None:
         """The host holds the rate at most at `limit`, as after a cut that has left this rate."""
-        rate = schedule if schedule is not None and 1e-12 < schedule < 1e12 else 1.0
-        self.scale = min(self.scale, limit / rate)
+        rate = _known_rate(schedule)
+        self.scale = min(self.scale, limit / rate) if rate else self.scale
         self.rate_after_cut = limit
         self.rate_at_cut = min(limit / (self.config.ceiling or 1.0), 1e12)
         self.peak = self.rate = rate
@@ -357,7 +370,7 @@ def _observed(seen: Signals, restart: bool, clips: bool) -> tuple[Step, list[flo
         bad_grad=bad_grad,
         finite=not (bad_loss or bad_grad),
         restart=restart,
-        rate=_bounded(seen.learning_rate),
+        rate=seen.learning_rate,
     )
     groups = seen.group_norms
     if groups is not None:

@@ -195,6 +195,21 @@ def test_a_learning_rate_is_of_the_optimizer_that_protect_wraps():
     assert rates == pytest.approx({**known, "plain": None, "chain": None})
 
 
+@pytest.mark.parametrize(
+    ("policy", "passed", "known"),
+    [("default", 0.0, 0.0), ("default", 0.3, 0.3), ("default", None, None), ("zclip", 0.0, None)],
+)
+def test_a_passed_learning_rate_of_zero_is_known(policy, passed, known):
+    """Unless the engine does not read the rate."""
+    tx = protect(optax.sgd(0.2), policy=policy)
+    given = {} if passed is None else {"learning_rate": passed}
+    opt_state = tx.init(PARAMS)
+    before = JaxDriver({"opt_state": opt_state, "params": PARAMS}, policy).learning_rates()
+    _, opt_state = tx.update(PARAMS, opt_state, PARAMS, value=jnp.float32(1), **given)
+    after = JaxDriver({"opt_state": opt_state, "params": PARAMS}, policy).learning_rates()
+    assert (before, after) == ({"opt_state": None}, pytest.approx({"opt_state": known}))
+
+
 def overflows(inner: Any, policy: Any) -> Any:
     tx = protect(inner, policy)
 
