@@ -157,6 +157,11 @@ class EventRecord(_EventsModel):
     checkpoint: NonNegativeInt = _maybe(
         "Step of the restored checkpoint, or of the checkpoint that the event reports."
     )
+    steps_repeated: PositiveInt = _maybe("Undone steps that the run repeats after the rollback.")
+    steps_lost: PositiveInt = _maybe(
+        "Undone steps that the run does not repeat, because the data was not rewound: of the "
+        "rollback or, at the end, of the whole run."
+    )
     held: Texts = _maybe("What the rollback holds in its healthy range, one sentence each.")
     moments_reset: Boolean = _maybe("The moments of the optimizers were reset.")
     rewound: Boolean = _maybe("true: the data was rewound; false: the data continues forward.")

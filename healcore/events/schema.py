@@ -114,6 +114,18 @@ def _rollback(event: EventRecord) -> str:
         f"{counted(number, 'batch', 'batches')} skipped" if number else "",
         *(event.held or ()),
         "moments reset" if event.moments_reset else "",
+        repeat_text(event),
+    )
+    return ", ".join(filter(None, parts))
+
+
+def repeat_text(rollback: EventRecord) -> str:
+    """How many of the undone steps are repeated, as a clause, or an empty string if unknown."""
+    repeated, lost = rollback.steps_repeated or 0, rollback.steps_lost or 0
+    because = f", because {rollback.why}" if rollback.why else ""
+    parts = (
+        f"{counted(repeated, 'step is', 'steps are')} repeated" if repeated else "",
+        f"{counted(lost, 'step is', 'steps are')} not repeated{because}" if lost else "",
     )
     return ", ".join(filter(None, parts))
 

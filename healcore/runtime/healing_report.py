@@ -33,6 +33,8 @@ class HealingReport:
     converged: bool  # whether the run completed, with finite weights and no open incident
     steps: int  # optimizer steps done. A rollback decreases the number.
     attempts: int  # number of rollbacks
+    steps_lost: int
+    """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
     recoveries: int  # number of incidents that have ended
     history: tuple[IncidentRecord, ...]  # the incidents, oldest first
     rollbacks: tuple[RollbackRecord, ...]  # the rollbacks, oldest first
@@ -70,6 +72,7 @@ class HealingReport:
             converged=completed and not end.open and loop.driver.has_finite_weights(),
             steps=end.step,
             attempts=end.counts.rollbacks,
+            steps_lost=end.steps_lost,
             recoveries=sum(incident.over for incident in ledger.incidents),
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
@@ -90,11 +93,12 @@ class HealingReport:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
         why_none = why_no_good_checkpoint(self.steps, self.probation)
         known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
+        lost = f" ({self.steps_lost} steps not repeated)" if self.steps_lost else ""
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, healthy: {self.converged}",
             f"incidents   {len(self.history)}, {self.recoveries} of them over; {counts or 'none'}",
-            f"rollbacks   {self.attempts}; learning rate × {self.lr_scale:g}",
+            f"rollbacks   {self.attempts}{lost}; learning rate × {self.lr_scale:g}",
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]

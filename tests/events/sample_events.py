@@ -49,7 +49,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "rollback": {
         "number": 1, "onset": 4, "cause": Cause.LOSS_SPIKE, "checkpoint": 300, "outcome": "done",
         "lr": 1e-3, "lr_limit": 5e-4, "lr_scale_before": 1.0, "lr_scale": 0.5,
-        "batches": [(0, 7), (0, 8)],
+        "batches": [(0, 7), (0, 8)], "steps_repeated": 5, "steps_lost": 3,
+        "why": "a generator cannot be rewound",
     },
     "skipped_batches": {"batches": [(0, 7), (1, 0)]},
     "data": {"outcome": "rewound", "rewound": True},
@@ -66,7 +67,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "retried": {"attempt": 3},
     "stop": {"why": "the budget is spent", "diagnosis": "healcore stopped.", "checkpoint": 300},
     "problem": {"problem": "the rollback could not be written"},
-    "end": {"ending": "stopped", "incidents": 3, "rollbacks": 2, "last_good": 300},
+    "end": {"ending": "stopped", "incidents": 3, "rollbacks": 2, "last_good": 300, "steps_lost": 3},
 }  # fmt: skip
 
 

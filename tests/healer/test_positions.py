@@ -14,7 +14,17 @@ from healcore import Checkpoints, Cursor, Healer
 from healcore.runtime.run.monitor import IncidentMonitor
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_faults import with_answers
-from tests.healer.training_loops import SKIPS, Faults, TorchLoop, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    EVERY_5,
+    SKIPS,
+    Faults,
+    TorchLoop,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 BATCHES = 7
 FEW = settings(max_examples=4, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -138,7 +148,11 @@ def test_a_rollback_to_before_the_loader_of_an_epoch_begins_this_epoch_again(cap
             for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
                 loop.step(healer, number)
     assert loop.faults.order[-7:] == [10, *range(12, 18)]
-    assert "the rest of the earlier epoch is lost" in capsys.readouterr().err
+    lines = capsys.readouterr().err
+    assert "the rest of the earlier epoch is lost" in lines
+    assert "from step 11 back to the checkpoint of step 3, 1 batch skipped" in lines
+    assert "2 steps are repeated, 5 steps are not repeated, because each epoch has a" in lines
+    assert "; 5 of 15 steps were not repeated, because each epoch has a loader of" in lines
 
 
 @pytest.mark.parametrize(
@@ -165,7 +179,9 @@ def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(framework, tmp_path):
+def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(
+    framework, tmp_path, capsys
+):
     loop = loop_of(framework, Faults(always=[23]), rules())
     facts = train(loop, rules(), iter(range(40)), store=tmp_path)
     assert loop.faults.order == list(range(40)), "nothing twice, nothing left out"
@@ -175,6 +191,62 @@ def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(fram
     assert moved["rewound"] is False
     assert "range_iterator" in moved["outcome"]
     assert facts["step"] == rollback["checkpoint"] + 15
+    assert (rollback["steps_lost"], "steps_repeated" in rollback) == (10, False)
+    because = "because a range_iterator cannot be rewound"
+    lines = capsys.readouterr().err
+    assert f", 10 steps are not repeated, {because}\n" in lines
+    assert f"; 10 of 40 steps were not repeated, {because}; " in lines.splitlines()[-1]
+    (end,), (written,) = events(tmp_path, "end"), postmortems(tmp_path)
+    assert end["steps_lost"] == written["steps_lost"] == written["rollbacks"][0]["lost"] == 10
+
+
+def test_a_generator_is_named_and_the_lost_steps_are_counted_over_a_restart(tmp_path, capsys):
+    def stream():
+        yield from range(40)
+
+    breaks_off(loop_of("torch", Faults(always=[23])), rules(), stream(), at=33, store=tmp_path)
+    loop = loop_of("torch", Faults(always=[23, 35]))
+    train(loop, rules(), stream(), store=tmp_path)
+    lost = [each["steps_lost"] for each in events(tmp_path, "rollback")]
+    assert len(lost) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{sum(lost)} of 40 steps were not repeated, because a generator cannot be" in last
+    written = postmortems(tmp_path)[-1]
+    assert [each["lost"] for each in written["rollbacks"]] == lost
+    assert written["steps_lost"] == sum(lost)
+
+
+def test_a_rollback_says_how_many_steps_are_repeated(tmp_path, capsys):
+    healers: list[Any] = []
+    before = lambda healer, number: healers.append(healer)  # noqa: E731
+    loop = loop_of("torch", Faults(always=[23]))
+    train(loop, rules(cut=False), range(40), store=tmp_path, before=before)
+    (rollback,) = events(tmp_path, "rollback")
+    assert (rollback["steps_repeated"], "steps_lost" in rollback) == (9, False)
+    lines = capsys.readouterr().err
+    line = "from step 25 back to the checkpoint of step 15, 1 batch skipped, 9 steps are repeated, "
+    assert f"{line}data rewound\n" in lines
+    assert "not repeated" not in lines
+    (written,) = postmortems(tmp_path)
+    (done,) = written["rollbacks"]
+    assert (written["steps_lost"], done["repeated"], done["lost"]) == (0, 9, 0)
+    report = healers[0].report()
+    assert (report.steps_lost, report.rollbacks[0].repeated) == (0, 9)
+
+
+def test_a_loop_that_asks_for_the_number_of_each_step_repeats_it_with_its_own_data(
+    tmp_path, capsys
+):
+    loop = loop_of("torch", Faults(always=[23]))
+    with Healer(rules(), state=loop.state, store=tmp_path, checkpoints=EVERY_5) as healer:
+        for number, _ in enumerate(healer.steps(40)):
+            loop.step(healer, number)
+    assert len(loop.faults.order) == 50
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["steps_repeated"] == 10
+    lines = capsys.readouterr().err
+    assert "10 steps are repeated, data continues forward: the loop does not read" in lines
+    assert "not repeated" not in lines
 
 
 def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):

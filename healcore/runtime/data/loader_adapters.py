@@ -359,10 +359,12 @@ def _why_no_state(loader: Any) -> str | None:
             "or pass torchdata's StatefulDataLoader to the Healer without preparing it"
         )
     if not _has_methods(loader, _STATE_DICT):
+        article = "an" if name[0].lower() in "aeiou" else "a"
         return (
-            f"{name} has no state_dict and load_state_dict (or get_state and set_state): pass a "
-            "list, a torch DataLoader of a map-style dataset, torchdata's StatefulDataLoader, a "
-            "Grain dataset, or a loader whose iterator has these methods"
+            f"{article} {name} cannot be rewound: it has no state_dict and load_state_dict (or "
+            "get_state and set_state). Pass a list, a torch DataLoader of a map-style dataset, "
+            "torchdata's StatefulDataLoader, a Grain dataset, or a loader whose iterator has these "
+            "methods"
         )
     if _has_shuffle_buffer(loader):
         return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"

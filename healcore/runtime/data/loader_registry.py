@@ -13,6 +13,9 @@ from typing import Any
 from healcore.runtime.data.cursor import Cursor
 from healcore.runtime.data.loader_adapters import BatchId, DataError, decode_position
 
+EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
+"""Reason of a rollback after which only the steps of the current loader are repeated."""
+
 _MAX_LOADERS = 8  # to keep; a loop may make a new loader for every epoch
 # Keys next to the positions: the number of loaders so far, and the epoch of the program's own loop
 # that begins or continues here.
@@ -289,7 +292,7 @@ class LoaderRegistry:
             loader.in_loop = False  # a `break` came after this position
         ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
         if str(trained.number) not in position and any(at and at["index"] for at in ended):
-            return "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
+            return EPOCH_LOST
         return ""
 
     def _of_steps(self) -> list[RunLoader]:

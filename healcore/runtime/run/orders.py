@@ -62,6 +62,9 @@ class RollbackRecord(Order):
     step: int = 0  # steps done when the rollback began
     target: Step = 0  # step of the restored checkpoint
     skipped: int = 0  # number of skipped batches
+    repeated: int = 0  # undone steps that the run repeats
+    lost: int = 0  # undone steps that the run does not repeat, because the data was not rewound
+    why_lost: str = ""  # why the data was not rewound, in short, or empty if no step is lost
     engine: str = ""  # optimizer of the next three: lowest multiplier, preferably with a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown

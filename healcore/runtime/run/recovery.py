@@ -11,6 +11,7 @@ from healcore.console import counted, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names, sentence
+from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.dead_run import (
     STEPS_TO_REVIVE,
@@ -54,6 +55,8 @@ class Recovery:
         self.counts_steps = False
         """Whether the loop asks for the number of each step, so that a rollback repeats steps also
         where healcore reads no data for the loop."""
+        self.ends_by_steps = False
+        """Whether a trainer takes a given number of steps, from as many batches as they need."""
         self._trained_rates = TrainedRates()
         self._answered_nonfinite = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
@@ -335,7 +338,7 @@ class Recovery:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
         try:
-            done, why_not = self.restorer.restore(order)
+            done, why_not = self.restorer.restore(order, self._lost_steps)
         except StoreError as error:
             is_optional = order.better_step is not None or order.attempt
             if not is_optional or not isinstance(error, NoGoodCheckpoint | StateMismatch):
@@ -358,6 +361,16 @@ class Recovery:
         self._host_rules.restart()
         self.monitor.read_engines()
         return done
+
+    def _lost_steps(self, target: int, why_not: str) -> int:
+        """Steps since `target` that the loop does not repeat, where the data was not rewound.
+
+        A loop that counts steps takes as many steps as without the rollback, with later data.
+        """
+        if not why_not or self.counts_steps or self.ends_by_steps:
+            return 0
+        end = self.monitor.loader_start if why_not == EPOCH_LOST else self.data.step
+        return max(end - target, 0)
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
@@ -387,11 +400,15 @@ class Recovery:
             lr_scale_before=self.monitor.lr_scale,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
+            steps_repeated=done.repeated or None,
+            steps_lost=done.lost or None,
+            why=done.why_lost or None,
             held=None if done.held is None else done.held.sentences() or None,
             moments_reset=self.context.policy.rollback.reset_moments or None,
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.context.log.event("data", step=done.target, outcome=data, rewound=not why_not)
+        told = "" if done.lost else f", data {data}"
         cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
@@ -400,8 +417,7 @@ class Recovery:
         if done.attempt:
             cause = no_finite_step(done)
         self.context.log.warning(
-            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}, "
-            f"data {data}"
+            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}{told}"
         )
 
     def stop(
@@ -425,6 +441,7 @@ class Recovery:
         """How the run ends. `why` is the reason of a stop, or the signal."""
         good = self.saver.known.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
+        lost = [each for each in self.context.ledger.rollbacks if each.lost]
         saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
             self.context.log.run,
@@ -439,6 +456,8 @@ class Recovery:
             probation=self.context.policy.rollback.probation if saves else None,
             nonfinite_saves=tuple(self.saver.known.nonfinite),
             metrics=self.monitor.metrics.values(),
+            steps_lost=sum(each.lost for each in lost),
+            why_lost=lost[-1].why_lost if lost else "",
             **fields,
         )
 

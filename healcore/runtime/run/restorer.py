@@ -70,8 +70,13 @@ class Restorer:
     def __init__(self, saver: Saver) -> None:
         self.saver, self.context, self.data = saver, saver.context, saver.data
 
-    def restore(self, order: Order) -> tuple[RollbackRecord, str]:
+    def restore(
+        self, order: Order, lost_steps: Callable[[int, str], int] = lambda target, why_not: 0
+    ) -> tuple[RollbackRecord, str]:
         """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
+
+        `lost_steps` takes the restored step and this reason. It returns the number of undone steps
+        that the run does not repeat.
 
         Raises NoGoodCheckpoint if no checkpoint is usable (a failed load may have changed a part of
         the live state), StateMismatch if the state differs, or another StoreError.
@@ -85,9 +90,10 @@ class Restorer:
         order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         done, saved = self._load_first_intact(steps, load, step)
-        self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
         extra = self.context.policy.rollback.skip_batches
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
+        done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
+        self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.data.host.put_back(saved.host)
         saver.comparisons.state.ranges.held = self._held_after(order)
@@ -158,6 +164,13 @@ class Restorer:
             lr_limit=limits.get(lowest),
             lr_scale=scales.get(lowest, 1.0),
         )
+
+    def _with_repeat(self, done: RollbackRecord, lost: int, why_not: str) -> RollbackRecord:
+        """The record of a rollback with the numbers of repeated and of lost steps."""
+        skipped = self.data.steps_of(len({*done.batches}))
+        why, _, _ = why_not.partition(": ")  # without the advice
+        repeated = max(done.step - done.target - lost - skipped, 0)
+        return replace(done, repeated=repeated, lost=lost, why_lost=why if lost else "")
 
     def _held_after(self, order: Order) -> Held:
         """What is held in its healthy range after the rollback of an order."""

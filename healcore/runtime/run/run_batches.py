@@ -253,5 +253,8 @@ class RunBatches:
     @property
     def skipped_steps(self) -> int:
         """Approximate number of steps whose batches rollbacks have skipped."""
-        skipped = sum(map(len, self.loaders.skipped_by_loader().values()))
-        return skipped // max(1, len(self._last_ids))
+        return self.steps_of(sum(map(len, self.loaders.skipped_by_loader().values())))
+
+    def steps_of(self, batches: int) -> int:
+        """Number of steps that take so many batches, if each takes as many as the last step."""
+        return batches // max(1, len(self._last_ids))

@@ -78,3 +78,9 @@ def trainer_settings(state: Any) -> list[Any]:
     """
     parts = state.values() if isinstance(state, Mapping) else ()
     return [each for part in parts if (each := attribute(part, "run_settings")) is not None]
+
+
+def trainer_ends_by_steps(settings: list[Any]) -> bool:
+    """Whether the settings of a trainer limit its steps, so that it takes as many in any case."""
+    limits = [each.get("max_steps") for each in settings if isinstance(each, dict)]
+    return any(isinstance(most, int) and most > 0 for most in limits)

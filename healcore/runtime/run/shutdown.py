@@ -258,6 +258,7 @@ class Shutdown:
             incidents=end.counts.incidents,
             rollbacks=end.counts.rollbacks,
             last_good=end.last_good,
+            steps_lost=end.steps_lost or None,
         )
         self.log_last_line(end)
 

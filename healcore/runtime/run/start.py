@@ -157,12 +157,10 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         rates=monitor.rates_in_force,
     )
     saver = Saver(context, data, schedule, comparisons, options.checkpoints.keep)
-    return Loop(
-        recovery=Recovery(Restorer(saver), monitor),
-        end_requests=end_requests,
-        claim=own_claim,
-        has_trainer=bool(run_settings.trainer_settings(options.state)),
-    )
+    recovery = Recovery(Restorer(saver), monitor)
+    of_trainer = run_settings.trainer_settings(options.state)
+    recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
+    return Loop(recovery, end_requests, own_claim, has_trainer=bool(of_trainer))
 
 
 def _events(given: Any, folder: Path | None) -> Log:

@@ -70,6 +70,9 @@ class RunEnd(NamedTuple):
     nonfinite_saves: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Step and array names of each checkpoint with disallowed NaN or Inf."""
     metrics: Mapping[str, float] = MappingProxyType({})  # `Healer.metrics` at the end
+    steps_lost: int = 0
+    """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
+    why_lost: str = ""  # why the data was not rewound, or empty if no step is lost
 
     @property
     def cause(self) -> Cause:
@@ -151,7 +154,8 @@ def _tried(end: RunEnd) -> Iterator[str]:
     rollbacks = [f"a rollback {sentence(event)}" for event in end.run.rollbacks[-_SHOWN:]]
     if earlier := len(end.run.rollbacks) - len(rollbacks):
         rollbacks.insert(0, counted(earlier, "earlier rollback"))
-    if done := "; ".join([*interventions(end), *rollbacks]):
+    lost = [lost_steps_text(end)] if end.steps_lost else []
+    if done := "; ".join([*interventions(end), *rollbacks, *lost]):
         yield f"{done}."
 
 
@@ -225,7 +229,16 @@ def last_line(end: RunEnd, newest: int | None) -> str:
     elif end.ending == Ending.STOPPED:
         ended += f" ({end.why})"
     what = ", ".join(f"{would}{each}" for each in done) or "no intervention"
-    return f"{ended} after step {end.step}: {what}; {disk}newest known-good checkpoint: {last_good}"
+    lost = f"; {lost_steps_text(end)}" if end.steps_lost else ""
+    kept = f"{disk}newest known-good checkpoint: {last_good}"
+    return f"{ended} after step {end.step}: {what}{lost}; {kept}"
+
+
+def lost_steps_text(end: RunEnd) -> str:
+    """A clause about the steps that rollbacks have undone and that were not repeated."""
+    total = end.step + end.steps_lost
+    because = f", because {end.why_lost}" if end.why_lost else ""
+    return f"{end.steps_lost:,} of {total:,} steps were not repeated{because}"
 
 
 FROM_START = 100

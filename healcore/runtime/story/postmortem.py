@@ -60,6 +60,7 @@ def write(
         **by_name(observes=run.observes, clips=counts.clips or 0, skips=counts.skips),
         "metrics": end.metrics,
         "rollbacks": [_rollback(event) for event in run.rollbacks],
+        "steps_lost": end.steps_lost,
         "lr_scale": end.lr_scale,
         "last_good": end.last_good,
         "last_good_path": end.last_good_path,
@@ -92,6 +93,8 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
         "lr_limit": event.lr_limit,
         "lr_scale": 1.0 if event.lr_scale is None else event.lr_scale,
         "skipped": len(event.batches or ()),
+        "repeated": event.steps_repeated or 0,
+        "lost": event.steps_lost or 0,
     }
 
 
@@ -130,6 +133,8 @@ def write_for_killed(events: Path, run: Run) -> bool:
         why="" if gone else f"it ran on {process.host}, whose processes this host cannot see",
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
+        steps_lost=sum(event.steps_lost or 0 for event in run.rollbacks),
+        why_lost=next((e.why or "" for e in reversed(run.rollbacks) if e.steps_lost), ""),
     )
     problem = write(events, end, certain=bool(gone))
     if problem is not None:

@@ -214,6 +214,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
         else None,
         "Faults": "; ".join(faults),
         "Step at the end": ends[-1].step if ends else written.get("step"),
+        "Steps not repeated": sum(each.steps_lost or 0 for each in run.rollbacks) or None,
         "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
         "Settings": ", ".join(f"{n} {v}" for n, v in run.settings.items() if n != "policy"),
         "Saved every": None if start.save_every is None else f"{start.save_every} steps",

@@ -139,7 +139,9 @@ class Process:
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
         host = HostState(self.loaders.position)
-        self.data: Any = SimpleNamespace(step=0, loaders=self.loaders, host=host)
+        self.data: Any = SimpleNamespace(
+            step=0, loaders=self.loaders, host=host, steps_of=lambda batches: batches
+        )
         driver: Any = Nothing()
         context = RunContext(POLICY, driver, store, Alone(), log, facts)
         schedule = SaveSchedule(context, self.data, EVERY)

@@ -158,9 +158,13 @@ def test_a_killed_process_has_a_postmortem(events):
     assert found["rollbacks"] == [
         {
             "step": 413, "onset": 4, "target": 300, "skipped": 2,
-            "lr": 1e-3, "lr_limit": 5e-4, "lr_scale": 0.5,
+            "lr": 1e-3, "lr_limit": 5e-4, "lr_scale": 0.5, "repeated": 5, "lost": 3,
         }
     ]  # fmt: skip
+    assert found["steps_lost"] == 3
+    assert "3 of 353 steps were not repeated, because a generator cannot be rewound" in " ".join(
+        found["diagnosis"].split()
+    )
     assert found["lr_scale"] == 0.5
     assert found["last_good"] == 300, "400 is abandoned"
     assert found["certain"]

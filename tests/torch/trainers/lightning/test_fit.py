@@ -415,6 +415,7 @@ def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]
     # Counted in epochs, it ends as many steps early; counted in steps, it takes more batches.
     steps = STEPS - undone if "max_steps" not in limit else STEPS
     assert (running.global_step, healer.step) == (steps, steps)
+    assert healer.report().steps_lost == STEPS - steps
 
 
 def test_trouble_in_the_last_steps_is_read_before_the_fit_ends():
