@@ -239,7 +239,7 @@ KINDS: dict[str, EventKind] = {
     ),
     "alert": EventKind(
         "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
-        "incidents at its 1st, 10th, 100th, ... step.",
+        "incidents at each alarm that has a line on the console.",
         ("cause", "action", "severity", "diagnosis", "references"),
         "{severity}: {cause}: {diagnosis}",
         Trait.JUDGED | Trait.SEVERE,

@@ -220,6 +220,67 @@ def test_an_alert_names_severity_diagnosis_action_and_reference(
     assert set(contexts[0].failures[0].references) <= {*alert["references"]}
 
 
+SPIKES = policies.load(
+    SKIPS,
+    detect={"loss_spike": {"window": 20}},
+    respond=[
+        {"to": ["nonfinite"], "do": ["skip", "alert"]},
+        {"to": ["loss_spike"], "do": ["alert"]},
+    ],
+)
+
+
+def trains_on(losses: list[dict[str, float]], **options: Any) -> None:
+    """A run whose optimizers, by name, see these losses."""
+    model = torch.nn.Linear(1, 1)
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-9) for name in losses[0]}
+    with Healer(SPIKES, state={"model": model, **optimizers}, **options) as healer:
+        for wanted in healer.batches(losses):
+            for name, optimizer in optimizers.items():
+                loss = (model(torch.ones(1)) * 0).sum() + wanted[name]
+                healer.observe(loss, name)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def spiked_lines(capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """The steps with a line about a loss spike."""
+    lines = capsys.readouterr().err.splitlines()
+    return [int(e.split("step ")[1].split(":")[0]) for e in lines if ": loss spike" in e]
+
+
+def falling(steps: int, spikes: dict[int, float]) -> list[float]:
+    return [spikes.get(step, 3.0 - 0.001 * step) for step in range(steps)]
+
+
+def test_the_alert_of_each_fault_is_on_the_console_once(tmp_path, capsys):
+    """Each is a fault of its own after `quiet_steps` (20) without an alarm."""
+    spikes = {35: 40.0, 37: 45.0, 150: 61.0, 151: 257.0, 400: 50.0, 410: 50.0}
+    trains_on([{"q": loss} for loss in falling(420, spikes)], store=tmp_path)
+    assert [each["step"] for each in events(tmp_path, "alarm")] == [*spikes]
+    assert spiked_lines(capsys) == [35, 150, 400]
+    assert [each["step"] for each in events(tmp_path, "alert")] == [35, 150, 400]
+
+
+def test_a_fault_of_one_optimizer_is_not_hidden_by_those_of_another(tmp_path, capsys):
+    actor, q = falling(160, {35: 40.0, 100: 40.0}), falling(160, {40: 61.0, 100: 61.0})
+    losses = [{"actor": a, "q": b} for a, b in zip(actor, q, strict=True)]
+    trains_on(losses, store=tmp_path)
+    assert spiked_lines(capsys) == [35, 40, 100], "one line for one step"
+
+
+def test_many_faults_do_not_flood_the_console_and_a_larger_one_is_told(tmp_path, capsys):
+    """The first ten, each power of two, and each whose loss is twice as high as in any line."""
+    spikes = {60 * number: 40.0 for number in range(1, 21)} | {60 * 13: 90.0, 60 * 14: 95.0}
+    trains_on([{"q": loss} for loss in falling(60 * 21, spikes)], store=tmp_path)
+    alarms = [each["step"] for each in events(tmp_path, "alarm")]
+    assert alarms == [*spikes], "each is an alarm"
+    told = spiked_lines(capsys)
+    assert told == [60 * number for number in (*range(1, 11), 13, 16)]
+    assert [each["step"] for each in events(tmp_path, "alert")] == told
+
+
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -88,8 +87,12 @@ class IncidentMonitor:
         """`Cause` flags of the newest step."""
         self._explained: set[str] = set()
         """Diagnoses on the console so far."""
-        self._alerts: Counter[tuple[int, Cause]] = Counter()
-        """(Number of an incident or 0, causes) -> number of steps with an alert."""
+        self._alerts: set[tuple[int, Cause]] = set()
+        """Number of an incident, and causes, of the events `alert` within incidents."""
+        self._faults = 0
+        """Steps with an alert outside of incidents."""
+        self._highest: dict[str, float] = {}
+        """Engine -> the highest loss of an alert outside of incidents that had a line."""
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
@@ -110,13 +113,14 @@ class IncidentMonitor:
         self._newest_causes = reduce(or_, (int(record.cause) for record in records), 0)
         judged = [_Judged(step, record, incident) for record in records]
         lead = max(judged, key=_weight)
-        has_line = bool(lead.record.cause) and self._has_line(lead, begins=begins)
+        has_alert = self._has_alert_to_log(judged)
+        has_line = has_alert or (bool(lead.record.cause) and self._has_line(lead, begins=begins))
         for result in judged:
             if result.record.cause:
                 self._log_alarm(result, has_line=has_line and result is lead)
             self._log_lr_change(step.index, result.record)
             if result.record.action:
-                order = _merge(order, self._order(result))
+                order = _merge(order, self._order(result, has_line=has_line))
         return order
 
     def counts(self) -> Counts:
@@ -264,17 +268,40 @@ class IncidentMonitor:
         - Incidents: the first ten, then each power of two.
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
+
+        For alerts outside of incidents see `_has_alert_to_log`.
         """
         incident = lead.incident
         records = lead.step.records
         skips = self.context.ledger.skips
         outside = self._alarms_outside
+        new = 0 if incident is not None else sum(record.cause != 0 for record in records)
         return (
             (bool(lead.record.action & Action.CUT_LR) and not self.context.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
             or passes_power_of_ten(skips - any(record.skip for record in records), skips)
-            or passes_power_of_ten(outside, outside + (incident is None))
+            or passes_power_of_ten(outside, outside + new)
         )
+
+    def _has_alert_to_log(self, judged: list[_Judged]) -> bool:
+        """Whether a step has an alert outside of incidents that has a console line.
+
+        Such an alert tells of a fault about which nothing is decided yet. The engine gives it once
+        per fault, after `quiet_steps` steps without one. Lines have the first ten, then each power
+        of two, the first of each optimizer, and one whose loss is twice that of all lines before.
+        """
+        alerts = [e.record for e in judged if e.incident is None and e.record.action & Action.ALERT]
+        self._faults += bool(alerts)
+        highest = self._highest
+        higher = any(
+            each.engine not in highest or each.loss >= 2 * highest[each.engine] > 0
+            for each in alerts
+        )
+        if not (higher or (alerts and is_logged(self._faults))):
+            return False
+        for each in alerts:
+            highest[each.engine] = max(each.loss, highest.get(each.engine, each.loss))
+        return True
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
         step, record, incident = judged
@@ -316,7 +343,7 @@ class IncidentMonitor:
 
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(self, judged: _Judged) -> Order | None:
+    def _order(self, judged: _Judged, *, has_line: bool) -> Order | None:
         step, record, incident = judged
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
@@ -330,7 +357,7 @@ class IncidentMonitor:
         action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
         depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
-            self._alert(judged, action)
+            self._alert(judged, action, has_line=has_line)
         if self.context.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.context.log.event(
                 "order",
@@ -371,13 +398,12 @@ class IncidentMonitor:
         self.context.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
         return action
 
-    def _alert(self, judged: _Judged, action: Action) -> None:
-        """Writes the event of an alert: once per incident and cause, else at powers of ten."""
+    def _alert(self, judged: _Judged, action: Action, *, has_line: bool) -> None:
+        """Writes the event of an alert: once per incident and cause, else if the step has a line."""
         key = judged.number, judged.record.cause
-        before = self._alerts[key]
-        self._alerts[key] += 1
-        if before if judged.number else not passes_power_of_ten(before, before + 1):
+        if key in self._alerts if judged.number else not has_line:
             return
+        self._alerts.add(key)
         rows = failures_of(judged.record.cause)
         self.context.log.event(
             "alert",
@@ -399,10 +425,11 @@ def _data_of(step: StepResult) -> dict[str, Any]:
     return {"batches": [list(batch) for batch in step.batches], "rows": rows or None}
 
 
-def _weight(judged: _Judged) -> tuple[bool, bool, bool]:
+def _weight(judged: _Judged) -> tuple[bool, bool, bool, bool]:
     """Sort key: with several optimizers, the line is about the record with the largest key."""
-    record = judged.record
-    return bool(record.action & Action.CUT_LR), bool(record.skip), record.cause != 0
+    action = judged.record.action
+    cut, alert = bool(action & Action.CUT_LR), bool(action & Action.ALERT)
+    return cut, bool(judged.record.skip), alert, judged.record.cause != 0
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:
