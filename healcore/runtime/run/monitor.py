@@ -399,7 +399,7 @@ class IncidentMonitor:
         return action
 
     def _alert(self, judged: _Judged, action: Action, *, has_line: bool) -> None:
-        """Writes the event of an alert: once per incident and cause, else if the step has a line."""
+        """Writes the event of an alert: once per incident and cause, else if it has a line."""
         key = judged.number, judged.record.cause
         if key in self._alerts if judged.number else not has_line:
             return
