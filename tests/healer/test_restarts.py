@@ -48,9 +48,9 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
     passed: list[str] = []
     inside, restore = [False], Restorer.restore
 
-    def watched(self: Any, order: Any) -> Any:
+    def watched(self: Any, *args: Any) -> Any:
         inside[0] = True
-        result = restore(self, order)
+        result = restore(self, *args)
         inside[0] = False
         return result
 
