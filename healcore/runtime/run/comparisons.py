@@ -49,6 +49,8 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
+MAX_BURSTS = 4
+"""Bursts of high steps that are remembered, to date the onset of trouble."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 FIRST_PAUSE = RECENT // 2
@@ -183,8 +185,7 @@ class Comparisons:
             state.first_losses.append(loss)
         signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
         if signs.high:
-            first, last = state.high_steps
-            state.high_steps = (first if index - last <= STEPS_AFTER_SIGN else index, index)
+            _extend_bursts(state.bursts, index)
         if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
             self._credit.left = max(self._credit.left, 1.0)
         best = self._best_on_average(index)
@@ -271,11 +272,11 @@ class Comparisons:
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
             anchor.rewind(target)
+        ranges = self.state.ranges
         if self.anchors:
-            ranges = self.state.ranges
             ranges.values |= self.anchors[-1].healthy
         self._forget_trouble()
-        self._history.forget()
+        self._history.forget(ranges.values.norms)
         self._history.norm_limits = self.state.ranges.held.norm_limits
 
     def pause_until(self, step: int) -> None:
@@ -308,8 +309,8 @@ class Comparisons:
         """Learns the rates and numbers at a healthy checkpoint, and releases what is back."""
         ranges, driver = self.state.ranges, self._context.driver
         seen = broadcast(self._context.ranks, driver.numbers())
-        ranges.learn(self._rates(), seen)
         self._history.learn_doubtful_norms(step)
+        ranges.learn(self._rates(), seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
         ranges.follow_norms(step, self._history.typical_norms())
@@ -332,15 +333,10 @@ class Comparisons:
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""
         suspects = self._suspects(verdict)
-        norms = {} if suspects is None else suspects.unusual_norms()
-        largest = {} if suspects is None else suspects.largest_norms
-        seen = broadcast(self._context.ranks, self._context.driver.numbers())
-        anchor = self._anchor_of(verdict.anchor)
         found = self.state.ranges.outside(
-            seen,
-            norms,
-            largest,
-            healthy=HealthyValues() if anchor is None else anchor.healthy,
+            broadcast(self._context.ranks, self._context.driver.numbers()),
+            {} if suspects is None else suspects.largest_norms(),
+            healthy=self._healthy_at(verdict),
             intervals=self._intervals_since(verdict.anchor, verdict.onset),
         )
         return replace(found, until=verdict.index + 1)
@@ -369,7 +365,8 @@ class Comparisons:
             return []
         before = suspects.start - STEPS_BEFORE_SIGN
         limited = self.state.ranges.held.norms
-        unusual = {i for i in suspects.with_unusual_norm(limited) if i >= anchor.step}
+        healthy = self._healthy_at(verdict)
+        unusual = {i for i in suspects.with_unusual_norm(limited, healthy) if i >= anchor.step}
         ordinary_steps = {
             step.index: step for each in self.anchors for step in each.usual if step.index < before
         }
@@ -387,6 +384,11 @@ class Comparisons:
         unusual |= {step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit}
         return sorted(unusual)
 
+    def _healthy_at(self, verdict: Verdict) -> HealthyValues:
+        """What was known as healthy at the better weights, and later where it was unknown then."""
+        anchor, values = self._anchor_of(verdict.anchor), self.state.ranges.values
+        return values if anchor is None else values | anchor.healthy
+
     def _suspects(self, verdict: Verdict) -> Suspects | None:
         return self._history.suspects(verdict.onset, verdict.found)
 
@@ -398,6 +400,7 @@ class Comparisons:
         verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
+        self._history.forget(self.state.ranges.values.norms)
         self._history.norm_limits = self.state.ranges.held.norm_limits
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
@@ -408,7 +411,7 @@ class Comparisons:
     def _forget_trouble(self) -> None:
         self.state.verdict = None
         self.state.rates.clear()
-        self.state.high_steps = (-1, -1)
+        self.state.bursts.clear()
         self._credit.refill()
         self._dispatch_losses.clear()
 
@@ -554,9 +557,9 @@ class Comparisons:
         verdict = self.state.verdict
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
-            first, last = self.state.high_steps
-            if last >= onset - STEPS_AFTER_SIGN:
-                onset = min(onset, first)
+            for first, last in reversed(self.state.bursts):
+                if last >= onset - STEPS_AFTER_SIGN:
+                    onset = min(onset, first)
             verdict = Verdict(
                 index=index,
                 found=self._history.newest,  # at the end of the data, `index` has no step
@@ -597,6 +600,15 @@ class Comparisons:
             if self.state.verdict is not None:
                 self._forget_trouble()
         return losses
+
+
+def _extend_bursts(bursts: list[tuple[int, int]], index: int) -> None:
+    """Adds a high step to the newest burst, or begins another one."""
+    if bursts and index - bursts[-1][1] <= STEPS_AFTER_SIGN:
+        bursts[-1] = (bursts[-1][0], index)
+    else:
+        bursts.append((index, index))
+        del bursts[:-MAX_BURSTS]
 
 
 def _rise(now: float, then: float) -> float:

@@ -198,9 +198,9 @@ class ComparisonState:
     """Rates and numbers with which the run was healthy, and what is held in these ranges."""
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
-    high_steps: tuple[int, int] = (-1, -1)
-    """First and last of the latest steps with an alarm or a loss above the usual ones, with gaps of
-    at most `STEPS_AFTER_SIGN` steps."""
+    bursts: list[tuple[int, int]] = field(default_factory=list)
+    """First and last step of the latest bursts of steps with an alarm or a loss above the usual
+    ones. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
     verdict: Verdict | None = None

@@ -21,6 +21,8 @@ from pydantic import ConfigDict
 
 from healcore.runtime.driver import NumberRange
 
+UNUSUAL_NORM = 3.0
+"""A gradient norm is unusual above this many times the largest healthy one."""
 RATE_TOLERANCE = 1.0001
 """A rate is above another from this ratio on: two float32 computations of one rate differ less."""
 
@@ -69,19 +71,34 @@ class HealthyValues:
     """Engine name -> its learning rates at healthy checkpoints, where known."""
     numbers: dict[str, HealthyNumber] = field(default_factory=dict)
     """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
+    norms: dict[str, float] = field(default_factory=dict)
+    """Engine name -> the largest healthy gradient norm, where one is known."""
 
     def __or__(self, better: HealthyValues) -> HealthyValues:
         """Both together. Where both know a name, `better` counts."""
-        return HealthyValues(rates=self.rates | better.rates, numbers=self.numbers | better.numbers)
+        return HealthyValues(
+            rates=self.rates | better.rates,
+            numbers=self.numbers | better.numbers,
+            norms=self.norms | better.norms,
+        )
 
     def with_checkpoint(
-        self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]
+        self,
+        rates: Mapping[str, float],
+        seen: Mapping[str, NumberRange],
+        norms: Mapping[str, float],
     ) -> HealthyValues:
         """The values with those of one more healthy checkpoint."""
         at_rates = {name: NumberRange(rate, rate, rate) for name, rate in rates.items()}
         return HealthyValues(
-            rates=_extended(self.rates, at_rates), numbers=_extended(self.numbers, seen)
+            rates=_extended(self.rates, at_rates),
+            numbers=_extended(self.numbers, seen),
+            norms={**norms},
         )
+
+    def is_unusual_norm(self, name: str, norm: float) -> bool:
+        """Whether a gradient norm of an engine is unusual. NaN and Inf cannot be limited."""
+        return UNUSUAL_NORM * self.norms.get(name, math.inf) < norm < math.inf
 
     def healthy_rate(self, name: str, rate: float) -> float:
         """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
@@ -190,21 +207,26 @@ class HealthyRanges:
     """What was learnt up to the newest healthy checkpoint."""
     held: Held = field(default_factory=Held)
 
-    def learn(self, rates: Mapping[str, float], seen: Mapping[str, NumberRange]) -> None:
+    def learn(
+        self,
+        rates: Mapping[str, float],
+        seen: Mapping[str, NumberRange],
+        norms: Mapping[str, float],
+    ) -> None:
         """Learns at a checkpoint whose weights are not suspect.
 
         Args:
             rates: learning rates of the last step.
             seen: result of `Driver.numbers`. Held numbers are not learnt.
+            norms: engine name -> largest healthy gradient norm.
         """
         free = {name: each for name, each in seen.items() if name not in self.held.numbers}
-        self.values = self.values.with_checkpoint(rates, free)
+        self.values = self.values.with_checkpoint(rates, free, norms)
 
     def outside(
         self,
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
-        largest: Mapping[str, float],
         *,
         healthy: HealthyValues,
         intervals: float = 1.0,
@@ -213,15 +235,15 @@ class HealthyRanges:
 
         Args:
             seen: result of `Driver.numbers`.
-            norms: engine name -> unusual gradient norm.
-            largest: engine name -> largest healthy gradient norm.
-            healthy: what was learnt up to the better weights. What was learnt later may be a part
-                of the trouble that had not shown yet.
+            norms: engine name -> largest gradient norm at the trouble.
+            healthy: what was known at the better weights. What was learnt later may be a part of
+                the trouble that had not shown yet.
             intervals: checkpoint intervals since the better weights.
         """
+        values = self.values | healthy
         numbers = {}
         for name, each in seen.items():
-            known = (self.values | healthy).numbers.get(name)
+            known = values.numbers.get(name)
             if known is None:
                 continue
             bounds = known.bounds(intervals)
@@ -229,7 +251,11 @@ class HealthyRanges:
             if not bounds.low <= value <= bounds.high:
                 program = value if math.isfinite(value) else None
                 numbers[name] = HeldNumber(bounds, program)
-        limits = {name: HeldNorm(largest[name], norm) for name, norm in norms.items()}
+        limits = {
+            name: HeldNorm(values.norms[name], norm)
+            for name, norm in norms.items()
+            if values.is_unusual_norm(name, norm)
+        }
         return Held(numbers=numbers, norms=limits)
 
     def release(self, step: int, seen: Mapping[str, NumberRange]) -> dict[str, HeldNumber]:

@@ -12,6 +12,7 @@ from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
+from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM, HealthyValues
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -20,8 +21,6 @@ STEPS_AFTER_SIGN = 12
 smaller gaps belong to the same trouble."""
 MAX_HIGH_STEPS = 8 * SAMPLE_SIZE
 """Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
-UNUSUAL_NORM = 3.0
-"""A gradient norm is unusual above this many times the largest healthy one."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
 _WINDOWS = 4
@@ -52,27 +51,23 @@ class Suspects(NamedTuple):
     """The steps around the first sign, and the later ones that were high, in order."""
     around: list[TrainedStep]
     """The steps around the first sign alone."""
-    largest_norms: Mapping[str, float]
-    """Engine name -> largest healthy gradient norm before the trouble, where one is known."""
 
-    def unusual_norms(self) -> dict[str, float]:
-        """Engine name -> largest gradient norm of these steps, where it is unusual."""
-        found = {}
-        for name, healthy in self.largest_norms.items():
-            norms = [step.norms.get(name, math.nan) for step in self.steps]
-            largest = max((norm for norm in norms if math.isfinite(norm)), default=0.0)
-            if largest > UNUSUAL_NORM * healthy:
-                found[name] = largest
+    def largest_norms(self) -> dict[str, float]:
+        """Engine name -> the largest finite gradient norm of these steps."""
+        found: dict[str, float] = {}
+        for step in self.steps:
+            for name, norm in step.norms.items():
+                if math.isfinite(norm):
+                    found[name] = max(norm, found.get(name, 0.0))
         return found
 
-    def with_unusual_norm(self, names: Container[str]) -> list[int]:
+    def with_unusual_norm(self, names: Container[str], healthy: HealthyValues) -> list[int]:
         """Steps around the first sign at which one of these engines had an unusual norm."""
         found = []
         for step in self.around:
-            for name, healthy in self.largest_norms.items():
-                if name in names and UNUSUAL_NORM * healthy < step.norms.get(name, 0.0) < math.inf:
-                    found.append(step.index)
-                    break
+            norms = step.norms.items()
+            if any(name in names and healthy.is_unusual_norm(name, norm) for name, norm in norms):
+                found.append(step.index)
         return found
 
 
@@ -80,7 +75,6 @@ class _Window(NamedTuple):
     """The steps around the first sign of some trouble."""
 
     start: int
-    largest_norms: dict[str, float]
     steps: list[TrainedStep]
 
 
@@ -129,8 +123,16 @@ class StepHistory:
         """Engine name -> limit of its gradient norm, where there is one."""
         self.forget()
 
-    def forget(self) -> None:
-        """Drops the steps, which are repeated. Healthy norms stay."""
+    def forget(self, norms: Mapping[str, float] | None = None) -> None:
+        """Drops the steps, which are repeated.
+
+        Args:
+            norms: engine name -> largest healthy gradient norm at the step from which on the run
+                repeats its steps, or None to keep those that are known.
+        """
+        for name, largest in (norms or {}).items():
+            self._norms[name] = _LastValues(_NORMS)
+            self._norms[name].add(largest)
         self._losses = _LastValues(REGULAR_INTERVAL)
         self._newest: deque[tuple[int, float]] = deque(maxlen=REGULAR_INTERVAL)
         """Step and loss of the last steps, for `digest`."""
@@ -168,7 +170,7 @@ class StepHistory:
         self._newest.append((step.index, loss))
         self._add_loss(loss, high=is_bad)
         if first:
-            self._windows.append(_Window(step.index, self.largest_norms(), [*self._last]))
+            self._windows.append(_Window(step.index, [*self._last]))
         if sign:
             self._last_sign = step.index
         if self._windows and step.index < self._windows[-1].start + STEPS_AFTER_SIGN:
@@ -281,5 +283,4 @@ class StepHistory:
             start=min(window.start, onset),
             steps=ordered,
             around=window.steps,
-            largest_norms=window.largest_norms,
         )

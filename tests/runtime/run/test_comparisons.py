@@ -155,9 +155,9 @@ def test_an_anchor_is_compared_once_it_is_a_save_interval_old():
     """At the start half of the run is old enough, and eight steps at least."""
     run = Run(noisy)
     eligible = lambda index: [each.step for each in run.comparisons._eligible_anchors(index)]  # noqa: E731
-    assert (eligible(7), eligible(8)) == ([], [0])
+    assert (eligible(6), eligible(7)) == ([], [0])
     healthy(run, 250)
-    assert [eligible(index) for index in (150, 200, 299, 300)] == [[0], [100], [100], [200]]
+    assert [eligible(index) for index in (150, 199, 298, 299)] == [[0], [100], [100], [200]]
 
 
 def test_suspect_weights_are_no_anchor_and_a_rollback_drops_later_ones():

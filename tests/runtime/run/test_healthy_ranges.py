@@ -27,12 +27,12 @@ def learnt(*seen: NumberRange, name: str = "optimizer.weight_decay") -> HealthyR
     """Ranges after one healthy checkpoint for each of `seen`."""
     ranges = HealthyRanges()
     for each in seen:
-        ranges.learn({}, {name: each})
+        ranges.learn({}, {name: each}, {})
     return ranges
 
 
 def numbers_outside(ranges: HealthyRanges, seen: NumberRange) -> dict[str, HeldNumber]:
-    found = ranges.outside({"optimizer.weight_decay": seen}, {}, {}, healthy=ranges.values)
+    found = ranges.outside({"optimizer.weight_decay": seen}, {}, healthy=ranges.values)
     return found.numbers
 
 
@@ -70,7 +70,7 @@ def test_a_schedule_of_momentum_is_inside_of_its_range(shape: Literal["linear", 
         low, high = min(low, value), max(high, value)
         seen = NumberRange(low, high, value)
         if step % 100 == 0:
-            ranges.learn({}, {"optimizer.weight_decay": seen})
+            ranges.learn({}, {"optimizer.weight_decay": seen}, {})
         elif step > 100:
             outside += bool(numbers_outside(ranges, seen))
         optimizer.step()
@@ -86,7 +86,7 @@ def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_hea
     name = "optimizer.weight_decay"
     assert not ranges.release(200, {name: constant(0.05)}), "the fault is still to come"
     assert not ranges.release(300, {name: wrong})
-    ranges.learn({}, {name: wrong})
+    ranges.learn({}, {name: wrong}, {})
     assert ranges.values.numbers[name] == HealthyNumber(0.05, 0.05, 0.05)
     released = ranges.release(400, {name: NumberRange(0.05, 100.0, 0.05)})
     assert [*released] == [name]
@@ -124,8 +124,8 @@ RANGES = st.builds(NumberRange, FLOATS, FLOATS, FLOATS)
 @given(st.dictionaries(st.text(max_size=5), RANGES, max_size=3), st.integers(0, 99))
 def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges = HealthyRanges()
-    ranges.learn({"a": 0.1}, seen)
-    ranges.learn({"a": 0.2}, seen)
+    ranges.learn({"a": 0.1}, seen, {})
+    ranges.learn({"a": 0.2}, seen, {})
     numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
     ranges.held = Held(numbers=numbers, norms={"a": HeldNorm(0.1, 3.0)}, until=until)
     text = json.dumps(asdict(ranges), allow_nan=False)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.run.evidence import REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.step_history import (
     MAX_HIGH_STEPS,
     STEPS_AFTER_SIGN,
@@ -70,8 +71,9 @@ def test_the_norms_of_the_bad_steps_before_the_first_sign_are_not_healthy():
     add(history, [9.0], first=154, alarm=True)
     found = history.suspects(154, 160)
     assert found is not None
-    assert found.largest_norms == {"a": 1.0}
-    assert found.unusual_norms() == {"a": 4096.0}
+    assert found.largest_norms() == {"a": 4096.0}
+    healthy = HealthyValues(norms=history.largest_norms())
+    assert found.with_unusual_norm(["a"], healthy) == [150, 151, 152, 153]
     add(history, [1.0] * 200, first=155)
     assert history.largest_norms() == {"a": 1.0}, "a sign came in time, so they never are"
 
@@ -168,3 +170,13 @@ def test_the_typical_norm_is_the_median_of_the_last_norms():
     assert history.typical_norms() == {"a": 4.0}
     add(history, [1.0] * 2, first=159, norm=4096.0)
     assert history.typical_norms() == {"a": 4.0}
+
+
+def test_a_rollback_takes_back_the_norms_that_were_learnt_after_its_target():
+    history = StepHistory()
+    add(history, [1.0] * 100)
+    at_target = history.largest_norms()
+    add(history, [1.0] * 60, first=100, norm=8.0)
+    assert history.largest_norms() == {"a": 8.0}
+    history.forget(at_target)
+    assert history.largest_norms() == {"a": 1.0}
