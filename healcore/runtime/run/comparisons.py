@@ -49,6 +49,8 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
+END_POWER = 0.25
+"""At the end of the data, `threshold ** END_POWER` of evidence is a suspicion: 10 of 10,000."""
 MAX_BURSTS = 4
 """Bursts of high steps that are remembered, to date the onset of trouble."""
 ROUNDING = 1e-6
@@ -232,8 +234,8 @@ class Comparisons:
         verdict = self.state.verdict
         return None if verdict is None else verdict._replace(index=index)
 
-    def suspicion(self, index: int) -> Verdict | None:
-        """The pending verdict, or one about an anchor with `RESTART_POWER` of the threshold.
+    def suspicion(self, index: int, power: float = RESTART_POWER) -> Verdict | None:
+        """The pending verdict, or one about an anchor with `threshold ** power` of evidence.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
         finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
@@ -242,7 +244,7 @@ class Comparisons:
             return None
         if self.state.verdict is not None:
             return self.pending_verdict(index)
-        strong = self._threshold**RESTART_POWER
+        strong = self._threshold**power
         suspected = [each for each in self.anchors if each.evidence >= strong]
         if not suspected or self._has_learnt_since(suspected[-1]):
             return None
@@ -251,20 +253,22 @@ class Comparisons:
     def decide_at_end(self, index: int) -> Verdict | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
 
+        Little evidence is enough for the question, because the batches kept of usual steps answer
+        it at once. A mean over all would be that of the bad batches, which may be among them.
+
         Returns:
-            The verdict with `index`, if the anchor's loss is lower on most of its sampled batches.
-            A mean over them would be that of the bad batches, which may be among them.
+            The verdict with `index`, if the anchor's loss is lower on three of four kept batches.
         """
-        verdict = self.suspicion(index)
+        verdict = self.suspicion(index, END_POWER)
         anchor = None if verdict is None else self._anchor_of(verdict.anchor)
         if verdict is None or anchor is None:
             return None
-        losses = self._losses_of(anchor.sample, anchor)
+        losses = self._losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
         rises = [_rise(now, then) for now, then in zip(*losses, strict=True)]
         better = sum(rise > 0 for rise in rises)
-        return verdict if 2 * better > len(rises) else None
+        return verdict if 4 * better >= 3 * len(rises) > 0 else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
