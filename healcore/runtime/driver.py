@@ -173,6 +173,7 @@ class Driver(Protocol):
     def copy_weights(self) -> Any:
         """A copy on the host, for `losses_of`, of the parameters that the optimizers train.
 
+        With the statistics of batch normalization, which a layer in evaluation mode reads.
         Each rank copies its shards of sharded parameters.
         """
         ...
@@ -190,7 +191,7 @@ class Driver(Protocol):
             loss_fn: the user's function.
             batches: batches as the loop receives them.
             weights: result of `copy_weights`, or None for the current weights. Everything else
-                in the state stays: buffers, averages of the weights, teachers.
+                in the state stays: other buffers, averages of the weights, teachers.
             redraw: whether to draw other random numbers.
 
         Raises:

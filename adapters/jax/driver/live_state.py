@@ -23,6 +23,8 @@ from healcore.jax.opt_state import with_heal_state, without_heal_state
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
 SIDE_STATE = "healcore.side_state"
+BATCH_STATS = "batch_stats"
+"""flax's name of the collection with the statistics of batch normalization."""
 _RESETS = "heal_reset_moments"
 """Field of `ProtectState` that belongs to the moments, not to the engine."""
 
@@ -70,6 +72,11 @@ class LiveState:
     def trained(self, optimizer: str) -> Any:
         """A tree that contains the parameters of an optimizer, for their names."""
         return self.state
+
+    def batch_statistics(self) -> list[tuple[Any, ...]]:
+        """Path in `read` of each leaf of a part that is called `batch_stats`, as flax calls it."""
+        leaves = tree_leaves_with_path(self.read())
+        return [path for path, _ in leaves if any(_is_named(key, BATCH_STATS) for key in path)]
 
     def check_if_new(self) -> None:
         """Calls `check` if the structure or an `aval` differs from the last state that passed.
@@ -224,6 +231,17 @@ class NnxLiveState(LiveState):
             if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
         }
 
+    def batch_statistics(self) -> list[tuple[Any, ...]]:
+        """Also the path of each `nnx.BatchStat`, in `read`."""
+        from flax import nnx
+
+        found = {
+            name: _arrays(nnx.state(each, nnx.BatchStat))
+            for name, each in self.state.items()
+            if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
+        }
+        return [*super().batch_statistics(), *(path for path, _ in tree_leaves_with_path(found))]
+
 
 def live_state_of(state: Any) -> LiveState:
     """Wraps a user's state. Raises HealStateError for nnx objects without names."""
@@ -334,6 +352,11 @@ def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsSt
 
 def _is_of_protect(path: tuple[Any, ...]) -> bool:
     return bool(path) and getattr(path[-1], "name", None) == _RESETS
+
+
+def _is_named(key: Any, name: str) -> bool:
+    """Whether a key of a path is this attribute, or this key of a mapping."""
+    return name in (getattr(key, "name", None), getattr(key, "key", None))
 
 
 def _is_number(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`JaxWeights`: the parameters of a state: copies, losses with earlier ones, averages among them.
+"""`JaxWeights`: the weights of a state: copies, losses with earlier ones, averages among them.
 
 An EMA, a target network and a teacher have the structure of the parameters, and an optimizer state
 does not name the part that it trains. The movement of the parts shows it: an average moves towards
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,9 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.driver.live_state import LiveState
+from healcore.jax.heal_state import is_optax_state, nodes
 from healcore.jax.opt_state import without_heal_state
+from healcore.jax.transform import ProtectState
 from healcore.runtime.data.loader_adapters import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 
@@ -34,7 +36,11 @@ transferring = jax.transfer_guard("allow")
 
 
 class JaxWeights:
-    """The parameters of a state by path.
+    """The weights of a state by path: the arrays that one comparison replaces together.
+
+    These are the parameters that the optimizers train, and the batch statistics that belong to
+    them, which a layer in evaluation mode reads: damage in them would be on both sides. Everything
+    else stays as it is now, see `healcore.torch.driver.weights.TorchWeights`.
 
     Args:
         live: the state.
@@ -50,10 +56,12 @@ class JaxWeights:
         """Paths that are known not to be trained."""
         self._mixed = mixed_groups(known, self.arrays())
         """Equal parts of which not all are trained, until their movement has shown which."""
+        self._owners = _owners(live, self._paths)
+        """Path of each array of batch statistics -> paths of the parameters to which it belongs."""
 
     def copy(self) -> dict[str, Any]:
-        """Path -> copy of each trained parameter, in host memory."""
-        return {path: _copy(leaf) for path, leaf in self._trained().items()}
+        """Path -> copy of each array of the weights, in host memory."""
+        return {path: _copy(leaf) for path, leaf in self._weights().items()}
 
     def digest(self) -> str:
         """See `Driver.settings`. One sync per parameter."""
@@ -80,11 +88,11 @@ class JaxWeights:
     ) -> list[Any]:
         """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
 
-        Replaces the parameters by `weights`, but keeps the current random keys of the state.
+        Replaces the current weights by `weights`, but keeps the random keys of the state.
         """
         weights = weights or {}
         shapes = {path: getattr(leaf, "shape", None) for path, leaf in weights.items()}
-        if weights and any(shapes.get(k) != leaf.shape for k, leaf in self._trained().items()):
+        if weights and any(shapes.get(k) != leaf.shape for k, leaf in self._weights().items()):
             raise WeightsChanged
         leaves = jax.tree.leaves(batches)
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
@@ -116,8 +124,17 @@ class JaxWeights:
         kinds = {path: getattr(leaf, "dtype", np.dtype(object)) for path, leaf in leaves.items()}
         return {k: leaf for k, leaf in leaves.items() if jnp.issubdtype(kinds[k], jnp.floating)}
 
-    def _trained(self) -> dict[str, Any]:
-        return {path: leaf for path, leaf in self.arrays().items() if path not in self._averages}
+    def _weights(self) -> dict[str, Any]:
+        """Path -> parameter that may be trained, or array of batch statistics."""
+        found = self.arrays()
+        if self._owners:
+            leaves = tree_leaves_with_path(self._live.read())
+            found |= {name: x for path, x in leaves if (name := keystr(path)) in self._owners}
+        return {path: leaf for path, leaf in found.items() if not self._is_average(path)}
+
+    def _is_average(self, path: str) -> bool:
+        """Whether an array is not trained, or batch statistics of parameters that are not."""
+        return self._owners.get(path, frozenset({path})) <= self._averages
 
     def _without_averages(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """The trained part of a copy. Empty while it is unknown: the current weights stay."""
@@ -128,7 +145,37 @@ class JaxWeights:
                 return {}
             self._averages = found
             self._mixed = []
-        return {path: leaf for path, leaf in weights.items() if path not in self._averages}
+        return {path: leaf for path, leaf in weights.items() if not self._is_average(path)}
+
+
+def _owners(live: LiveState, parameters: Collection[str]) -> dict[str, frozenset[str]]:
+    """Path of each floating array of batch statistics -> paths of the parameters it belongs to.
+
+    These are the parameters in the nearest enclosing part of the state that has any. Empty if the
+    parameters are unknown: then the batch statistics count as parameters.
+    """
+    tree = live.read()
+    leaves: dict[Any, Any] = dict(tree_leaves_with_path(tree))
+    within: dict[Any, set[str]] = {}
+    for path in leaves:
+        if (name := keystr(path)) in parameters:
+            for depth in range(len(path) + 1):
+                within.setdefault(path[:depth], set()).add(name)
+    optimizers = {path for path, _ in nodes(_is_of_optimizer, tree)}
+    found = {}
+    for path in live.batch_statistics():
+        parts = [path[:depth] for depth in reversed(range(len(path)))]
+        dtype = getattr(leaves[path], "dtype", np.dtype(object))
+        if path in within or not optimizers.isdisjoint(parts):
+            continue
+        if jnp.issubdtype(dtype, jnp.floating):
+            owners = next((within[part] for part in parts if part in within), None)
+            found |= {} if owners is None else {keystr(path): frozenset(owners)}
+    return found
+
+
+def _is_of_optimizer(node: Any) -> bool:
+    return is_optax_state(node) or isinstance(node, ProtectState)
 
 
 def _copy(leaf: Any) -> Any:

@@ -133,8 +133,9 @@ def test_each_parameter_of_nnx_counts_once_whichever_optimizer_trains_it():
         {"model": model, "both": nnx.ModelAndOptimizer(model, HEALED)},
     ):
         driver = JaxDriver(state, POLICY)
-        params = jax.tree_util.tree_leaves_with_path({"model": nnx.state(model, nnx.Param)})
-        names = sorted(jax.tree_util.keystr(path[:-1]) for path, _ in params)
+        weights = {"model": nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat))}
+        leaves = jax.tree_util.tree_leaves_with_path(weights)
+        names = sorted(jax.tree_util.keystr(path[:-1]) for path, _ in leaves)
         assert sorted(driver.copy_weights()) == names
 
 
