@@ -105,6 +105,7 @@ SLOW = (
     "tests/catalogue/watch/",
     "tests/catalogue/test_every_policy.py::test_it_protects_in_jax_as_in_torch",
     # About our own oracles, benchmarks, examples and limits.
+    "tests/benchmarks/test_busy_machine.py",
     "tests/benchmarks/test_gpu_kit.py",
     "tests/benchmarks/test_healbench.py::test_no_run_stops_the_rest",
     "tests/benchmarks/test_healbench_jax.py",
