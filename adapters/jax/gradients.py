@@ -103,6 +103,19 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 
 @_of_gradients
+def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
+    """As `scale` by a factor of at most 1, as a sum of two products of which one is 0.
+
+    Both are exact: g * 1 + g * 0 without a limit, g * 0 + g * factor with one. LLVM contracts a
+    product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace + g * 1``, may
+    round another product than ``0.9 * trace + g`` does. It does not contract a sum.
+    """
+    is_limited = factor < 1
+    one, other = jnp.where(is_limited, 0.0, 1.0), jnp.where(is_limited, factor, 0.0)
+    return [_product(leaf, one) + _product(leaf, other) for leaf in leaves]
+
+
+@_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
     factors = jnp.asarray(factors)

@@ -399,11 +399,13 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
     """Scales the gradients by the decision. Returns them unchanged in observe mode.
 
     Without clipping the factor is 1 until a limit of the norm is set in the state, whose value is
-    not known while tracing. The product with 1 is exact, and the optimizer receives the same
-    gradients. But LLVM may contract another product of the optimizer into a sum than without it, so
-    the sum may differ in the last bit. Measured against a program without the product, on a CPU:
-    `protect` keeps the bits of Adam, Lion and moving averages, and not those of momentum. With a
-    `where` around the product, or a `minimum` after it, it is the other way round.
+    not known while tracing. The optimizer then receives the same gradients. Measured on a CPU in
+    float32: `heal` keeps every bit of SGD with and without momentum, and `protect` every bit that
+    it has without the limit. A moving average (Adam, Lion) is a sum of two products, of which LLVM
+    contracts one, and its last bits differ from those without healcore, with or without the limit.
+
+    Rejected: `lax.cond`, which keeps more bits, but writes all gradients once more (16 MB of
+    gradients with adamw: 14.2 ms a step against 13.0 ms).
     """
     if engine.mode == "observe":
         return updates
@@ -411,6 +413,8 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
         return gradients.scale_each(updates, decision.group_scale * decision.grad_scale)
     if not engine.scales_grads:
         return updates
+    if engine.config.clip is None:  # only a limit of the norm scales
+        return gradients.scale_to_limit(updates, decision.grad_scale)
     return gradients.scale(updates, decision.grad_scale)
 
 
