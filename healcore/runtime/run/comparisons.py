@@ -35,6 +35,7 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.step_history import (
     STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
+    WINDOWS,
     StepHistory,
     Suspects,
 )
@@ -49,10 +50,6 @@ MIN_AGE = 0.5
 """Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
-END_POWER = 0.25
-"""At the end of the data, `threshold ** END_POWER` of evidence is a suspicion: 10 of 10,000."""
-MAX_BURSTS = 4
-"""Bursts of high steps that are remembered, to date the onset of trouble."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
 FIRST_PAUSE = RECENT // 2
@@ -234,18 +231,23 @@ class Comparisons:
         verdict = self.state.verdict
         return None if verdict is None else verdict._replace(index=index)
 
-    def suspicion(self, index: int, power: float = RESTART_POWER) -> Verdict | None:
-        """The pending verdict, or one about an anchor with `threshold ** power` of evidence.
+    def suspicion(self, index: int, *, at_end: bool = False) -> Verdict | None:
+        """The pending verdict, or one about an anchor with `RESTART_POWER` of the threshold.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
         finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
+        With `at_end` any evidence is enough, for a question that `decide_at_end` answers.
         """
         if not self.is_enabled:
             return None
         if self.state.verdict is not None:
             return self.pending_verdict(index)
-        strong = self._threshold**power
-        suspected = [each for each in self.anchors if each.evidence >= strong]
+        strong = self._threshold**RESTART_POWER
+        suspected = [
+            anchor
+            for anchor in self.anchors
+            if (anchor.evidence > 1 if at_end else anchor.evidence >= strong)
+        ]
         if not suspected or self._has_learnt_since(suspected[-1]):
             return None
         return self._verdict(index, suspected[-1], _Comparison(0))
@@ -253,22 +255,25 @@ class Comparisons:
     def decide_at_end(self, index: int) -> Verdict | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
 
-        Little evidence is enough for the question, because the batches kept of usual steps answer
-        it at once. A mean over all would be that of the bad batches, which may be among them.
+        Any evidence is enough for the question, because the batches kept of usual steps answer it
+        at once. A mean over them could be that of a bad batch among them.
 
         Returns:
-            The verdict with `index`, if the anchor's loss is lower on three of four kept batches.
+            The verdict with `index`, if the anchor's loss is lower on most of the kept batches, and
+            on all of them where the evidence is less than that of `suspicion`.
         """
-        verdict = self.suspicion(index, END_POWER)
+        strong = self.suspicion(index)
+        verdict = strong or self.suspicion(index, at_end=True)
         anchor = None if verdict is None else self._anchor_of(verdict.anchor)
         if verdict is None or anchor is None:
             return None
         losses = self._losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
-        rises = [_rise(now, then) for now, then in zip(*losses, strict=True)]
-        better = sum(rise > 0 for rise in rises)
-        return verdict if 4 * better >= 3 * len(rises) > 0 else None
+        better = [_rise(now, then) > 0 for now, then in zip(*losses, strict=True)]
+        if strong is not None:
+            return verdict if 2 * sum(better) > len(better) else None
+        return verdict if better and all(better) else None
 
     def on_rollback(self, target: int) -> None:
         """Drops all evidence, and the anchors and samples from step `target` on."""
@@ -612,7 +617,7 @@ def _extend_bursts(bursts: list[tuple[int, int]], index: int) -> None:
         bursts[-1] = (bursts[-1][0], index)
     else:
         bursts.append((index, index))
-        del bursts[:-MAX_BURSTS]
+        del bursts[:-WINDOWS]
 
 
 def _rise(now: float, then: float) -> float:

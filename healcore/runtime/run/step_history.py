@@ -23,7 +23,8 @@ MAX_HIGH_STEPS = 8 * SAMPLE_SIZE
 """Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
-_WINDOWS = 4
+WINDOWS = 4
+"""Signs of trouble, and bursts of high steps, that are remembered to date its onset."""
 _NORMS = 500
 """Healthy gradient norms of each engine, of which the largest is known."""
 
@@ -140,7 +141,7 @@ class StepHistory:
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._last: deque[TrainedStep] = deque(maxlen=STEPS_BEFORE_SIGN)
-        self._windows: deque[_Window] = deque(maxlen=_WINDOWS)
+        self._windows: deque[_Window] = deque(maxlen=WINDOWS)
         self._high: deque[TrainedStep] = deque(maxlen=MAX_HIGH_STEPS)
         self._young: deque[TrainedStep] = deque()
         """Steps whose norms are not yet healthy."""
