@@ -113,8 +113,10 @@ class IncidentMonitor:
         self._newest_causes = reduce(or_, (int(record.cause) for record in records), 0)
         judged = [_Judged(step, record, incident) for record in records]
         lead = max(judged, key=_weight)
-        has_alert = self._has_alert_to_log(judged)
-        has_line = has_alert or (bool(lead.record.cause) and self._has_line(lead, begins=begins))
+        # Alerts come with a cause. Most steps have none, and cost nothing here.
+        has_line = bool(lead.record.cause) and (
+            self._has_alert_to_log(judged) or self._has_line(lead, begins=begins)
+        )
         for result in judged:
             if result.record.cause:
                 self._log_alarm(result, has_line=has_line and result is lead)
