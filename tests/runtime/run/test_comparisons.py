@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.evidence import (
     CREDIT_STEPS,
     MAX_DEBT,
@@ -432,3 +433,67 @@ def test_a_sample_is_the_same_in_every_process():
     assert Anchor(0).draw(3) == []
     a = filled(3, 8)
     assert {step.index for _ in range(200) for step in a.draw(1)} == {*range(8)}
+
+
+def test_past_batches_are_those_of_usual_steps_where_there_are_enough():
+    """On a bad batch that the model has trained on, damaged weights are better."""
+    anchor = filled(3, 4)
+    for index in range(4, 60):
+        anchor.add(TrainedStep(index, ()), is_usual=False)
+    assert {step.index for _ in range(50) for step in anchor.draw(3)} == {0, 1, 2, 3}
+    few = Anchor(3)
+    for index in range(20):
+        few.add(TrainedStep(index, ()), is_usual=index < 2)
+    assert {step.index for _ in range(50) for step in few.draw(3)} == {s.index for s in few.sample}
+
+
+def test_damage_is_found_although_the_model_fits_the_bad_batches_that_caused_it():
+    """The batches of steps 250 to 269 are bad. Only damaged weights have a low loss there."""
+
+    def loss(weight: float, batch: int) -> float:
+        return 60.0 - 5 * weight if 250 <= batch < 270 else noisy(weight, batch)
+
+    run = after(250, loss)
+    assert damaged(run, alarm=True) is not None
+
+
+def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
+    """It was wrong from step 260 on, and shows from step 310 on: 300 was a healthy checkpoint."""
+    run = Run(noisy)
+    right, wrong = NumberRange(0.9, 0.9, 0.9), NumberRange(0.9, 1.1, 1.1)
+    for _ in range(310):
+        run.driver.set = {"optimizer.momentum": wrong if run.step >= 260 else right}
+        run.take(run.step, weight=10.0 / (1 + run.step / 50))
+    assert run.comparisons.state.ranges.values.numbers["optimizer.momentum"].high == 1.1
+    verdict = damaged(run)
+    assert verdict.anchor == 300
+    assert not run.comparisons.outside_ranges(verdict).numbers, "the newest better weights"
+    (older,) = (each for each in run.comparisons.about_older_weights(verdict) if each.anchor == 200)
+    (held,) = run.comparisons.outside_ranges(older).numbers.values()
+    assert (held.bounds.last, held.program) == (0.9, 1.1)
+
+
+def test_the_onset_reaches_back_over_the_gaps_of_a_burst():
+    """The first sign was ten steps before the first comparison with evidence."""
+    run = after(250)
+    run.take(run.step, weight=run.driver.weight, alarm=True)
+    for _ in range(9):
+        run.take(run.step, weight=run.driver.weight)
+    assert damaged(run).onset == 250
+
+
+@pytest.mark.parametrize("harmed", [1.0, 0.7], ids=["each batch is worse", "most are"])
+@pytest.mark.parametrize("comparisons", [3, 12], ids=["little evidence", "strong evidence"])
+def test_at_the_end_of_the_data_the_kept_batches_decide(comparisons, harmed):
+    """All of them have to be worse where there is little evidence, most where there is more."""
+
+    def loss(weight: float, batch: int) -> float:
+        spared = batch < 250 and random.Random(batch).random() >= harmed
+        return (10.0 - weight) / 20 if spared else noisy(weight, batch)
+
+    run = after(250, loss)
+    level = run.driver.weight + 5.0
+    while max(each.evidence for each in run.comparisons.anchors) < 1.5**comparisons:
+        assert run.take(run.step, weight=level, alarm=True) is None
+    decided = run.comparisons.decide_at_end(run.step)
+    assert (decided is not None) == (harmed == 1.0 or comparisons == 12)

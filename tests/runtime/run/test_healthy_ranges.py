@@ -13,6 +13,7 @@ from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.healthy_ranges import (
     HealthyNumber,
     HealthyRanges,
+    HealthyValues,
     Held,
     HeldNorm,
     HeldNumber,
@@ -130,3 +131,35 @@ def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges.held = Held(numbers=numbers, norms={"a": HeldNorm(0.1, 3.0)}, until=until)
     text = json.dumps(asdict(ranges), allow_nan=False)
     assert TypeAdapter(HealthyRanges).validate_json(text, strict=True) == ranges
+
+
+def test_what_was_learnt_after_the_better_weights_does_not_count():
+    ranges = learnt(constant(0.05))
+    at_better = ranges.values
+    ranges.learn({}, {"optimizer.weight_decay": NumberRange(0.05, 100.0, 100.0)}, {"a": 4096.0})
+    seen = {"optimizer.weight_decay": NumberRange(0.05, 100.0, 100.0)}
+    assert not ranges.outside(seen, {"a": 4096.0}, healthy=ranges.values)
+    assert ranges.outside(seen, {}, healthy=at_better).numbers
+    known = HealthyValues(norms={"a": 1.0})
+    assert ranges.outside({}, {"a": 4096.0}, healthy=known).norm_limits == {"a": 1.0}
+    assert not ranges.outside({}, {"a": 3.0, "b": 9.0}, healthy=known), "as usual, and unknown"
+
+
+@given(st.floats(0.01, 1.0), st.integers(1, 6))
+def test_a_schedule_with_constant_acceleration_stays_inside_for_any_number_of_intervals(
+    acceleration: float, intervals: int
+):
+    at = [acceleration * n**2 for n in range(2 + intervals)]
+    number = HealthyNumber(at[0], at[0], at[0]).extended(NumberRange(at[0], at[1], at[1]))
+    assert number.bounds(intervals).high >= at[1 + intervals] * (1 - 1e-9)
+    assert number.bounds(intervals).high == pytest.approx(at[1 + intervals])
+
+
+def test_a_rate_has_room_above_its_range_only_while_it_rises():
+    rates = HealthyValues().with_checkpoint({"a": 0.1, "b": 0.2}, {}, {})
+    rates = rates.with_checkpoint({"a": 0.2, "b": 0.1}, {}, {})
+    assert rates.rates["a"].highest() == pytest.approx(0.5)
+    assert rates.rates["b"].highest() == 0.2
+    assert rates.healthy_rate("b", 0.3) == 0.1, "the last healthy rate"
+    assert rates.healthy_rate("b", 0.15) == 0.15
+    assert rates.healthy_rate("c", 7.0) == 7.0
