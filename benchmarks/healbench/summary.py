@@ -51,7 +51,10 @@ KINDS = ("healthy", "faulty")
 
 
 def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
-    """One row for each arm: healthy tasks that hold, and the cure of each family of faults."""
+    """One row for each arm: healthy tasks that hold, and the cure of each family of faults.
+
+    A cure is the mean over all seeds, with the lowest and highest mean of one seed.
+    """
     yield ["", "healthy tasks not harmed", *FAMILIES.values()]
     for arm, title in ARMS.items():
         its = [cell for cell in cells if cell.arm == arm]
@@ -59,10 +62,24 @@ def promise(cells: Sequence[Cell]) -> Iterator[list[str]]:
         kept = f"{sum(cell.holds for cell in healthy)} of {len(healthy)}"
         cures = []
         for family in FAMILIES:
-            some = [cell.ratio for cell in its if cell.task.family == family and cell.ratios]
-            ratio = comparing.geometric_mean(some)
-            cures.append(f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}")
+            cures.append(_cure([cell for cell in its if cell.task.family == family]))
         yield [title, "" if arm == comparing.OFF else kept, *cures]
+
+
+def _cure(cells: Sequence[Cell]) -> str:
+    """The mean ratio of a family over tasks and seeds, with the lowest and highest of one seed."""
+    seeds = sorted({seed for cell in cells for seed in cell.ratios})
+    by_seed = [
+        comparing.geometric_mean(cell.ratios[seed] for cell in cells if seed in cell.ratios)
+        for seed in seeds
+    ]
+    mean = comparing.geometric_mean(cell.ratio for cell in cells if cell.ratios)
+    low, high = (_shown(each) for each in (min(by_seed), max(by_seed))) if seeds else ("", "")
+    return _shown(mean) if low == high else f"{_shown(mean)} ({low} to {high})"
+
+
+def _shown(ratio: float) -> str:
+    return f"{ratio:.{2 if ratio < 2 else 1 if ratio < 10 else 0}f}"
 
 
 def exceptions(cells: Sequence[Cell]) -> Iterator[list[str]]:
