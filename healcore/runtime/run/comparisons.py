@@ -577,7 +577,7 @@ class Comparisons:
                 evidence=1.0,
                 rise=None,
                 rise_remembered=None,
-                healthy_rates=self._highest_rates(anchor, onset),
+                healthy_rates=self._highest_rates(anchor),
                 rates=tuple(self.state.rates),
                 losses=self._history.digest(anchor.step),
             )
@@ -585,14 +585,14 @@ class Comparisons:
             index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
         )
 
-    def _highest_rates(self, anchor: Anchor, onset: int) -> dict[str, float]:
-        """Engine name -> highest learning rate that is healthy at `onset`, as far as it is known.
+    def _highest_rates(self, anchor: Anchor) -> dict[str, float]:
+        """Engine name -> highest healthy learning rate up to the anchor, as far as it is known.
 
-        It depends on what was known at the anchor. What was learnt later may belong to the trouble.
+        What was learnt later may belong to the trouble. A rate has no room above its range, also if
+        the program raises it steadily: then the rise itself is a suspect.
         """
         known = self.state.ranges.values | anchor.healthy
-        intervals = self._intervals_since(anchor.step, onset)
-        return {name: rates.highest(intervals) for name, rates in known.rates.items()}
+        return {name: rates.high for name, rates in known.rates.items()}
 
     def _intervals_since(self, step: int, onset: int) -> float:
         return (onset - step) / self._interval

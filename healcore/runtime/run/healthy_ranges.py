@@ -50,16 +50,8 @@ class HealthyNumber(NamedTuple):
                 constant acceleration moves 1, 3, 5, ... times as far in its first, second, third,
                 ... interval, so in n more intervals at most (n + 1)^2 - 1 times its last change.
         """
-        room = _room(intervals) * abs(self.change)
+        room = ((max(1.0, intervals) + 1) ** 2 - 1) * abs(self.change)
         return NumberRange(self.low - room, self.high + room, self.last)
-
-    def highest(self, intervals: float = 1.0) -> float:
-        """The upper end of `bounds` for a learning rate: it has room only if it was rising."""
-        return self.high + _room(intervals) * max(0.0, self.change)
-
-
-def _room(intervals: float) -> float:
-    return (max(1.0, intervals) + 1) ** 2 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +95,7 @@ class HealthyValues:
     def healthy_rate(self, name: str, rate: float) -> float:
         """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
         known = self.rates.get(name)
-        if known is not None and rate > known.highest() * RATE_TOLERANCE:
+        if known is not None and rate > known.high * RATE_TOLERANCE:
             return known.last
         return rate
 
