@@ -24,8 +24,8 @@ Range = tuple[float, float, float]
 """Lowest, highest and newest value of a number, as in `healcore.runtime.driver.NumberRange`."""
 
 _LOW, _HIGH, _VALUE, _SEEN_LOW, _SEEN_HIGH, _LAST = range(6)
-"""Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH` is replaced by `_VALUE`,
-which is NaN for a number that is not held. The other rows are the program's values since `held`."""
+"""Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH`, which are infinite for a
+number that is not held, is replaced by `_VALUE`. The others are the program's values since `held`."""
 
 
 class HeldNumbers(NamedTuple):
@@ -82,7 +82,7 @@ def init(inner_state: Any) -> jax.Array | None:
 
 def held(ranges: Sequence[Range | None]) -> np.ndarray:
     """Makes a `HealState.heal_numbers` that holds each number in its range, unless it is None."""
-    not_held = (-math.inf, math.inf, math.nan)
+    not_held = (-math.inf, math.inf, 0.0)  # no NaN: processes compare what they put on a device
     unseen = (math.inf, -math.inf, 0.0)
     columns = [(*(not_held if each is None else each), *unseen) for each in ranges]
     return np.array(columns, np.float32).T
@@ -110,7 +110,8 @@ def step(numbers: jax.Array, inner_state: Any) -> tuple[jax.Array, HeldNumbers]:
         values = jnp.where(column == i, leaf, values)
     own = values[_LAST]
     inside = (own >= numbers[_LOW]) & (own <= numbers[_HIGH])
-    replaced = ~inside & ~jnp.isnan(numbers[_VALUE])
+    is_held = (numbers[_LOW] > -jnp.inf) | (numbers[_HIGH] < jnp.inf)
+    replaced = ~inside & is_held
     # A NaN is outside of every range, as if it were below and above all numbers.
     low, high = (jnp.where(jnp.isnan(values), limit, values) for limit in (-jnp.inf, jnp.inf))
     new = jnp.where(row == _SEEN_LOW, jnp.minimum(numbers, low), numbers)
