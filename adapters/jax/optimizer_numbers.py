@@ -24,8 +24,11 @@ Range = tuple[float, float, float]
 """Lowest, highest and newest value of a number, as in `healcore.runtime.driver.NumberRange`."""
 
 _LOW, _HIGH, _VALUE, _SEEN_LOW, _SEEN_HIGH, _LAST = range(6)
-"""Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH`, which are infinite for a
-number that is not held, is replaced by `_VALUE`. The others are the program's values since `held`."""
+"""Rows of `HealState.heal_numbers`. A number outside of `_LOW` to `_HIGH` is replaced by `_VALUE`.
+
+These limits are infinite for a number that is not held. The other rows are the program's values
+since `held`.
+"""
 
 
 class HeldNumbers(NamedTuple):
