@@ -221,7 +221,7 @@ class Driver(Protocol):
         ...
 
     def trained_rates(self) -> dict[str, float | None]:
-        """`learning_rates` at the last step, where the program may have set that of the next step.
+        """The `learning_rates` of the last step. The program may have set the next rate already.
 
         In torch a scheduler does so, and the rates are those of the last step from `watch_numbers`
         on.

@@ -242,12 +242,11 @@ class Comparisons:
             return None
         if self.state.verdict is not None:
             return self.pending_verdict(index)
-        strong = self._threshold**RESTART_POWER
-        suspected = [
-            anchor
-            for anchor in self.anchors
-            if (anchor.evidence > 1 if at_end else anchor.evidence >= strong)
-        ]
+        if at_end:
+            suspected = [anchor for anchor in self.anchors if anchor.evidence > 1]
+        else:
+            strong = self._threshold**RESTART_POWER
+            suspected = [anchor for anchor in self.anchors if anchor.evidence >= strong]
         if not suspected or self._has_learnt_since(suspected[-1]):
             return None
         return self._verdict(index, suspected[-1], _Comparison(0))
@@ -256,11 +255,11 @@ class Comparisons:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
 
         Any evidence is enough for the question, because the batches kept of usual steps answer it
-        at once. A mean over them could be that of a bad batch among them.
+        at once. They count one by one: a bad batch among them would rule their mean.
 
         Returns:
             The verdict with `index`, if the anchor's loss is lower on most of the kept batches, and
-            on all of them where the evidence is less than that of `suspicion`.
+            on all of them where `suspicion` alone has not enough evidence.
         """
         strong = self.suspicion(index)
         verdict = strong or self.suspicion(index, at_end=True)
@@ -342,11 +341,10 @@ class Comparisons:
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""
         suspects = self._suspects(verdict)
-        found = self.state.ranges.outside(
+        found = self._healthy_at(verdict.anchor).outside(
             broadcast(self._context.ranks, self._context.driver.numbers()),
             {} if suspects is None else suspects.largest_norms(),
-            healthy=self._healthy_at(verdict),
-            intervals=self._intervals_since(verdict.anchor, verdict.onset),
+            intervals=(verdict.onset - verdict.anchor) / self._interval,
         )
         return replace(found, until=verdict.index + 1)
 
@@ -374,7 +372,7 @@ class Comparisons:
             return []
         before = suspects.start - STEPS_BEFORE_SIGN
         limited = self.state.ranges.held.norms
-        healthy = self._healthy_at(verdict)
+        healthy = self._healthy_at(verdict.anchor)
         unusual = {i for i in suspects.with_unusual_norm(limited, healthy) if i >= anchor.step}
         ordinary_steps = {
             step.index: step for each in self.anchors for step in each.usual if step.index < before
@@ -393,9 +391,12 @@ class Comparisons:
         unusual |= {step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit}
         return sorted(unusual)
 
-    def _healthy_at(self, verdict: Verdict) -> HealthyValues:
-        """What was known as healthy at the better weights, and later where it was unknown then."""
-        anchor, values = self._anchor_of(verdict.anchor), self.state.ranges.values
+    def _healthy_at(self, step: int) -> HealthyValues:
+        """What was known as healthy at the anchor of `step`, and later where it was unknown then.
+
+        What was learnt later may be a part of trouble that had not shown yet.
+        """
+        anchor, values = self._anchor_of(step), self.state.ranges.values
         return values if anchor is None else values | anchor.healthy
 
     def _suspects(self, verdict: Verdict) -> Suspects | None:
@@ -588,14 +589,11 @@ class Comparisons:
     def _highest_rates(self, anchor: Anchor) -> dict[str, float]:
         """Engine name -> highest healthy learning rate up to the anchor, as far as it is known.
 
-        What was learnt later may belong to the trouble. A rate has no room above its range, also if
-        the program raises it steadily: then the rise itself is a suspect.
+        A rate has no room above its range, also if the program raises it steadily: then the rise
+        itself is a suspect.
         """
-        known = self.state.ranges.values | anchor.healthy
-        return {name: rates.high for name, rates in known.rates.items()}
-
-    def _intervals_since(self, step: int, onset: int) -> float:
-        return (onset - step) / self._interval
+        known = self._healthy_at(anchor.step).rates
+        return {name: rates.high for name, rates in known.items()}
 
     def _losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None

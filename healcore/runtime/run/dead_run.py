@@ -2,8 +2,8 @@
 
 One step at a rate that is far too high can leave weights so large that every later forward pass
 overflows. Each such step is skipped, so nothing changes any more. A shard of bad data looks the
-same, but ends, and then the run continues with sound weights. Without a `loss_fn` nobody can tell
-the two apart, so a run is brought back in a way that costs a bad shard repeated steps and no bits:
+same, but ends, and then the run continues with sound weights. Without a `loss_fn` the two cannot be
+distinguished, so a run is brought back in a way that costs a bad shard repeated steps and no bits:
 
 1. Repeat from the newest checkpoint before the last trained step, and change nothing. Damage by a
    bit flip does not come back. A bad shard comes back at the same step, after the same steps.

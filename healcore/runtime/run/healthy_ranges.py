@@ -88,6 +88,34 @@ class HealthyValues:
             norms={**norms},
         )
 
+    def outside(
+        self,
+        seen: Mapping[str, NumberRange],
+        norms: Mapping[str, float],
+        intervals: float = 1.0,
+    ) -> Held:
+        """What was outside of its healthy range, to be held in it. Unknown names never are.
+
+        Args:
+            seen: result of `Driver.numbers`.
+            norms: engine name -> largest gradient norm at the trouble.
+            intervals: checkpoint intervals since these values were learnt.
+        """
+        numbers = {}
+        for name, each in seen.items():
+            if name not in self.numbers:
+                continue
+            bounds = self.numbers[name].bounds(intervals)
+            value = each.high if each.high > bounds.high else each.low
+            if not bounds.low <= value <= bounds.high:
+                program = value if math.isfinite(value) else None
+                numbers[name] = HeldNumber(bounds, program)
+        limits = {}
+        for name, norm in norms.items():
+            if self.is_unusual_norm(name, norm):
+                limits[name] = HeldNorm(self.norms[name], norm)
+        return Held(numbers=numbers, norms=limits)
+
     def is_unusual_norm(self, name: str, norm: float) -> bool:
         """Whether a gradient norm of an engine is unusual. NaN and Inf cannot be limited."""
         return UNUSUAL_NORM * self.norms.get(name, math.inf) < norm < math.inf
@@ -214,41 +242,6 @@ class HealthyRanges:
         """
         free = {name: each for name, each in seen.items() if name not in self.held.numbers}
         self.values = self.values.with_checkpoint(rates, free, norms)
-
-    def outside(
-        self,
-        seen: Mapping[str, NumberRange],
-        norms: Mapping[str, float],
-        *,
-        healthy: HealthyValues,
-        intervals: float = 1.0,
-    ) -> Held:
-        """What was outside of its healthy range since the better weights.
-
-        Args:
-            seen: result of `Driver.numbers`.
-            norms: engine name -> largest gradient norm at the trouble.
-            healthy: what was known at the better weights. What was learnt later may be a part of
-                the trouble that had not shown yet.
-            intervals: checkpoint intervals since the better weights.
-        """
-        values = self.values | healthy
-        numbers = {}
-        for name, each in seen.items():
-            known = values.numbers.get(name)
-            if known is None:
-                continue
-            bounds = known.bounds(intervals)
-            value = each.high if each.high > bounds.high else each.low
-            if not bounds.low <= value <= bounds.high:
-                program = value if math.isfinite(value) else None
-                numbers[name] = HeldNumber(bounds, program)
-        limits = {
-            name: HeldNorm(values.norms[name], norm)
-            for name, norm in norms.items()
-            if values.is_unusual_norm(name, norm)
-        }
-        return Held(numbers=numbers, norms=limits)
 
     def release(self, step: int, seen: Mapping[str, NumberRange]) -> dict[str, HeldNumber]:
         """Releases the numbers that the program itself keeps in range again.

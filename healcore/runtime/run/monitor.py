@@ -288,9 +288,9 @@ class IncidentMonitor:
     def _has_alert_to_log(self, judged: list[_Judged]) -> bool:
         """Whether a step has an alert outside of incidents that has a console line.
 
-        Such an alert tells of a fault about which nothing is decided yet. The engine gives it once
+        Such an alert reports a fault about which nothing is decided yet. The engine gives it once
         per fault, after `quiet_steps` steps without one. Lines have the first ten, then each power
-        of two, the first of each optimizer, and one whose loss is twice that of all lines before.
+        of two, the first of each optimizer, and one with twice the highest loss of earlier lines.
         """
         alerts = [e.record for e in judged if e.incident is None and e.record.action & Action.ALERT]
         self._faults += bool(alerts)

@@ -408,7 +408,7 @@ class Recovery:
         )
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.context.log.event("data", step=done.target, outcome=data, rewound=not why_not)
-        told = "" if done.lost else f", data {data}"
+        of_data = "" if done.lost else f", data {data}"
         cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
         if done.arrays:
             cause = nonfinite_save(done)
@@ -417,7 +417,7 @@ class Recovery:
         if done.attempt:
             cause = no_finite_step(done)
         self.context.log.warning(
-            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}{told}"
+            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}{of_data}"
         )
 
     def stop(

@@ -33,7 +33,7 @@ def learnt(*seen: NumberRange, name: str = "optimizer.weight_decay") -> HealthyR
 
 
 def numbers_outside(ranges: HealthyRanges, seen: NumberRange) -> dict[str, HeldNumber]:
-    found = ranges.outside({"optimizer.weight_decay": seen}, {}, healthy=ranges.values)
+    found = ranges.values.outside({"optimizer.weight_decay": seen}, {})
     return found.numbers
 
 
@@ -138,11 +138,11 @@ def test_what_was_learnt_after_the_better_weights_does_not_count():
     at_better = ranges.values
     ranges.learn({}, {"optimizer.weight_decay": NumberRange(0.05, 100.0, 100.0)}, {"a": 4096.0})
     seen = {"optimizer.weight_decay": NumberRange(0.05, 100.0, 100.0)}
-    assert not ranges.outside(seen, {"a": 4096.0}, healthy=ranges.values)
-    assert ranges.outside(seen, {}, healthy=at_better).numbers
+    assert not ranges.values.outside(seen, {"a": 4096.0})
+    assert at_better.outside(seen, {}).numbers
     known = HealthyValues(norms={"a": 1.0})
-    assert ranges.outside({}, {"a": 4096.0}, healthy=known).norm_limits == {"a": 1.0}
-    assert not ranges.outside({}, {"a": 3.0, "b": 9.0}, healthy=known), "as usual, and unknown"
+    assert known.outside({}, {"a": 4096.0}).norm_limits == {"a": 1.0}
+    assert not known.outside({}, {"a": 3.0, "b": 9.0}), "as usual, and unknown"
 
 
 @given(st.floats(0.01, 1.0), st.integers(1, 6))
