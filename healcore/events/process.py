@@ -81,6 +81,9 @@ def environment() -> dict[str, str]:
     return versions
 
 
+FORK_WAIT = 1.0
+"""Seconds that a fork waits for each watched object that is at work (see `watch_forks`)."""
+
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -89,13 +92,14 @@ def watch_forks(target: Any) -> None:
 
     A forked child inherits locks but not the threads that hold them. Data loaders fork their
     workers while a save is in progress: without a reset, a worker would wait forever for the save.
-    No reset frees the locks of libc and torch. So a fork waits a second for `target.join`, if any.
+    No reset frees the locks of libc and torch. So a fork first calls `target.join(FORK_WAIT)`, if
+    the target has a `join`.
     """
     _watched.add(target)
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=lambda: [each.join(1.0) for each in list(_watched) if hasattr(each, "join")],
+        before=lambda: [each.join(FORK_WAIT) for each in list(_watched) if hasattr(each, "join")],
         after_in_child=lambda: [target.forked() for target in list(_watched)],
     )
