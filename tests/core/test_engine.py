@@ -276,6 +276,23 @@ def test_a_limit_and_a_clip_are_the_smaller_of_both_and_the_clip_learns_as_befor
     assert same(free.state.detectors, held.state.detectors)
 
 
+def test_withheld_steps_are_skips_without_a_cause():
+    """They open no incident and cost no budget; the limit of the norm ends them."""
+    runner = Runner(watching("nonfinite", RuleConfig(NOT_FINITE, skip=True)))
+    runner.state = runner.engine.withhold(runner.state)
+    for _ in range(20):
+        decision = runner.step(loss=1.0, grad_norm=8.0)
+        assert decision.skip
+        assert decision.cause == decision.action == 0
+        assert decision.grad_scale == 1
+    assert runner.state.tally.skips == 20
+    assert runner.state.tally.clips == runner.state.incident.number == 0
+    limited(runner, 2.0)
+    decision = runner.step(loss=1.0, grad_norm=8.0)
+    assert not decision.skip
+    assert decision.grad_scale == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize("clip", [None, "zclip", "adagc"])
 def test_a_step_without_a_limit_has_none_of_its_operations(clip):
     """So torch's step costs nothing for it; and the decisions are the same."""
@@ -287,6 +304,8 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
         if i in (20, 40):
             limit = np.float32(0.1 if i == 20 else 0.0)
             a, b = (engine.limit_norm(state, limit, xp=np) for state in (a, b))
+        if i == 30:
+            a, b = engine.withhold(a), engine.withhold(b)
         current = engine.without_limit(b)
         assert current is engine.without_limit(b)
         assert current.limits_norm == (20 <= i < 40)
@@ -295,3 +314,4 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
         b, second = current.step(b, fuzz.at(trace, i), xp=np)
         assert same((a, first), (b, second))
     assert a.tally.clips.any()
+    assert (a.tally.skips >= 10).all()

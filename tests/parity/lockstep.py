@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from healcore.core.engine import Engine, EngineConfig, EngineState
+from healcore.core.engine.state import WITHHELD
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.jax import namespace as jax_namespace
@@ -58,19 +59,26 @@ def steps_equal(
 
 
 def norm_limits(begin: int, lanes: int) -> np.ndarray:
-    """Limits of the gradient norm for a chunk: none in the first, then from 0 (none) to 10."""
+    """Limits of the gradient norm for a chunk: none in the first, then from 0 (none) to 10.
+
+    In a fifth of the lanes the steps of the chunk are withheld.
+    """
     lane = np.arange(lanes) if lanes else np.asarray(1)
-    kind = (lane + begin // CHUNK) % 4
-    return np.where((begin == 0) | (kind == 0), 0, 10.0 ** (kind - 2)).astype(np.float32)
+    kind = (lane + begin // CHUNK) % 5
+    limit = np.where(kind == 4, WITHHELD, 10.0 ** (kind - 2.0))
+    return np.where((begin == 0) | (kind == 0), 0, limit).astype(np.float32)
 
 
 def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
-    """The state with a limit of the norm, set in the backend's own arrays."""
+    """The state with a limit of the norm or withheld steps, in the backend's own arrays."""
+    where, xp, given = np.where, np, limit
     if backend.startswith("jax"):
-        return engine.limit_norm(state, jnp.asarray(limit), xp=jax_namespace)
-    if backend.startswith("torch"):
-        return engine.limit_norm(state, _tensor(limit), xp=_TORCH)
-    state = engine.limit_norm(state, limit, xp=np)
+        where, xp, given = jnp.where, jax_namespace, jnp.asarray(limit)
+    elif backend.startswith("torch"):
+        where, xp, given = torch.where, _TORCH, _tensor(limit)
+    state = engine.limit_norm(state, given, xp=xp)
+    withheld = engine.withhold(state).norm_limit
+    state = state._replace(norm_limit=where(given == WITHHELD, withheld, state.norm_limit))
     return scalars(state) if backend == "recorded" else state
 
 

@@ -19,6 +19,7 @@ from healcore.core.engine import incidents
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
     SCHEMA,
+    WITHHELD,
     EngineConfig,
     EngineState,
     StateError,
@@ -218,7 +219,7 @@ class Engine:
         """
         refunds = np.any(state.budget.lr_cuts < self.config.budget.lr_cuts)
         limits_rate = bool(self.cuts_lr or refunds or np.any(state.lr.rate_at_cut > 0))
-        limits_norm = self.limits_norm and bool(np.any(state.norm_limit > 0))
+        limits_norm = self.limits_norm and bool(np.any(state.norm_limit != 0))
         if limits_rate and limits_norm == self.limits_norm:
             return self
         key = limits_rate, limits_norm
@@ -275,6 +276,15 @@ class Engine:
         factor = xp.where(state.norm_limit > 0, last.grad_scale, 1.0)
         last = last._replace(grad_scale=factor)
         return state._replace(last=state.last._replace(decision=last))
+
+    def withhold(self, state: EngineState) -> EngineState:
+        """Withholds each step from the next one on for the host, until `limit_norm` is called.
+
+        A withheld step changes neither weights nor moments. It is a skip without a cause: it opens
+        no incident and costs no budget.
+        """
+        withheld = state.norm_limit - state.norm_limit + WITHHELD
+        return state._replace(norm_limit=withheld)
 
     def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.

@@ -53,13 +53,16 @@ def judge(
     skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
     if skip is not seen.bad:
         skip = numerics.shared(skip, xp=xp)
+    skip_by_rules = skip
+    if limits_norm:
+        skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = RuleOrders(
         _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
         _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
     )
-    incidents, budget, orders = update_incidents(config, state, cause, skip, wants, xp=xp)
+    incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
     actions = [] if orders.action is None else [orders.action]
     actions += _actions_of_rules(config, fired, no_flag, xp=xp)

@@ -20,6 +20,10 @@ from healcore.core.numerics import Flag, Float, Int, map_leaves, zeros
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 
+WITHHELD = -1.0
+"""The limit of the gradient norm while the host withholds all steps."""
+
+
 class RuleConfig(NamedTuple):
     """One `[[respond]]` entry: the causes, the actions, and the condition."""
 
@@ -188,7 +192,7 @@ class EngineState(NamedTuple):
     incident: IncidentState
     budget: BudgetState
     lr: LrState
-    norm_limit: Float  # largest gradient norm that the host allows; 0 = no limit
+    norm_limit: Float  # largest norm that the host allows, 0 = no limit, or WITHHELD
     tally: Tally
     last: Telemetry
 

@@ -23,6 +23,7 @@ from healcore.runtime.run.orders import (
 )
 from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
+from healcore.runtime.run.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
@@ -127,6 +128,9 @@ class BetterWeights:
             return replace(order, lr_at_fault=highest, lr_states=states)
         if trial == Trial.HOLD:
             both = self.comparisons.state.ranges.held | held
+            if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
+                first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
+                both = replace(both, withheld=(first, verdict.found))
             return replace(order, held=both, batches=batches)
         return order
 

@@ -112,6 +112,8 @@ class Comparisons:
         """Losses of the steps of the current dispatch."""
         self._expected: Verdict | None = None
         """The verdict whose rollback is about to begin, or None."""
+        self._withholds = False
+        """Whether the next update is withheld, see `Held.withheld`."""
         self._mean_quiet_until = 0
         """Step before which a high mean loss is no reason to compare: it was compared."""
         self._pause = FIRST_PAUSE
@@ -179,6 +181,7 @@ class Comparisons:
         if not self.is_enabled:
             return None
         state, index = self.state, step.index
+        self._withhold_from(index + 1)
         self._credit.after_step()
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
@@ -286,6 +289,7 @@ class Comparisons:
         self._forget_trouble()
         self._history.forget(ranges.values.norms)
         self._history.norm_limits = self.state.ranges.held.norm_limits
+        self._withholds = self.state.ranges.held.withholds(target)
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`."""
@@ -335,8 +339,16 @@ class Comparisons:
         self.state.ranges.held = held
         self._history.norm_limits = held.norm_limits
         driver, engine = self._context.driver, self._context.policy.engine
-        driver.load(None, limit_norms(engine, driver.engines(), held.norm_limits))
+        limits, withhold = held.norm_limits, self._withholds
+        driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
         driver.hold_numbers(held.number_ranges)
+
+    def _withhold_from(self, step: int) -> None:
+        """Begins to withhold updates if `step` is the first of them, and ends it after the last."""
+        held = self.state.ranges.held
+        if held.withholds(step) != self._withholds:
+            self._withholds = not self._withholds
+            self.hold(held)
 
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""
@@ -402,10 +414,16 @@ class Comparisons:
     def _suspects(self, verdict: Verdict) -> Suspects | None:
         return self._history.suspects(verdict.onset, verdict.found)
 
-    def continue_from(self, saved: ComparisonState, weights: Mapping[int, Any]) -> None:
-        """Continues an earlier process; `weights` are copies by the step of their checkpoint.
+    def continue_from(
+        self, saved: ComparisonState, weights: Mapping[int, Any], *, step: int
+    ) -> None:
+        """Continues an earlier process at a checkpoint, and holds what is held from there on.
 
-        An anchor without weights is dropped, and with it a verdict about it.
+        Args:
+            saved: what the checkpoint holds.
+            weights: copies of weights, by the step of their checkpoint. An anchor without weights
+                is dropped, and with it a verdict about it.
+            step: step of the checkpoint.
         """
         verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
@@ -414,6 +432,9 @@ class Comparisons:
         self._history.norm_limits = self.state.ranges.held.norm_limits
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
+        if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
+            self._withholds = self.state.ranges.held.withholds(step)
+            self.hold(self.state.ranges.held)
 
     def _anchor_of(self, step: int) -> Anchor | None:
         return next((anchor for anchor in self.anchors if anchor.step == step), None)
@@ -473,7 +494,7 @@ class Comparisons:
             evaluations += compared.evaluations
             if not math.isnan(compared.evidence):
                 verdict = self._weigh(step.index, anchor, compared) or verdict
-        if verdict is not None and step.index < verdict.due:
+        if verdict is not None and step.index < verdict.due and not self._has_waited(verdict):
             self._postpone(verdict)
             verdict = None
         if not self.suspects:
@@ -547,6 +568,10 @@ class Comparisons:
             return anchor
         better[-1].onset = anchor.onset
         return better[-1]
+
+    def _has_waited(self, verdict: Verdict) -> bool:
+        """Whether the run was rolled back for this trouble: it has had its time to recover."""
+        return bool(self._context.ledger.same_trouble(verdict.onset))
 
     def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""

@@ -173,17 +173,25 @@ class Held:
     """Name, see `Driver.numbers` -> the number."""
     norms: dict[str, HeldNorm] = field(default_factory=dict)
     """Engine name -> the limit of its gradient norm."""
+    withheld: tuple[int, int] | None = None
+    """First and last step whose updates are withheld: their gradients are wrong, and nothing shows
+    where; or None."""
     until: int = 0
     """Step at which the trouble was found. Nothing is released before it."""
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.norms)
+        return bool(self.numbers or self.norms or self.withheld)
+
+    def withholds(self, step: int) -> bool:
+        """Whether the update of a step is withheld."""
+        return self.withheld is not None and self.withheld[0] <= step <= self.withheld[1]
 
     def __or__(self, newer: Held) -> Held:
         """Both together. Limits of the older one stay."""
         return Held(
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
+            withheld=newer.withheld or self.withheld,
             until=max(self.until, newer.until),
         )
 
@@ -205,6 +213,8 @@ class Held:
             of = f" of {name}" if name else ""
             limit, reached = f"{norm.limit:.4g}", f"{norm.reached:.4g}"
             lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
+        if self.withheld is not None:
+            lines.append("the updates of steps {} to {} are withheld".format(*self.withheld))
         return lines
 
     @property

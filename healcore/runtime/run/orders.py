@@ -20,7 +20,9 @@ from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, Held
 
 Step = Annotated[int, Field(ge=0)]
 MAX_HOLDS = 2
-"""Trials that hold what is unusual, for one trouble."""
+"""Trials that hold what is unusual, for one trouble. The second one also withholds the updates of
+the steps around the onset: their gradients may be wrong without an unusual norm or batch, as with
+flipped signs."""
 MAX_ACCEPTED = 3
 """Troubles accepted in a row. After that a verdict is only an alert."""
 
@@ -101,7 +103,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
       first. Limit an unknown rate only after a repeat that has not helped.
     * Repeat once with nothing changed.
     * Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-      loss the better weights find unusual. Once more with what is newly unusual.
+      loss the better weights find unusual. Once more with what is newly unusual, and without the
+      updates of these steps.
     * Undo the trials.
     """
     healthy = facts.healthy_rates

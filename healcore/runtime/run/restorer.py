@@ -149,7 +149,9 @@ class Restorer:
             learnt=self.saver.comparisons.state.ranges.values,
         )
         held = self._held_after(order)
-        engines = limit_norms(engine, engines, held.norm_limits)
+        engines = limit_norms(
+            engine, engines, held.norm_limits, withhold=held.withholds(saved.step)
+        )
         lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
         self.context.driver.load(None, engines)
         self.context.driver.hold_numbers(held.number_ranges)
@@ -213,14 +215,11 @@ class Restorer:
             weights = self._copies(own.comparisons, saved.step)
             repeats, reset = own.repeats(saved.step), self.context.policy.rollback.reset_moments
             comparisons, engines = self.saver.comparisons, saved.engines
-            if not comparisons.is_enabled:  # without a `loss_fn` nothing is held, nor released
+            if not comparisons.is_enabled:
                 engines = limit_norms(self.context.policy.engine, engines, {})
             self._load_state(saved.state, engines, reset=reset and repeats)
             if own.comparisons is not None:
-                comparisons.continue_from(own.comparisons, weights)
-            if comparisons.is_enabled:
-                held = comparisons.state.ranges.held
-                self.context.driver.hold_numbers(held.number_ranges)
+                comparisons.continue_from(own.comparisons, weights, step=saved.step)
             self.context.ledger.continue_from(own.ledger, saved.step)
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}

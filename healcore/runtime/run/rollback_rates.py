@@ -77,7 +77,9 @@ def limit_rates(
     return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
 
 
-def limit_norms(engine: Engine, engines: Engines, limits: Mapping[str, float]) -> Engines:
+def limit_norms(
+    engine: Engine, engines: Engines, limits: Mapping[str, float], *, withhold: bool = False
+) -> Engines:
     """Engine states with these limits of the gradient norm, and without any other.
 
     Args:
@@ -85,12 +87,16 @@ def limit_norms(engine: Engine, engines: Engines, limits: Mapping[str, float]) -
         engines: states, by engine name.
         limits: largest norm of the gradients, above 0, by engine name. An engine without a limit
             here has none from now on.
+        withhold: whether all steps from now on are withheld, which needs no limit.
     """
     limited = {}
     for name, saved in engines.items():
         state = engine.from_dict(saved)
-        limit = np.float32(limits.get(name, 0.0))
-        limited[name] = engine.to_dict(engine.limit_norm(state, limit, xp=np))
+        if withhold:
+            state = engine.withhold(state)
+        else:
+            state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)), xp=np)
+        limited[name] = engine.to_dict(state)
     return limited
 
 

@@ -209,6 +209,7 @@ class Engine:
         self.healthy = 0
         self.lr = Multiplier(config.lr)
         self.norm_limit: float | None = None
+        self.withheld = False
         self.report = Report()
         acting = int(Action.ROLLBACK | Action.CUT_LR | Action.STOP)
         self.trouble = BAD
@@ -236,7 +237,8 @@ class Engine:
             for rule in self.rules
         ]
         skip_wished = any(f for rule, f, _ in fired if rule.skip)
-        skip = self._skip(step, skip_wished)
+        skip_by_rules = self._skip(step, skip_wished)
+        skip = skip_by_rules or self.withheld
         scale, group_scale = 1.0, [1.0] * self.groups if self.per_tensor else None
         clipped = clips.Clipped(1.0, False, self.report.threshold, self.report.z)
         if self.clip is not None and seen.grad_norm is not None:
@@ -251,7 +253,7 @@ class Engine:
             scale = min(scale, most)
         else:
             group_scale = [min(each, most) for each in group_scale]
-        action, depth = self._recovery_orders(cause, fired, skip, step.rate)
+        action, depth = self._recovery_orders(cause, fired, skip_by_rules, step.rate)
         self.step += 1
         old = self.report
         self.report = Report(
@@ -315,6 +317,11 @@ class Engine:
     def limit_norm(self, limit: float) -> None:
         """The host holds the gradients' norm at most at `limit`; 0 lets go of it."""
         self.norm_limit = limit or None
+        self.withheld = False
+
+    def withhold(self) -> None:
+        """The host takes no step until it limits the norm or lets go of it."""
+        self.norm_limit, self.withheld = None, True
 
     def _recovery_orders(
         self, cause: int, fired: list[Any], skip: bool, rate: float | None

@@ -28,6 +28,7 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
 )
 from healcore.runtime.run.healthy_ranges import HeldNorm
+from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.step_history import StepHistory
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
@@ -126,6 +127,19 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     assert verdict.index == verdict.found == 250 + 19
     assert verdict.anchor >= 230
     assert run.assessments == []
+
+
+def test_trouble_that_was_rolled_back_already_has_no_second_wait():
+    """It has had its time to recover. Trouble after the rolled back steps has its own."""
+    run = after(250)
+    run.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
+    verdict = damaged(run)
+    assert verdict.index == verdict.found == 250 + 19
+    assert run.assessments == []
+    later = after(350)
+    later.record.ledger.rollbacks.append(RollbackRecord(index=299, onset=250, step=300, target=200))
+    assert damaged(later).index > 350 + 19
+    assert later.assessments == ["worse"]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,15 @@ def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_fi
     assert not second.without(both)
 
 
+def test_withheld_steps_stay_with_what_else_is_held():
+    held = Held(numbers={"b": HeldNumber(NumberRange(0, 1, 1), 9.0)}, withheld=(3, 5))
+    assert [step for step in range(9) if held.withholds(step)] == [3, 4, 5]
+    assert not any(Held(norms={"a": HeldNorm(1.0, 9.0)}).withholds(step) for step in range(9))
+    assert Held(withheld=(3, 5))
+    assert (held | Held(until=9)).withheld == held.without(Held()).withheld == (3, 5)
+    assert held.sentences()[-1] == "the updates of steps 3 to 5 are withheld"
+
+
 FLOATS = st.floats(-1e6, 1e6)
 RANGES = st.builds(NumberRange, FLOATS, FLOATS, FLOATS)
 
@@ -128,7 +137,8 @@ def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges.learn({"a": 0.1}, seen, {})
     ranges.learn({"a": 0.2}, seen, {})
     numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
-    ranges.held = Held(numbers=numbers, norms={"a": HeldNorm(0.1, 3.0)}, until=until)
+    norms, withheld = {"a": HeldNorm(0.1, 3.0)}, (until, until + 9) if until % 2 else None
+    ranges.held = Held(numbers=numbers, norms=norms, withheld=withheld, until=until)
     text = json.dumps(asdict(ranges), allow_nan=False)
     assert TypeAdapter(HealthyRanges).validate_json(text, strict=True) == ranges
 

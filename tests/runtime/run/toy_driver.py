@@ -70,7 +70,8 @@ class Run:
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn, self.interval = loss_fn, interval
         driver: Any = self.driver
-        context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+        self.record = RunRecord()
+        context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, self.record)
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         warn = self.warnings.append
         self.comparisons = Comparisons(

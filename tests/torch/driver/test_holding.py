@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from healcore import Healer, Logging
+from healcore import Checkpoints, Healer, Logging
 
 STEPS, FIRST, LAST = 360, 305, 335
 """Steps of a run, and the steps of a fault that is a part of the program."""
@@ -100,6 +101,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     "gradients": {**SGD, "grads": lambda g: g.mul_(4096), "bad_steps": (220, 223, 226, 230)},
     "gradients again": {**SGD, "grads": lambda g: g.mul_(4096), "bad_steps": (220, 223, 260, 300)},
     "labels": {"lr": 1e-2, "labels": True, "bad_steps": range(310, 322)},
+    "signs": {**SGD, "grads": lambda g: g.neg_(), "bad_steps": range(220, 232)},
 }
 HELD = {"weight decay": "weight_decay", "betas": "betas[0]", "momentum": "momentum"}
 
@@ -140,6 +142,42 @@ def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     ranges = program.healer._loop.recovery.comparisons.state.ranges
     assert not ranges.held
     assert program.healer._loop.driver.engines()["optimizer"]["state"]["norm_limit"] == 0
+
+
+class Killed(BaseException):
+    """Ends the process between two steps."""
+
+
+def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
+    """The checkpoint at step 224 is within them. What is withheld is no part of the weights."""
+    found, withheld = [], []
+    for kills in ([], [226]):
+        store = tmp_path / str(len(kills))
+        for _ in range(len(kills) + 1):
+            program = Program(**FAULTS["signs"])
+            state = {"model": program.model, "optimizer": program.optimizer}
+            every = Checkpoints(every=32)
+            log = Logging(console=False)
+            with (
+                suppress(Killed),
+                Healer(
+                    state=state, store=store, loss_fn=program.loss, checkpoints=every, logging=log
+                ) as healer,
+            ):
+                for batch in healer.batches(program.batches[:STEPS]):
+                    held = healer._loop.recovery.comparisons.state.ranges.held
+                    if held.withholds(batch[0]) and healer.step in kills:
+                        kills.clear()
+                        raise Killed
+                    healer.loss(batch).backward()
+                    program.step(batch[0])
+            withheld.append(held.withheld)
+        found.append(torch.cat([p.detach().flatten() for p in program.model.parameters()]))
+    assert torch.equal(*found)
+    assert len(withheld) == 3
+    assert len(set(withheld)) == 1
+    first, last = withheld[0]
+    assert first < 224 < 226 < last
 
 
 def test_a_healthy_program_with_a_momentum_schedule_has_the_bits_of_a_run_without_healcore(
