@@ -19,7 +19,6 @@ from healcore.core.errors import HealcoreError
 from healcore.core.numerics import Flag, Float, Int, map_leaves, zeros
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
-
 WITHHELD = -1.0
 """The limit of the gradient norm while the host withholds all steps."""
 
