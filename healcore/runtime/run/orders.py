@@ -100,22 +100,25 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
     """The next trial for a trouble where `tried` has not helped, in this order.
 
     * Limit the rate if it is above every healthy rate, or if the better weights are the run's
-      first. Limit an unknown rate only after a repeat that has not helped.
+      first.
     * Repeat once with nothing changed.
     * Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
       loss the better weights find unusual. Once more with what is newly unusual, and without the
       updates of these steps.
+    * Limit a rate that is unknown, because nothing that is known has helped.
     * Undo the trials.
     """
     healthy = facts.healthy_rates
     higher = (
         r > healthy.get(n, 0.0) * RATE_TOLERANCE for rates in facts.rates for n, r in rates.items()
     )
-    raised = any(higher) if facts.rates else bool(tried)
-    if (raised or facts.from_start) and tried.count(Trial.LIMIT_RATE) < facts.may_limit:
+    may_limit = tried.count(Trial.LIMIT_RATE) < facts.may_limit
+    if may_limit and (facts.from_start or any(higher)):
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT
     if facts.unusual and tried.count(Trial.HOLD) < MAX_HOLDS:
         return Trial.HOLD
+    if may_limit and not facts.rates:
+        return Trial.LIMIT_RATE
     return Trial.ACCEPT
