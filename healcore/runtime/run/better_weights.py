@@ -125,7 +125,13 @@ class BetterWeights:
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
             highest = broadcast(ranks, highest)
             states = lr_states(self._context.driver.engines())
-            return replace(order, lr_at_fault=highest, lr_states=states)
+            order = replace(order, lr_at_fault=highest, lr_states=states)
+            held = self.comparisons.state.ranges.held
+            if facts.from_start:
+                held |= Held(start_rates=states, until=verdict.index + 1)
+            else:  # a healthy rate is known: the new limit is no guess, and lasts
+                held = replace(held, start_rates={})
+            return replace(order, held=held)
         if trial == Trial.HOLD:
             both = self.comparisons.state.ranges.held | held
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it

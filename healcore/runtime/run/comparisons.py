@@ -30,7 +30,7 @@ from healcore.runtime.run.evidence import (
 )
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.rollback_rates import limit_norms
+from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.step_history import (
     STEPS_AFTER_SIGN,
@@ -322,10 +322,18 @@ class Comparisons:
         ranges, driver = self.state.ranges, self._context.driver
         seen = broadcast(self._context.ranks, driver.numbers())
         self._history.learn_doubtful_norms(step)
-        ranges.learn(self._rates(), seen, self._history.largest_norms())
+        # No step has been trained at the rates of the very first weights.
+        rates = self._rates() if step > self._context.record.first_step else {}
+        ranges.learn(rates, seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
         ranges.follow_norms(step, self._history.typical_norms())
+        if before := ranges.release_start_rates(step):
+            driver.load(None, with_lr_states(driver.engines(), before))
+            self._context.log.info(
+                f"step {step}: the learning rate is the program's own again; its limit was for the "
+                "first steps"
+            )
         if ranges.held != held:
             self.hold(ranges.held)
         if released:

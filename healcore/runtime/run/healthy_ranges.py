@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
@@ -176,11 +176,14 @@ class Held:
     withheld: tuple[int, int] | None = None
     """First and last step whose updates are withheld: their gradients are wrong, and nothing shows
     where; or None."""
+    start_rates: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Engine name -> its learning-rate state from before a limit after a rollback to the start of
+    the run. There is no healthy rate yet, so that this limit is a guess, and never lasts."""
     until: int = 0
     """Step at which the trouble was found. Nothing is released before it."""
 
     def __bool__(self) -> bool:
-        return bool(self.numbers or self.norms or self.withheld)
+        return bool(self.numbers or self.norms or self.withheld or self.start_rates)
 
     def withholds(self, step: int) -> bool:
         """Whether the update of a step is withheld."""
@@ -192,6 +195,7 @@ class Held:
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
             withheld=newer.withheld or self.withheld,
+            start_rates=self.start_rates or newer.start_rates,
             until=max(self.until, newer.until),
         )
 
@@ -273,6 +277,21 @@ class HealthyRanges:
         if released:
             self.held = self.held.without(Held(numbers=released))
         return released
+
+    def release_start_rates(self, step: int) -> Mapping[str, dict[str, Any]]:
+        """Ends the limit of the rate after a rollback to the start of the run.
+
+        Call it at a healthy checkpoint. If the program's rate is too high indeed, it is limited to
+        the healthy rates up to this checkpoint.
+
+        Returns:
+            The learning-rate states to restore, by engine name; empty without such a limit.
+        """
+        rates = self.held.start_rates
+        if not rates or step <= self.held.until:
+            return {}
+        self.held = replace(self.held, start_rates={})
+        return rates
 
     def follow_norms(self, step: int, typical: Mapping[str, float]) -> None:
         """Adapts the limits to the norms of the program. Call it at a healthy checkpoint.

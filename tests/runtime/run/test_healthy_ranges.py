@@ -118,6 +118,17 @@ def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_fi
     assert not second.without(both)
 
 
+def test_the_limit_of_a_rate_from_the_start_of_the_run_never_lasts():
+    ranges = HealthyRanges(held=Held(start_rates={"a": {"scale": 1.0}}, until=40))
+    first = ranges.held
+    assert first
+    assert (first | Held(start_rates={"a": {"scale": 0.25}})).start_rates == first.start_rates
+    assert ranges.release_start_rates(40) == {}, "the trouble is still to come"
+    assert ranges.release_start_rates(100) == {"a": {"scale": 1.0}}
+    assert ranges.release_start_rates(200) == {}
+    assert not ranges.held
+
+
 def test_withheld_steps_stay_with_what_else_is_held():
     held = Held(numbers={"b": HeldNumber(NumberRange(0, 1, 1), 9.0)}, withheld=(3, 5))
     assert [step for step in range(9) if held.withholds(step)] == [3, 4, 5]

@@ -151,10 +151,14 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undistur
 
 @pytest.mark.parametrize(
     ("start", "curvature", "raised", "restored"),
-    [(3.0, 0.1, {}, {0}), (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200})],
+    [(3.0, 0.1, {}, {0, 100}), (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200})],
 )
 def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raised, restored):
-    """Updates diverge above 2 / curvature. The program sets the rates `raised` by its own count."""
+    """Updates diverge above 2 / curvature. The program sets the rates `raised` by its own count.
+
+    At the start no healthy rate is known: the limit lasts until the first healthy checkpoint. If
+    the program's rate does damage from there on, the limit is the rate that was healthy until then.
+    """
     weight, count = torch.nn.Parameter(torch.ones(8)), iter(range(9 * STEPS))
     optimizer = torch.optim.SGD([weight], lr=start)
 
