@@ -120,7 +120,7 @@ def test_the_first_trial_in_order_whose_condition_holds(tried, facts):
 
 
 def test_what_is_unusual_is_held_before_an_unknown_rate_is_limited():
-    """A limit lasts, and cannot cure a gradient times 4096. The rates of plain optax are unknown."""
+    """A limit lasts, and cannot cure a gradient times 4096. Plain optax hides its rates."""
     facts = TroubleFacts((), {}, from_start=False, unusual=True, may_limit=4)
     tried: list[Trial] = []
     while Trial.ACCEPT not in tried:
