@@ -136,7 +136,8 @@ class BetterWeights:
             both = self.comparisons.state.ranges.held | held
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
                 first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
-                both = replace(both, withheld=(first, verdict.found))
+                last = min(verdict.found, *(each.index for each in past))  # the earliest evidence
+                both = replace(both, withheld=(first, max(first, last)))
             return replace(order, held=both, batches=batches)
         return order
 

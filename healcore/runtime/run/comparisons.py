@@ -540,7 +540,7 @@ class Comparisons:
 
     def _weigh(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict | None:
         """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
-        anchor.learn(index, compared.evidence)
+        anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
         if anchor.evidence >= self._threshold and self._has_learnt_since(anchor):
             anchor.evidence, anchor.onset = 1.0, None
         if anchor.evidence >= self._threshold:

@@ -70,6 +70,8 @@ class Anchor:
     """Their standard deviation."""
     rises: list[float] = field(default_factory=list)
     """Finite rises of the last comparisons since the evidence began."""
+    leads: list[float] = field(default_factory=list)
+    """By how much the current weights were better at the last comparisons without evidence."""
     healthy: HealthyValues = field(default_factory=HealthyValues)
     """What was known as healthy when the copy was made."""
 
@@ -108,17 +110,29 @@ class Anchor:
             number = 1
         return self._random.sample(steps, number)
 
-    def learn(self, index: int, rise: float) -> None:
+    def learn(self, index: int, rise: float, *, is_retest: bool = False) -> None:
         """Updates the evidence with the comparison at step `index`.
 
         A rise is measured in the median of the recent positive rises. Without one, only its sign
         counts.
+
+        Args:
+            index: the step.
+            rise: the smaller rise of its two batches.
+            is_retest: whether a verdict is pending. Then the rise is measured from the lead that
+                the run had before the trouble: as good as at the anchor is not yet recovered.
         """
+        if is_retest:
+            excess = rise + statistics.median(self.leads or [0.0])
+        else:
+            excess = rise
+            if self.evidence <= 1 and -math.inf < rise < 0:
+                self.leads = [*self.leads, -rise][-RECENT:]
         if self.evidence <= 1:
             self.onset = index
             self.rises.clear()
         unit = statistics.median([e for e in self.rises if e > 0] or [0.0])
-        bet = rise / unit if unit else math.inf if rise > 0 else -math.inf
+        bet = excess / unit if unit else math.inf if excess > 0 else -math.inf
         self.evidence = max(1.0, self.evidence) * (1 + STAKE * max(-1.0, min(1.0, bet)))
         if math.isfinite(rise):
             self.rises = [*self.rises, rise][-RECENT:]
@@ -128,6 +142,7 @@ class Anchor:
     def rewind(self, target: int) -> None:
         """Drops the evidence, and the sampled steps from step `target` on."""
         self.evidence, self.onset = 1.0, None
+        self.leads.clear()
         self.sample = [each for each in self.sample if each.index < target]
         self.trained = max(target - self.step, len(self.sample))
         self.usual = [each for each in self.usual if each.index < target]
