@@ -110,7 +110,7 @@ class BetterWeights:
                     verdict, order = older, replace(order, better_step=older.anchor)
                     break
         policy = self._context.policy
-        cuts = policy.engine.config.budget.lr_cuts if policy.may_limit_lr else 0
+        cuts = policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
@@ -125,6 +125,8 @@ class BetterWeights:
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
             highest = broadcast(ranks, highest)
             states = lr_states(self._context.driver.engines())
+            if not policy.engine.limits_lr:  # the policy cuts the multiplier, whatever the rate is
+                highest = {name: float(state["scale"]) for name, state in states.items()}
             order = replace(order, lr_at_fault=highest, lr_states=states)
             held = self.comparisons.state.ranges.held
             if facts.from_start:

@@ -423,5 +423,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
     monkeypatch.setattr(process_events, "FORK_WAIT", 60.0)  # a second may be over on a busy machine
     threading.Timer(0.1, store.gate.set).start()
     multiprocessing.get_context("fork").Process(target=int).start()  # waits, for locks of libc
+    assert store.take_failures() == []
+    assert not store.busy
     assert store.steps_on_disk() == [1]
     store.verify(1)

@@ -117,7 +117,10 @@ def test_the_run_ends_as_without_the_fault(tmp_path, name):
     healed = Program(**FAULTS[name])
     rollbacks = healed.train(tmp_path)
     assert healed.unseen_loss() < 1.1 * clean.unseen_loss()
-    assert len(rollbacks) in (2, 3), "repeated once unchanged, then held"
+    assert not rollbacks[0].get("held"), "repeated once unchanged"
+    assert all(each["held"] for each in rollbacks[1:]), "then held"
+    # Each of the single gradients at steps 260 and 300 is trouble of its own.
+    assert len(rollbacks) in ((3, 4, 5) if name == "gradients again" else (2, 3))
     (group,) = healed.optimizer.param_groups
     assert {entry: group[entry] for entry in healed.usual} == healed.usual
 
