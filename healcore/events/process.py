@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401 -- its hook has to be older than the one below
 import contextlib
 import functools
 import os
@@ -98,6 +99,8 @@ def watch_forks(target: Any) -> None:
     _watched.add(target)
 
 
+# The hooks before a fork run the newest first. That of `concurrent.futures.thread` takes a lock
+# that a save needs to start threads, so it has to be registered, by its import, before this one.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: [each.join(FORK_WAIT) for each in list(_watched) if hasattr(each, "join")],

@@ -420,10 +420,37 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
     process.join(60)
     assert process.exitcode == 0
     assert store.steps_on_disk() == []
-    monkeypatch.setattr(process_events, "FORK_WAIT", 60.0)  # a second may be over on a busy machine
+    # A second may be over on a busy machine, and a save that waits for the fork never ends.
+    monkeypatch.setattr(process_events, "FORK_WAIT", 10.0)
     threading.Timer(0.1, store.gate.set).start()
     multiprocessing.get_context("fork").Process(target=int).start()  # waits, for locks of libc
     assert store.take_failures() == []
     assert not store.busy
     assert store.steps_on_disk() == [1]
     store.verify(1)
+
+
+IMPORTED_FIRST = """
+import sys
+import healcore.events.process
+import concurrent.futures.thread
+import pytest
+name = "does_not_wait_for_its_parents_threads"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", name, sys.argv[1]]))
+"""
+
+
+def test_a_save_does_not_wait_for_the_fork_that_waits_for_it():
+    """Hooks run the newest first, and that of `concurrent.futures` takes a lock that a save needs.
+
+    In a process that imports healcore first, its own hook was the older one.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED_FIRST, __file__],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
