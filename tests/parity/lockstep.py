@@ -71,7 +71,9 @@ def norm_limits(begin: int, lanes: int) -> np.ndarray:
 
 def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
     """The state with a limit of the norm or withheld steps, in the backend's own arrays."""
-    where, xp, given = np.where, np, limit
+    where: Any = np.where
+    xp: Any = np
+    given: Any = limit
     if backend.startswith("jax"):
         where, xp, given = jnp.where, jax_namespace, jnp.asarray(limit)
     elif backend.startswith("torch"):
