@@ -2,6 +2,8 @@
 
 The peak of this warm-up and cosine decay is far too high. The Healer rolls back and limits the
 learning rate: the schedule is scaled so that its highest rate is the limit, and keeps its shape.
+The first limit is a guess, because no rate was healthy yet, and ends at a healthy checkpoint. The
+second one is the rate that was healthy until then.
 The program prints the rate that the parameters really get. python examples/optax_schedule.py
 """
 

@@ -1,9 +1,9 @@
 """`jax.lax.scan` over ten steps per dispatch, under a Healer: every step is judged by itself.
 
 Batch 45 is NaN: that step alone is skipped on the device, and the other nine of its dispatch are
-applied. The learning rate rises far too high, and the parameters get worse: between two dispatches
-the Healer restores earlier parameters and limits the learning rate. A dispatch is one comparison,
-and a rollback takes about twenty. Without healcore the loss is NaN from batch 45 on.
+applied. The learning rate rises far too high, until no step is finite: between two dispatches the
+Healer restores the first parameters, and limits the learning rate when that happens again. Without
+healcore the loss is NaN from batch 45 on.
 """
 
 from __future__ import annotations
