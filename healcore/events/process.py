@@ -99,8 +99,8 @@ def watch_forks(target: Any) -> None:
     _watched.add(target)
 
 
-# The hooks before a fork run the newest first. That of `concurrent.futures.thread` takes a lock
-# that a save needs to start threads, so it has to be registered, by its import, before this one.
+# The hooks before a fork run the newest first. `concurrent.futures.thread` has a hook that takes a
+# lock, which a save needs to start threads. Its import above registers that hook before this one.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=lambda: [each.join(FORK_WAIT) for each in list(_watched) if hasattr(each, "join")],

@@ -47,6 +47,7 @@ class BetterWeights:
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
+        self.comparisons.before_step(step.index + 1)
         records, taken = step.records, step.records[0].taken
         if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
             return None
@@ -131,7 +132,7 @@ class BetterWeights:
             held = self.comparisons.state.ranges.held
             if facts.from_start:
                 held |= Held(start_rates=states, until=verdict.index + 1)
-            else:  # a healthy rate is known: the new limit is no guess, and lasts
+            else:  # this limit lasts, and replaces a guess from the start of the run
                 held = replace(held, start_rates={})
             return replace(order, held=held)
         if trial == Trial.HOLD:
@@ -181,7 +182,7 @@ class BetterWeights:
             driver = self._context.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
             if order.held is not None:
-                self.comparisons.hold(order.held)
+                self.comparisons.hold(order.held, until)
         self.comparisons.pause_until(until)
         why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
         if not past:

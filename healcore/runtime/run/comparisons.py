@@ -181,7 +181,6 @@ class Comparisons:
         if not self.is_enabled:
             return None
         state, index = self.state, step.index
-        self._withhold_from(index + 1)
         self._credit.after_step()
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
@@ -335,15 +334,16 @@ class Comparisons:
                 "first steps"
             )
         if ranges.held != held:
-            self.hold(ranges.held)
+            self.hold(ranges.held, step)
         if released:
             self._context.log.info(
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
 
-    def hold(self, held: Held) -> None:
-        """Holds numbers and norms from the next step on, and nothing else."""
+    def hold(self, held: Held, step: int) -> None:
+        """Holds this from `step` on, which is the next step, and nothing else."""
+        self._withholds = held.withholds(step)
         self.state.ranges.held = held
         self._history.norm_limits = held.norm_limits
         driver, engine = self._context.driver, self._context.policy.engine
@@ -351,12 +351,15 @@ class Comparisons:
         driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
         driver.hold_numbers(held.number_ranges)
 
-    def _withhold_from(self, step: int) -> None:
-        """Begins to withhold updates if `step` is the first of them, and ends it after the last."""
+    def before_step(self, step: int) -> None:
+        """Begins to withhold updates if `step` is the first of them, and ends it after the last.
+
+        Call it for each step, also if a `loss_fn` that failed has ended the comparisons: otherwise
+        the updates would be withheld to the end of the run.
+        """
         held = self.state.ranges.held
         if held.withholds(step) != self._withholds:
-            self._withholds = not self._withholds
-            self.hold(held)
+            self.hold(held, step)
 
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""
@@ -441,8 +444,7 @@ class Comparisons:
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
         if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
-            self._withholds = self.state.ranges.held.withholds(step)
-            self.hold(self.state.ranges.held)
+            self.hold(self.state.ranges.held, step)
 
     def _anchor_of(self, step: int) -> Anchor | None:
         return next((anchor for anchor in self.anchors if anchor.step == step), None)

@@ -132,7 +132,10 @@ class Anchor:
             self.onset = index
             self.rises.clear()
         unit = statistics.median([e for e in self.rises if e > 0] or [0.0])
-        bet = excess / unit if unit else math.inf if excess > 0 else -math.inf
+        if unit:
+            bet = excess / unit
+        else:
+            bet = math.inf if excess > 0 else -math.inf
         self.evidence = max(1.0, self.evidence) * (1 + STAKE * max(-1.0, min(1.0, bet)))
         if math.isfinite(rise):
             self.rises = [*self.rises, rise][-RECENT:]

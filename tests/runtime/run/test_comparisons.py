@@ -27,7 +27,7 @@ from healcore.runtime.run.evidence import (
     ObservedBatch,
     TrainedStep,
 )
-from healcore.runtime.run.healthy_ranges import HeldNorm
+from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.step_history import StepHistory
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
@@ -127,6 +127,18 @@ def test_damage_soon_after_the_anchor_is_not_waited_for():
     assert verdict.index == verdict.found == 250 + 19
     assert verdict.anchor >= 230
     assert run.assessments == []
+
+
+def test_withheld_updates_end_although_the_loss_fn_has_failed():
+    run = after(250)
+    run.comparisons.state.ranges.held = Held(withheld=(251, 255))
+    found = []
+    for step in range(250, 258):
+        run.comparisons.before_step(step)
+        found.append(run.comparisons._withholds)
+        if step == 252:
+            run.comparisons.loss_function.function = None
+    assert found == [False, *[True] * 5, False, False]
 
 
 def test_trouble_that_was_rolled_back_already_has_no_second_wait():

@@ -442,7 +442,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", name, sys.argv[1]]))
 
 @pytest.mark.slow
 def test_a_save_does_not_wait_for_the_fork_that_waits_for_it():
-    """Hooks run the newest first, and that of `concurrent.futures` takes a lock that a save needs.
+    """Hooks run the newest first, and `concurrent.futures` has one with a lock that a save needs.
 
     In a process that imports healcore first, its own hook was the older one.
     """
