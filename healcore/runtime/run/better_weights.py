@@ -47,7 +47,6 @@ class BetterWeights:
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
-        self.comparisons.before_step(step.index + 1)
         records, taken = step.records, step.records[0].taken
         if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
             return None

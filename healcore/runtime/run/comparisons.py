@@ -354,8 +354,9 @@ class Comparisons:
     def before_step(self, step: int) -> None:
         """Begins to withhold updates if `step` is the first of them, and ends it after the last.
 
-        Call it for each step, also if a `loss_fn` that failed has ended the comparisons: otherwise
-        the updates would be withheld to the end of the run.
+        Call it before each step is trained (steps are compared later, when they have been read),
+        also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
+        withheld to the end of the run.
         """
         held = self.state.ranges.held
         if held.withholds(step) != self._withholds:

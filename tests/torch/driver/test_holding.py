@@ -183,6 +183,40 @@ def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
     assert first < 224 < 226 < last
 
 
+def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_path):
+    """Without comparisons nobody asks any more whether the updates are right. They are made."""
+    program = Program(**FAULTS["signs"])
+    state = {"model": program.model, "optimizer": program.optimizer}
+    parameter = program.model[0].weight
+    frozen: Any = None
+    trained = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        if frozen and not torch.is_grad_enabled():  # a comparison, not the training step
+            raise ValueError("this loss_fn has broken")
+        return program.loss(batch)
+
+    with Healer(
+        state=state,
+        store=tmp_path,
+        loss_fn=loss_fn,
+        checkpoints=Checkpoints(every=32),
+        logging=Logging(console=False),
+    ) as healer:
+        for batch in healer.batches(program.batches[:STEPS]):
+            before, number = parameter.detach().clone(), healer.step
+            held = healer._loop.recovery.comparisons.state.ranges.held
+            if frozen is None and held.withholds(number):
+                frozen = held.withheld
+            healer.loss(batch).backward()
+            program.step(batch[0])
+            if frozen and not torch.equal(before, parameter):
+                trained.append(number)
+    assert frozen is not None
+    _, last = frozen
+    assert trained == list(range(last + 1, healer.step))
+
+
 def test_a_healthy_program_with_a_momentum_schedule_has_the_bits_of_a_run_without_healcore(
     tmp_path,
 ):
