@@ -85,6 +85,11 @@ class Driver(Protocol):
         """The live state, as the user passed it."""
         ...
 
+    @property
+    def state_is_in_place(self) -> bool:
+        """Whether the program changes the state in place, and does not pass new values of it."""
+        return True
+
     # -- steps ----------------------------------------------------------------------------------
 
     def take_dispatch(self) -> PendingDispatch | None:

@@ -267,19 +267,33 @@ class Healer(Generic[State]):
         return self._live.steps(total)
 
     def batches(
-        self, loader: Loader[Batch], *, epochs: int | None = 1, epoch: int | None = None
+        self,
+        loader: Loader[Batch] | Callable[[], Loader[Batch]],
+        *,
+        epochs: int | None = 1,
+        epoch: int | None = None,
     ) -> Batches[Batch]:
         """An iterator over the loader's batches that does the work between two steps.
 
         After a rollback a loader that can be rewound (lists, torch's `DataLoader`, `state_dict` and
         `load_state_dict`, `get_state` and `set_state`) continues from the checkpoint and skips the
-        bad batches. Any other loader continues at its current position. Call `batches` once per
+        bad batches. Any other loader continues at its current position. A generator, a `zip` or
+        another stream can be rewound if you pass a function that makes it:
+
+            for batch in healer.batches(lambda: zip(images, texts)):
+                ...
+
+        After a rollback and after a restart the function is called again, and what it returns is
+        moved to the position, by its `load_state_dict` or by dropping batches. The function must
+        make the same stream at each call. If the order changes from epoch to epoch, the function
+        can take it from `healer.epoch`. Call `batches` once per
         epoch within `for epoch in ...`. After a `break` before the last batch, the next start
         trains the remaining batches. With `epochs=None`, or a loader without a length, a `break`
         completes the run.
 
         Args:
-            loader: any iterable of batches.
+            loader: any iterable of batches, or a function without arguments that makes one for
+                each epoch.
             epochs: passes over the loader, or None for no end.
             epoch: number of the epoch in the program's own loop, or None if the loop begins at
                 epoch 0 again after a restart. One epoch is read.
@@ -437,6 +451,12 @@ class Healer(Generic[State]):
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
         self._live.queue_dispatch()
+        if self._live.returns_to_epoch:
+            self._live.log.info(
+                f"step {self._live.data.step}: not saved, because healer.epochs is about to return "
+                "to the epoch of the rollback"
+            )
+            return
         self._live.saver.save("requested")
 
     # -- the state of the run -------------------------------------------------------------------
@@ -446,6 +466,23 @@ class Healer(Generic[State]):
         """Steps done (in JAX: updates). A rollback decreases the number."""
         self._loop.begin()
         return self._loop.data.step + bool(self._loop.driver.pending_steps())
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the batch that the loop uses, or of the next batch between two batches.
+
+        A rollback into an earlier epoch decreases it, and a restart continues from it. In a loop
+        over `epochs` it is the number that the loop has.
+
+            for batch in healer.batches(loader, epochs=10):
+                temperature = 0.9**healer.epoch
+        """
+        return self._loop.data.loaders.place.epoch
+
+    @property
+    def batch_index(self) -> int:
+        """Index within the epoch of the batch that the loop uses, or of the next one, from 0."""
+        return self._loop.data.loaders.place.index
 
     @property
     def rollbacks(self) -> int:

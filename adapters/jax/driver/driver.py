@@ -79,6 +79,11 @@ class JaxDriver(Driver):
         """The live state, as the user passed it."""
         return self._live.state
 
+    @property
+    def state_is_in_place(self) -> bool:
+        """Whether the state consists of nnx objects."""
+        return self._live.in_place
+
     def update(self, state: Any = None) -> None:
         """Sets the state that a step has returned. None for nnx objects, updated in place.
 

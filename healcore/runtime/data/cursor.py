@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 
 from healcore.console import counted
 from healcore.core.errors import error_text
+from healcore.runtime.data.function_loader import FunctionLoader, function_name, is_function
 from healcore.runtime.data.loader_adapters import (
     BatchId,
     DataError,
@@ -29,6 +31,7 @@ from healcore.runtime.data.loader_adapters import (
 from healcore.runtime.data.torch_loader import SamplerEpochs, TorchLoader, division, is_replayable
 
 _MAX_POSITIONS = 4  # that `position_before` can start from
+_SILENT_SECONDS = 5.0  # of reading and dropping batches, before the first line of progress
 
 
 class Cursor:
@@ -39,13 +42,15 @@ class Cursor:
     position before the random state, and restore them in that order.
 
     Args:
-        loader: any object that can be iterated over.
+        loader: any object that can be iterated over, or a function without arguments that makes
+            one, see `function_loader`.
         epochs: number of epochs, or None for no end. An iterator has one epoch.
 
     Attributes:
         loader: the loader.
         next_id: the id of the next batch.
         skipped_batch_ids: ids of the batches to skip, also before the current position.
+        inform: called with lines about the progress of a long read.
         limit: number of batches after which an epoch ends, or None for all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
 
@@ -55,17 +60,22 @@ class Cursor:
     """
 
     def __init__(self, loader: Loader[Any], *, epochs: int | None = 1) -> None:
-        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        is_made = is_function(loader)
+        iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        if not is_made and (not iterable or isinstance(loader, type)):
             raise UnusableLoader(
-                f"a loader is something to iterate over, not {loader!r:.80}: "
-                "pass a DataLoader, a dataset of batches or a list"
+                f"a loader is something to iterate over, not {loader!r:.80}: pass a DataLoader, a "
+                "dataset of batches, a list, or a function that makes one of these"
             )
         self.loader: Any = loader
         self.next_id = BatchId(0, 0)
+        self.last_id: BatchId | None = None
         self.skipped_batch_ids: set[BatchId] = set()
         self.limit: Callable[[int], int] | None = None
         self.unreadable: BatchId | None = None
-        self._name = class_name(loader)
+        self.inform: Callable[[str], object] = lambda line: None
+        self._is_made = is_made
+        self._name = f"function {function_name(loader)}" if is_made else class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
         self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
         self._between_epochs = False  # whether an epoch has ended, and the next one has not begun
@@ -86,6 +96,8 @@ class Cursor:
     def _adapter(self) -> LoaderAdapter:
         """Created on first use, because that may begin an epoch."""
         loader = self.loader
+        if self._is_made:
+            return FunctionLoader(loader)
         return TorchLoader(loader) if is_replayable(loader) else adapter_for(loader)
 
     # -- epochs ---------------------------------------------------------------------------------
@@ -129,6 +141,14 @@ class Cursor:
                 "healer.batches(loader, epoch=epoch) once in each epoch"
             )
         self._requested_epoch, self._end_epoch = epoch, epoch + 1
+
+    def end_before(self, epoch: int) -> None:
+        """Makes `next` end before this epoch, from which the program's own loop goes on.
+
+        Call it after a rewind, if the loop returns to the epoch of the new position.
+        """
+        if self._end_epoch < math.inf:
+            self._end_epoch = epoch
 
     @property
     def length(self) -> int | None:
@@ -221,6 +241,7 @@ class Cursor:
                 if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
                     self.position()
                 if which not in self.skipped_batch_ids:
+                    self.last_id = which
                     return batch, which
             self._skipped.append(which)
         raise StopIteration
@@ -279,7 +300,14 @@ class Cursor:
 
     def _drop_until(self, goal: BatchId) -> None:
         """Reads and discards batches. An unreadable batch also counts as read."""
+        shown = time.monotonic()
         while self.next_id < goal:
+            if time.monotonic() - shown > _SILENT_SECONDS:
+                shown = time.monotonic()
+                self.inform(
+                    f"{self._name}: has read {self.next_id.index} of {goal.index} batches again, "
+                    "to return to its position"
+                )
             try:
                 self._read()
             except Exception as error:
@@ -419,6 +447,7 @@ class Cursor:
     def _restore(self, target: Position) -> None:
         """Moves the loader to a position. If the loader raises, its position is unknown."""
         (epoch, index), behind = target.batch, target.behind
+        self.next_id, self.last_id = BatchId(epoch, 0), None  # a function may ask for the epoch
         self._sampler_epochs.restore(epoch, target.sampler_epoch)
         self._batches, self._between_epochs = None, True
         if target.state is not None:

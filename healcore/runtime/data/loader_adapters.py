@@ -363,8 +363,8 @@ def _why_no_state(loader: Any) -> str | None:
         return (
             f"{article} {name} cannot be rewound: it has no state_dict and load_state_dict (or "
             "get_state and set_state). Pass a list, a torch DataLoader of a map-style dataset, "
-            "torchdata's StatefulDataLoader, a Grain dataset, or a loader whose iterator has these "
-            "methods"
+            "torchdata's StatefulDataLoader, a Grain dataset, a loader whose iterator has these "
+            "methods, or a function that makes the stream again: lambda: zip(a, b)"
         )
     if _has_shuffle_buffer(loader):
         return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"

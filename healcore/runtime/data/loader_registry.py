@@ -29,6 +29,7 @@ class RunLoader(Cursor):
         number: number of the loader, in the order of first use.
         start: the position before the first batch, for checkpoints older than the first use.
         first_epoch: the epoch of the program's loop in which the loader was first used.
+        order: number of loaders that were first used before it in that epoch.
         exhausted_before: whether an earlier process has read all epochs.
         in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
         left_by_break: whether a `break` has followed the last batch.
@@ -52,7 +53,7 @@ class RunLoader(Cursor):
         self.limit = limit
         self.skipped_batch_ids = skipped_batch_ids
         self.start = self.position()
-        self.first_epoch = 0
+        self.first_epoch = self.order = 0
         self.exhausted_before = self.in_use = self.trains = self.left_by_break = False
         self.in_loop = True
         self.pending_ids: list[BatchId] = []
@@ -77,18 +78,30 @@ class LoaderRegistry:
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
+        inform: called with lines about the progress of a long read.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
             after an epoch runs, still that epoch, which has no batch left.
         names_epochs: whether the program's loop passes the number of its epoch.
+        can_return: whether a loop over `Healer.epochs` runs, which can return to an earlier epoch.
+        returns_to: epoch to which this loop returns because of a rollback, or None. Until then the
+            passes of the loaders that were rewound have no further batch.
+        crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
+            which it does not return, or None.
     """
 
     def __init__(self) -> None:
         self.notices: list[str] = []
+        self.inform: Callable[[str], object] = lambda line: None
         self.last_trained: RunLoader | None = None
         self.next_epoch = 0
-        self.names_epochs = False
+        self.names_epochs = self.can_return = False
+        self.returns_to: int | None = None
+        # Of the last such return the positions, and the new loaders since the epoch has begun.
+        self._returned: Mapping[str, Any] = {}
+        self._new_in_epoch = 0
+        self.crossed: int | None = None
         self._loaders: list[RunLoader] = []  # in the order of their last use
         self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
         self._count = 0
@@ -104,6 +117,25 @@ class LoaderRegistry:
     def is_empty(self) -> bool:
         """Whether the run has used no loader, in this and in earlier processes."""
         return self.last_trained is None and not self._saved_count
+
+    @property
+    def place(self) -> BatchId:
+        """Epoch and index of the batch in use, or of the next one between two batches.
+
+        In a loop over `Healer.epochs` the epoch is that of the loop, also after its last batch.
+        """
+        loader = self.last_trained
+        if loader is not None and loader.in_use and loader.last_id is not None:
+            place = loader.last_id
+        elif loader is not None:
+            place = loader.next_id
+        else:
+            saved = [BatchId(at["epoch"], at["index"]) for at in self._saved.values()]
+            place = max(saved, default=BatchId(self.next_epoch, 0))
+        if not self.can_return:
+            return place
+        epoch = self.next_epoch if self.returns_to is None else self.returns_to
+        return BatchId(epoch, place.index if place.epoch == epoch else 0)
 
     def find(self, loader: Any) -> RunLoader | None:
         """The cursor of a loader, or None before its first use."""
@@ -146,7 +178,8 @@ class LoaderRegistry:
         if saved is not None:
             self._continue_at(begun, saved)
         if epoch is not None:
-            begun.read_only(epoch, resumes=saved is not None and epoch == self.next_epoch)
+            resumes = saved is not None or bool(self._returned)
+            begun.read_only(epoch, resumes=resumes and epoch == self.next_epoch)
             self.next_epoch = epoch
             self.names_epochs = True
         elif saved is not None and begun.beyond_last_epoch:
@@ -165,8 +198,14 @@ class LoaderRegistry:
     ) -> RunLoader:
         """The cursor of a loader at its first use, numbered."""
         number = self._number_in(epoch)
+        if epoch is not None and (old := self._made_before(epoch)) is not None:
+            self._skipped[number] = self._skipped[old.number]
+            if epoch == self.next_epoch and str(old.number) in self._returned:
+                self._saved[str(number)] = self._returned[str(old.number)]
         new = RunLoader(number, loader, epochs, self._skipped[number], limit)
-        new.first_epoch = epoch or 0
+        new.inform = self.inform
+        new.first_epoch, new.order = epoch or 0, self._new_in_epoch
+        self._new_in_epoch += 1
         new.exhausted_before = self._saved_count > number and str(number) not in self._saved
         self._count = number + 1
         notice = f"after rollbacks the data continues forward: {new.why_not}"
@@ -174,6 +213,28 @@ class LoaderRegistry:
             self._noticed.add(notice)
             self.notices.append(notice)
         return new
+
+    def _made_before(self, epoch: int) -> RunLoader | None:
+        """The loader in whose place the program makes a new one, after a return to its epoch."""
+        if not self._returned:
+            return None
+        place = epoch, self._new_in_epoch
+        return next((each for each in self if (each.first_epoch, each.order) == place), None)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begins an epoch of a loop over `Healer.epochs`."""
+        self.next_epoch = epoch
+        self.can_return = True
+        self._new_in_epoch = 0
+
+    def return_to_epoch(self) -> int:
+        """Ends the passes of the loaders, and returns the epoch to which the loop returns."""
+        assert self.returns_to is not None
+        epoch, self.returns_to = self.returns_to, None
+        for loader in self:
+            if loader.trains:
+                loader.end_before(epoch)
+        return epoch
 
     def _continue_at(self, begun: RunLoader, saved: dict[str, Any]) -> None:
         """Moves a loader to its position in an earlier process."""
@@ -273,7 +334,9 @@ class LoaderRegistry:
         loaders = self._of_steps()
         if not loaders:
             return "the loop does not read its batches through healcore"
-        trained = loaders[0]
+        trained, self.crossed = loaders[0], None
+        before = trained.last_id
+        returns = self.can_return and position is not None and self._returns_with(position)
         last = max(bad, default=None)
         after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
         for loader in (loader for loader in loaders if loader.next_id == trained.next_id):
@@ -283,6 +346,8 @@ class LoaderRegistry:
             loader.skipped_batch_ids.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
+        if returns:  # also the loaders of earlier passes, which the loop will read again
+            loaders += [each for each in self if each.trains and each not in loaders]
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
             saved = position.get(str(loader.number))
             if not loader.rewind(saved or loader.start):
@@ -290,10 +355,27 @@ class LoaderRegistry:
             if saved is None:
                 loader.next_id = BatchId(loader.first_epoch, 0)
             loader.in_loop = False  # a `break` came after this position
+        if returns:
+            self._returned, self.returns_to = position, int(position[_EPOCH])
+            return ""
+        if before is not None and trained.next_id.epoch < before.epoch:
+            self.crossed = before.epoch
         ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
         if str(trained.number) not in position and any(at and at["index"] for at in ended):
             return EPOCH_LOST
         return ""
+
+    def _returns_with(self, position: Mapping[str, Any]) -> bool:
+        """Whether a loop over `Healer.epochs` has to return after a rewind to this position.
+
+        To an earlier epoch, or to an earlier pass of the same epoch.
+        """
+        epoch = position.get(_EPOCH, self.next_epoch)
+        trained = self.last_trained
+        earlier_pass = (
+            self.names_epochs and trained is not None and str(trained.number) not in position
+        )
+        return epoch < self.next_epoch or earlier_pass
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""

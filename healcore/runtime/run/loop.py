@@ -73,20 +73,44 @@ class Loop:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
         loaders = self.data.loaders
         self.own_count_error = ""
-        for epoch in range(loaders.next_epoch, total):
-            self.data.begin_pass()
-            # If the code after the step of epoch 0 raises, the checkpoint has step 1 and epoch 0.
-            counted = loaders.is_empty and (epoch > 0 or self.data.resumed_here)
-            if counted and self.data.step + self.driver.pending_steps() == max(epoch, 1):
-                self._step_is_epoch = True
-                for number in self.steps(total):
-                    loaders.next_epoch = number
-                    yield number
-                return
-            yield epoch
-            loaders.next_epoch = epoch + 1
-            self.saver.keep_random_states()
-        self.reached_end = True
+        epoch = loaders.next_epoch
+        try:
+            while epoch < total:
+                self.data.begin_pass()
+                # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
+                counted = loaders.is_empty and (epoch > 0 or self.data.resumed_here)
+                if counted and self.data.step + self.driver.pending_steps() == max(epoch, 1):
+                    self._step_is_epoch = True
+                    for number in self.steps(total):
+                        loaders.next_epoch = number
+                        yield number
+                    return
+                loaders.begin_epoch(epoch)
+                yield epoch
+                if loaders.returns_to is None:
+                    epoch = loaders.next_epoch = epoch + 1
+                    self.saver.keep_random_states()
+                else:
+                    epoch = self._return_to_epoch()
+            self.reached_end = True
+        finally:
+            loaders.can_return = False
+
+    def _return_to_epoch(self) -> int:
+        """Continues a loop over `epochs` at the epoch of a rollback, and returns the epoch.
+
+        The program's code after the pass has run with the restored state (an evaluation, the step
+        of a scheduler), so the state is restored once more.
+        """
+        self.recovery.restorer.restore_again(self.data.step)
+        epoch = self.data.loaders.return_to_epoch()
+        self.log.info(f"step {self.data.step}: healer.epochs yields epoch {epoch} again")
+        return epoch
+
+    @property
+    def returns_to_epoch(self) -> bool:
+        """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
+        return self.data.loaders.returns_to is not None
 
     def steps(self, total: int) -> Iterator[int]:
         """See `Healer.steps`."""
@@ -115,12 +139,19 @@ class Loop:
         """See `Healer.batches`; `args` as for `RunBatches.begin`."""
         data, guard = self.data, self.guard
         self.queue_dispatch()
-        acts = not self._is_evaluation(data.loaders.find(loader))
+        known = data.loaders.find(loader)
+        if self.returns_to_epoch and (known is None or known.trains):
+            return
+        acts = not self._is_evaluation(known)
         begun = data.begin(loader, *args)
         self._loop_begun = True
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
         while True:
+            if self.returns_to_epoch and begun.trains:
+                guard.pause()
+                begun.in_loop = False
+                return
             try:
                 guard.watch()
                 batch = data.next(begun)
@@ -260,10 +291,23 @@ class Loop:
         self.guard.pause()
 
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
-        """Drops the marks of steps that a rollback has undone. Returns whether there was one."""
+        """What the loop does after a rollback. Returns whether there was one."""
         if done is not None:
             self.end_requests.on_rollback()
+            self._explain_epochs()
         return done is not None
+
+    def _explain_epochs(self) -> None:
+        """Says that the program's own number of the epoch is wrong after a rollback, if it is."""
+        loaders = self.data.loaders
+        one_pass = self.data.passes == 1 and not loaders.names_epochs
+        if loaders.crossed is None or one_pass or self.has_trainer:
+            return
+        self.warn(
+            f"batches of epoch {loaders.place.epoch} are repeated, but the program's own `epoch` "
+            f"is still {loaders.crossed}: write `for epoch in healer.epochs(n)`, which goes back "
+            "too, or use healer.epoch"
+        )
 
     def _save_when_due(self) -> bool:
         """Saves if a save is due. Returns whether the run was rolled back instead."""

@@ -245,6 +245,27 @@ class Restorer:
         reset = self.context.policy.rollback.reset_moments and self.context.record.repeats(step)
         self._load_state(self.saver.store.restore(step, self.saver.items()).state, {}, reset=reset)
 
+    def restore_again(self, step: int) -> None:
+        """Restores the checkpoint of the last rollback once more, before any further step.
+
+        In JAX a pytree is not replaced: the program cannot have changed it, and may hold it.
+        """
+        driver = self.context.driver
+        engines = driver.engines()
+        reset = self.context.policy.rollback.reset_moments and self.context.record.repeats(step)
+
+        def load(saved: _Checkpoint) -> bool:
+            if driver.state_is_in_place:
+                self._load_state(saved.state, engines, reset=reset)
+            return driver.state_is_in_place
+
+        self.saver.wait()
+        _, saved = self._load_first_intact([step], load)
+        if saved.position is not None:
+            self.data.loaders.rewind(saved.position, (), 0)
+        if saved.host is not None:
+            self.data.repeat_pass(saved.host)
+
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
 

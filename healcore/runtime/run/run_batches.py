@@ -36,6 +36,7 @@ class RunBatches:
 
     def __init__(self, context: RunContext, signals: SignalWatch, *, keeps_batches: bool) -> None:
         self.loaders = LoaderRegistry()
+        self.loaders.inform = context.log.info
         self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
@@ -62,6 +63,11 @@ class RunBatches:
         self._resumed = True
         self.had_completed = completed
         self.step = step
+        self._generators = generators
+
+    def repeat_pass(self, generators: HostParts) -> None:
+        """Begins a pass of the loop again as a restart from a checkpoint would."""
+        self.host.put_back(generators)
         self._generators = generators
 
     @property

@@ -131,6 +131,18 @@ def grain_loader() -> Any:
     return grain.DataLoader(data_source=Squares(), sampler=sampler, operations=[batch])
 
 
+def numbered() -> Iterator[list[int]]:
+    """A stream that draws from a generator of its own."""
+    order = np.random.default_rng(7).permutation(EXAMPLES)
+    for at in range(0, len(order), SIZE):
+        yield order[at : at + SIZE].tolist()
+
+
+def drawn() -> Iterator[list[int]]:
+    """A stream whose order is drawn from a global generator when the stream begins."""
+    return iter([[int(n)] for n in np.random.permutation(EXAMPLES)])  # noqa: NPY002
+
+
 class Kind(NamedTuple):
     name: str
     make: Callable[[], Any]
@@ -158,6 +170,12 @@ REWINDING = [
     Kind("grain iter", lambda: grain_map().to_iter_dataset()),
     Kind("grain iterator", lambda: iter(grain_map().repeat(3)), 1),
     Kind("grain DataLoader", grain_loader),
+    Kind("function of a generator", lambda: numbered),
+    Kind("function of a drawn order", lambda: drawn, 2),
+    Kind("function of a zip", lambda: lambda: zip(range(BATCHES), "abcd", strict=True)),
+    Kind("function of a stream", lambda: lambda: DataLoader(Stream(), batch_size=SIZE)),
+    Kind("function of a DataLoader", lambda: shuffled),
+    Kind("function of a stateful", lambda: generator),
 ]
 FORWARD = [
     Kind("DataLoader of a stream", lambda: DataLoader(Stream(), batch_size=SIZE)),

@@ -1,0 +1,157 @@
+"""Rewinds streams that have no position, by a function that makes them again.
+
+A generator, a `zip` or a stream of webdataset cannot go back. A function that makes a new one can:
+`healer.batches(lambda: zip(a, b))`. After a rollback or a restart the function is called again, and
+the new stream is moved to the position: by its own state where it has one, otherwise by reading and
+dropping the batches before the position.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from healcore.runtime.data.loader_adapters import (
+    DataError,
+    LoaderAdapter,
+    UnusableLoader,
+    adapter_for,
+)
+from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
+
+
+def is_function(loader: Any) -> bool:
+    """Whether a loader is a function that makes what is iterated over.
+
+    Raises:
+        UnusableLoader: the function needs arguments.
+    """
+    if isinstance(loader, type) or not callable(loader):
+        return False
+    if hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"):
+        return False
+    try:
+        inspect.signature(loader).bind()
+    except TypeError as error:
+        raise UnusableLoader(
+            f"a function that makes the batches takes no arguments, and {function_name(loader)} "
+            f"needs some ({error}): pass lambda: {function_name(loader)}(...)"
+        ) from None
+    except ValueError:
+        pass  # a function of C has no signature
+    return True
+
+
+def function_name(function: Any) -> str:
+    """The name of a function for messages."""
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+class FunctionLoader(LoaderAdapter, Iterator[Any]):
+    """Reads what a function makes, and calls the function for each epoch and each rewind.
+
+    The function is called with the random states of the first time, so that an order which it draws
+    from the global generators is the same again. A stream that draws at each batch has to draw from
+    a generator of its own: the steps draw from the global generators between its batches.
+
+    Args:
+        make: function without arguments that returns something to iterate over, each time anew.
+    """
+
+    kind = "function"
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__(make)
+        self._made: Any = None
+        self._inner = LoaderAdapter(None)
+        """The adapter of what the function has made for this epoch."""
+        self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
+        self._read = 0  # number of batches read from this epoch
+        self._random: list[Any] = []
+        """The random states before the function was called for this epoch."""
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        """Calls the function, and begins an epoch of what it returns."""
+        self._random = _random_states()
+        self._make()
+        self._batches, self._read = self._inner.start(epoch), 0
+        return self
+
+    def state(self, *, ended: bool) -> dict[str, Any] | None:
+        """The position in the stream, or None before it was made."""
+        if ended or self._batches is None:
+            return None
+        own = None if self._inner.why_not else self._inner.state(ended=False)
+        return {"read": self._read, "random": self._random, "kind": self._inner.kind, "own": own}
+
+    def state_before(self, index: int) -> dict[str, Any] | None:
+        """The state before a batch of this epoch that was read. Always known without an own one."""
+        own = None
+        if not self._inner.why_not and (own := self._inner.state_before(index)) is None:
+            return None
+        return {"read": index, "random": self._random, "kind": self._inner.kind, "own": own}
+
+    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
+        """Calls the function again. Returns the new stream and the number of batches to drop.
+
+        Raises:
+            DataError: the function returns the stream that it has returned before.
+        """
+        before = self._made
+        _set_random_states(state["random"])
+        self._make()
+        if self._made is before and isinstance(before, Iterator):
+            if state["read"] + skip == self._read:
+                return self, 0
+            raise DataError(
+                "the function has returned the iterator that it had returned before, which cannot "
+                "go back: it has to make a new one at each call"
+            )
+        self._random = list(state["random"])
+        if state["own"] is not None and state["kind"] == self._inner.kind:
+            self._batches, left = self._inner.resume(state["own"], skip)
+        else:
+            self._batches, left = self._inner.start(0), state["read"] + skip
+        self._read = state["read"] + skip - left
+        return self, left
+
+    def rows(self) -> list[int] | None:
+        """The dataset's indices of the batch that was read last, or None if they are unknown."""
+        return self._inner.rows()
+
+    def __next__(self) -> Any:
+        assert self._batches is not None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except Exception:  # an unreadable batch counts as read
+            self._read += 1
+            raise
+        self._read += 1
+        return batch
+
+    def _make(self) -> None:
+        made = self._loader()
+        self._made = made
+        self._inner = TorchLoader(made) if is_replayable(made) else adapter_for(made)
+
+
+def _random_states() -> list[Any]:
+    """The states of the global generators of Python, NumPy and, where it is imported, torch."""
+    torch = sys.modules.get("torch")
+    of_torch = None if torch is None else torch.get_rng_state()
+    return [random.getstate(), np.random.get_state(), of_torch]  # noqa: NPY002 -- users do
+
+
+def _set_random_states(states: list[Any]) -> None:
+    python, numpy, of_torch = states
+    random.setstate(python)
+    np.random.set_state(numpy)  # noqa: NPY002
+    if of_torch is not None and (torch := sys.modules.get("torch")) is not None:
+        torch.set_rng_state(of_torch)

@@ -1,0 +1,224 @@
+"""The program's own epochs after a rollback, in loops over `Healer.epochs` and in others."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from healcore import Checkpoints, Healer
+from tests.healer.run_directory import events
+from tests.healer.training_loops import Faults, JaxLoop, TorchLoop, rules, same
+
+EPOCHS, BATCHES = 4, 7
+POLICY = rules(cut=False)
+BAD_EPOCH, BAD_BATCH = 2, 1
+"""The first batch of step 15 is bad, and the checkpoint before it is of step 10, in epoch 1."""
+
+
+class Shrinking(TorchLoop):
+    """The program changes the weights after each epoch, as a scheduler or a pruning does."""
+
+    def after_epoch(self) -> None:
+        with torch.no_grad():
+            self.model[0].weight.mul_(0.9)
+        torch.rand(3)
+
+
+def numbers(epoch: int) -> list[int]:
+    """The batches of an epoch, which no other epoch has."""
+    return [epoch * BATCHES + index for index in range(BATCHES)]
+
+
+def shuffled() -> Any:
+    """A new order in each epoch, drawn from torch's global generator when the epoch begins."""
+    return DataLoader(range(BATCHES), batch_size=None, shuffle=True)
+
+
+def plain_run(batches: Callable[[int], Iterable[int]], bad: tuple[int, int]) -> Shrinking:
+    """The run without healcore in which the bad batch is left out."""
+    loop = Shrinking()
+    for epoch in range(EPOCHS):
+        for index, number in enumerate(batches(epoch)):
+            if (epoch, index) != bad:
+                loop.step(None, number)
+        loop.after_epoch()
+    return loop
+
+
+class Poisoned(Shrinking):
+    """The first pass over one batch of one epoch gives a loss of NaN."""
+
+    epoch = index = 0
+    used = False
+
+    def step(self, healer: Healer | None, number: Any) -> None:
+        bad = (self.epoch, self.index) == (BAD_EPOCH, BAD_BATCH)
+        self.faults = Faults(once=[int(number)] if bad and not self.used else [])
+        self.used |= bad
+        super().step(healer, number)
+
+
+def healed_run(
+    batches: Callable[[int], Any], store: Any = None, *, named: bool = True
+) -> tuple[Poisoned, list[tuple[int, int]], int]:
+    """A run in a loop over `epochs`. Returns the loop, its places and the number of rollbacks."""
+    loop, places = Poisoned(), []
+    with Healer(POLICY, state=loop.state, store=store, checkpoints=Checkpoints(every=5)) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            kwargs = {"epoch": epoch} if named else {}
+            for number in healer.batches(batches(epoch), **kwargs):
+                assert healer.epoch == epoch
+                loop.epoch, loop.index = epoch, healer.batch_index
+                places.append((epoch, healer.batch_index))
+                loop.step(healer, number)
+            assert healer.epoch <= epoch
+            loop.after_epoch()
+        return loop, places, healer.rollbacks
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "counted"])
+def test_the_loop_over_epochs_goes_back(named, tmp_path):
+    """Weights, order of the data, random numbers and the program's own changes are exact."""
+    loader, again = shuffled(), shuffled()
+    plain = plain_run(lambda _: again, (BAD_EPOCH, BAD_BATCH))
+    loop, places, rollbacks = healed_run(lambda _: loader, tmp_path, named=named)
+    assert rollbacks == 1
+    bad = places.index((BAD_EPOCH, BAD_BATCH))
+    first = next(i for i in range(bad + 1, len(places)) if places[i] < places[i - 1])
+    assert places[first][0] == BAD_EPOCH - 1
+    every = [(e, i) for e in range(EPOCHS) for i in range(BATCHES)]
+    expected = [each for each in every if each >= places[first] and each != (BAD_EPOCH, BAD_BATCH)]
+    assert places[first:] == expected
+    assert same(loop.weights(), plain.weights())
+
+
+def test_a_loader_for_each_epoch_loses_nothing(tmp_path):
+    def made(epoch: int) -> Any:
+        return DataLoader(numbers(epoch), batch_size=None, shuffle=True)
+
+    plain = plain_run(made, (BAD_EPOCH, BAD_BATCH))
+    loop, _, rollbacks = healed_run(made, tmp_path)
+    assert rollbacks == 1
+    (rollback,) = [each for each in events(tmp_path) if each["kind"] == "rollback"]
+    assert "steps_lost" not in rollback
+    assert same(loop.weights(), plain.weights())
+
+
+def test_a_loop_over_range_is_told(tmp_path, caplog):
+    loop, loader = Poisoned(), shuffled()
+    with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
+        differs = 0
+        for epoch in range(EPOCHS):
+            for number in healer.batches(loader):
+                loop.epoch, loop.index = healer.epoch, healer.batch_index
+                differs += epoch != healer.epoch
+                loop.step(healer, number)
+    assert differs == BATCHES - 10 % BATCHES
+    assert caplog.text.count("write `for epoch in healer.epochs(n)`") == 1
+    assert (
+        "batches of epoch 1 are repeated, but the program's own `epoch` is still 2" in caplog.text
+    )
+
+
+def test_the_epoch_of_a_single_pass_needs_no_line(caplog):
+    loop, loader, places = Poisoned(), shuffled(), []
+    with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
+        for number in healer.batches(loader, epochs=EPOCHS):
+            loop.epoch, loop.index = healer.epoch, healer.batch_index
+            places.append((healer.epoch, healer.batch_index))
+            loop.step(healer, number)
+    assert (1, 3) in places[-20:]
+    assert "healer.epochs" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [TorchLoop, JaxLoop])
+def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
+    data = list(range(BATCHES))
+    for begins in (0, 10):
+        loop = kind() if kind is TorchLoop else JaxLoop(policy="default")
+        with (
+            suppress(RuntimeError),
+            Healer(state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)) as healer,
+        ):
+            assert (healer.epoch, healer.batch_index) == divmod(begins, BATCHES)
+            for number in healer.batches(data, epochs=EPOCHS):
+                step = healer.step
+                assert (healer.epoch, healer.batch_index) == divmod(step, BATCHES)
+                if step == begins + 10:
+                    raise RuntimeError("power")
+                loop.step(healer, number)
+                assert (healer.epoch, healer.batch_index) == divmod(step, BATCHES)
+
+
+def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
+    """The program holds the state that `update` has returned, and goes on from it."""
+    data, places = list(range(BATCHES)), []
+
+    def run(store: Any, *, healed: bool) -> JaxLoop:
+        loop = JaxLoop(policy=POLICY if healed else None)
+        poisoned = False
+        if not healed:
+            for epoch in range(EPOCHS):
+                for index, number in enumerate(data):
+                    if (epoch, index) != (BAD_EPOCH, BAD_BATCH):
+                        loop.step(None, number)
+            return loop
+        with Healer(
+            POLICY, state=loop.state, store=store, checkpoints=Checkpoints(every=5)
+        ) as healer:
+            state = healer.state
+            for epoch in healer.epochs(EPOCHS):
+                for number in healer.batches(data, epoch=epoch):
+                    bad = (epoch, number) == (BAD_EPOCH, BAD_BATCH) and not poisoned
+                    poisoned |= bad
+                    batch = Faults(always=[number] if bad else []).batch(number)
+                    places.append((epoch, number))
+                    state = healer.update(loop._step(state, *batch))
+            loop.state = healer.state
+        return loop
+
+    assert same(run(tmp_path, healed=True).weights(), run(None, healed=False).weights())
+    assert places.count((BAD_EPOCH - 1, 3)) == 2
+
+
+def test_an_exception_in_the_code_after_the_pass_changes_no_checkpoint(tmp_path):
+    """That code runs with the restored weights, and changes them. The restart does not have it."""
+    loader = shuffled()
+    again = shuffled()
+    plain = plain_run(lambda _: again, (BAD_EPOCH, BAD_BATCH))
+    for fails in (True, False):
+        loop, places = Poisoned(), []
+        loop.used = not fails
+        checkpoints = Checkpoints(every=5)
+        try:
+            with Healer(
+                POLICY, state=loop.state, store=tmp_path, checkpoints=checkpoints
+            ) as healer:
+                for epoch in healer.epochs(EPOCHS):
+                    for number in healer.batches(loader, epoch=epoch):
+                        loop.epoch, loop.index = epoch, healer.batch_index
+                        places.append((epoch, healer.batch_index))
+                        loop.step(healer, number)
+                    loop.after_epoch()
+                    if healer.epoch < epoch:
+                        healer.save()
+                        raise RuntimeError("disk quota")
+        except RuntimeError:
+            assert fails
+    assert places[0] == (BAD_EPOCH - 1, 3)
+    assert same(loop.weights(), plain.weights())
+
+
+def test_an_evaluation_after_the_pass_is_read_whole_before_the_loop_goes_back(tmp_path):
+    loop, loader, evaluation, counts = Poisoned(), shuffled(), list(range(3)), []
+    with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            for number in healer.batches(loader, epoch=epoch):
+                loop.epoch, loop.index = epoch, healer.batch_index
+                loop.step(healer, number)
+            counts.append(len(list(healer.batches(evaluation))))
+    assert healer.rollbacks == 1
+    assert counts == [3] * (EPOCHS + 2)
