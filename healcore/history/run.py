@@ -133,7 +133,7 @@ class Counts(NamedTuple):
     """Counts of a run or a replay."""
 
     incidents: int = 0
-    rollbacks: int = 0  # incidents with a rollback, and rollbacks without an incident
+    rollbacks: int = 0  # carried out; without healing, incidents that would be rolled back
     skips: int = 0  # skipped steps, including undone steps
     clips: int | None = None  # steps with clipped gradients, or None if unknown
     alarms: int | None = None  # steps with a cause, or None if unknown
@@ -294,9 +294,11 @@ class Run:
 
     def counts(self) -> Counts:
         """Counts of the run; each may be too low, because not every alarm has an event."""
-        return count_incidents(
+        counts = count_incidents(
             self.incidents, incidents=self.incident_count, skips=self.skips, clips=self.clips
         )
+        # One incident may have several rollbacks. A policy that observes has incidents only.
+        return counts._replace(rollbacks=len(self.rollbacks) or counts.rollbacks)
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
         """Adds the well-formed counts of a postmortem: clips, and skips without an event."""
@@ -340,7 +342,7 @@ class Run:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
-        last.skipped_batches = batch_ids(event) or last.skipped_batches
+        last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *batch_ids(event))))
         last.add_cut(event)
         self._undo(float(target))
         skipped = len(batch_ids(event))

@@ -141,16 +141,30 @@ def test_a_rollback_after_a_break_goes_on_in_the_epoch_that_it_restores(bad, nam
     assert second[:-BATCHES] == [n for n in range(second[0], BATCHES) if n != bad]
 
 
-def test_a_rollback_to_before_the_loader_of_an_epoch_begins_this_epoch_again(capsys):
+def test_a_rollback_to_before_the_loader_of_an_epoch_reads_the_earlier_epoch_again(capsys):
+    """The loop makes a loader for each epoch. A rollback in epoch 1 leads into epoch 0."""
     loop = TorchLoop(Faults(once=[11]))
     with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:
         for epoch in healer.epochs(2):
             for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
                 loop.step(healer, number)
+    assert loop.faults.order[-12:] == [*range(3, 8), 10, *range(12, 18)]
+    lines = capsys.readouterr().err
+    assert "from step 11 back to the checkpoint of step 3, 1 batch skipped" in lines
+    assert "healer.epochs yields epoch 0 again" in lines
+    assert "not repeated" not in lines
+
+
+def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(capsys):
+    """Such a loop cannot go back, so the rest of the earlier epoch is lost."""
+    loop = TorchLoop(Faults(once=[11]))
+    with Healer(rules(cut=False), state=loop.state, checkpoints=Checkpoints(every=3)) as healer:
+        for epoch in range(2):
+            for number in healer.batches([10 * epoch + i for i in range(8)], epoch=epoch):
+                loop.step(healer, number)
     assert loop.faults.order[-7:] == [10, *range(12, 18)]
     lines = capsys.readouterr().err
     assert "the rest of the earlier epoch is lost" in lines
-    assert "from step 11 back to the checkpoint of step 3, 1 batch skipped" in lines
     assert "2 steps are repeated, 5 steps are not repeated, because each epoch has a" in lines
     assert "; 5 of 15 steps were not repeated, because each epoch has a loader of" in lines
 

@@ -201,10 +201,12 @@ class TorchDriver(Driver):
                 statistics.save()
         for healing in self.healings.values() if reset_moments else ():
             reset_moments_of(healing.optimizer)
+        steps = {name: self.healings[name].live_engine.state.step for name in engines}
         for name, data in engines.items():
             self.healings[name].load_state_dict(data)
         for recorder in self._recorders:
-            recorder.restart()
+            # A state that only limits something has the same step, whose record may be unread.
+            recorder.restart(unless_at=None if state is not None else steps.get(recorder.name))
         self._pending.clear()
         self._early.clear()
 

@@ -56,9 +56,16 @@ class Recorder:
         self.restart()
         self._healing.healed_step.on_judged = self._record
 
-    def restart(self) -> None:
-        """Call it after the engine's state is replaced. A sync."""
-        self._last_step = int(self._healing.live_engine.state.step)
+    def restart(self, *, unless_at: Any = None) -> None:
+        """Call it after the engine's state is replaced. A sync.
+
+        Args:
+            unless_at: step of the replaced state, if unread records stay valid unless the new state
+                has another step. None if they are dropped in any case.
+        """
+        now = int(self._healing.live_engine.state.step)
+        if unless_at is None or int(unless_at) != now:
+            self._last_step = now
 
     def _record(self, norms: StepNorms) -> None:
         step = self._healing.healed_step

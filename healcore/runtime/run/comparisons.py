@@ -351,16 +351,18 @@ class Comparisons:
         driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
         driver.hold_numbers(held.number_ranges)
 
-    def before_step(self, step: int) -> None:
-        """Begins to withhold updates if `step` is the first of them, and ends it after the last.
+    def withholding_changes(self, step: int) -> bool:
+        """Whether `step` is the first step whose update is withheld, or the first after these."""
+        return self.state.ranges.held.withholds(step) != self._withholds
 
-        Call it before each step is trained (steps are compared later, when they have been read),
+    def before_step(self, step: int) -> None:
+        """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.
+
+        Call it after all earlier steps have been read, because it replaces the engines' states, and
         also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
         withheld to the end of the run.
         """
-        held = self.state.ranges.held
-        if held.withholds(step) != self._withholds:
-            self.hold(held, step)
+        self.hold(self.state.ranges.held, step)
 
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""

@@ -219,7 +219,10 @@ class Loop:
         if has_stepped:
             if self.read_and_act() or self._save_when_due():
                 return True
-            self.recovery.comparisons.before_step(data.step)
+            if self.recovery.comparisons.withholding_changes(data.step):
+                if self.read_and_act(all=True):
+                    return True
+                self.recovery.comparisons.before_step(data.step)
             self.end_requests.vote_when_due(data.step, self.log)
             self.saver.poll()
         self.log_warnings()

@@ -305,6 +305,18 @@ class IncidentMonitor:
             highest[each.engine] = max(each.loss, highest.get(each.engine, each.loss))
         return True
 
+    def _rate_of(self, record: StepRecord) -> float | None:
+        """The learning rate of a step, or None if it is unknown.
+
+        The program may have set another rate since that step, for example the usual rate after a
+        step at a wrong one.
+        """
+        if record.lr not in (0.0, 1.0):
+            return float(record.lr)
+        with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
+            return self.context.driver.trained_rates().get(record.engine)
+        return None
+
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
         step, record, incident = judged
         policy = self.context.policy
@@ -314,8 +326,7 @@ class IncidentMonitor:
             return
         rate = None
         if has_line:
-            with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-                rate = self.context.driver.learning_rates().get(record.engine)
+            rate = self._rate_of(record)
         event = self.context.log.event(
             "alarm",
             step=step.index,

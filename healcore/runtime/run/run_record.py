@@ -104,6 +104,8 @@ class Ledger:
         if not cause:
             if self.incidents and not self.open:
                 self.incidents[-1].over = True
+            # Withheld updates have no cause, but are steps that train nothing.
+            self.skips += any(record.skip for record in records)
             return None
         self.unhealthy.append(index)
         skip = any(record.skip for record in records)

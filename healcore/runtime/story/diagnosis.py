@@ -163,9 +163,11 @@ def interventions(end: RunEnd) -> list[str]:
     """A phrase for each kind of intervention, except rollbacks."""
     counts, answers = end.counts, end.run.answers
     clips = counts.clips or 0
+    batches = sum(len(each.batches or ()) for each in end.run.rollbacks)
     lowered = end.lr_scale < 1 and not end.run.observes
     phrases = [
         (counts.skips, f"skipped {counted(counts.skips, 'step')}"),
+        (batches, f"left out {counted(batches, 'batch', 'batches')}"),
         (clips, f"clipped {counted(clips, 'step')}"),
         (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
         *(

@@ -136,7 +136,7 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 @pytest.fixture
 def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
-    driver: Any = SimpleNamespace(learning_rates=dict)
+    driver: Any = SimpleNamespace(trained_rates=dict)
     context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
     return IncidentMonitor(context, Hooks(), 0)
 

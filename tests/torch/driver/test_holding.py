@@ -1,6 +1,7 @@
 """Damage that comes back: what left its healthy range is held in it while the steps repeat."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
+from healcore.tools.report.run_report import read_reports
 
 STEPS, FIRST, LAST = 360, 305, 335
 """Steps of a run, and the steps of a fault that is a part of the program."""
@@ -68,7 +70,9 @@ class Program:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self, folder: Path | None = None, *, healed: bool = True) -> list[dict[str, Any]]:
+    def train(
+        self, folder: Path | None = None, log: Logging | None = None, *, healed: bool = True
+    ) -> list[dict[str, Any]]:
         """Trains, and returns the events of the rollbacks."""
         if not healed:
             for batch in self.batches[:STEPS]:
@@ -77,7 +81,7 @@ class Program:
             return []
         assert folder is not None
         state = {"model": self.model, "optimizer": self.optimizer, **self.state}
-        log = Logging(events=folder / "events.jsonl", console=False)
+        log = log or Logging(events=folder / "events.jsonl", console=False)
         with Healer(state=state, loss_fn=self.loss, logging=log) as self.healer:
             for batch in self.healer.batches(self.batches[:STEPS]):
                 self.healer.loss(batch).backward()
@@ -181,6 +185,41 @@ def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
     assert len(set(withheld)) == 1
     first, last = withheld[0]
     assert first < 224 < 226 < last
+
+
+def test_what_was_skipped_is_the_same_in_every_source(tmp_path):
+    """In the log, in the metrics, in the postmortem and in the report."""
+    program = Program(**FAULTS["signs"])
+    log = Logging(events=tmp_path / "events.jsonl", metrics=tmp_path / "metrics.jsonl")
+    rollbacks = program.train(tmp_path, log)
+    (text,) = [each for each in rollbacks[-1]["held"] if "withheld" in each]
+    first, end = (int(each) for each in re.findall(r"\d+", text))
+    rows = map(json.loads, log.metrics.read_text().splitlines())
+    skipped = [row["step"] for row in rows if row.get("skip")]
+    assert skipped == list(range(first, end + 1))
+    report = program.healer.report()
+    assert report.counts["skips"] == len(skipped)
+    (read,) = read_reports(log.events)
+    assert (read.counts.skips, read.counts.rollbacks) == (len(skipped), len(rollbacks))
+    batches = sum(len(each.get("batches", ())) for each in rollbacks)
+    assert f"skipped {len(skipped)} steps; left out {batches} batches" in read.diagnosis
+
+
+def test_an_alarm_names_the_rate_of_its_step(caplog):
+    """The loop sets a wrong rate for a step, and the usual rate after it."""
+    program = Program(**SGD)
+    (group,) = program.optimizer.param_groups
+    with Healer(
+        state={"model": program.model, "optimizer": program.optimizer}, loss_fn=program.loss
+    ) as healer:
+        for batch in healer.batches(program.batches[:300]):
+            healer.loss(batch).backward()
+            group["lr"] = 50 * 0.05 if 200 <= batch[0] < 230 else 0.05
+            program.step(batch[0])
+            group["lr"] = 0.05
+    alarms = [each.message for each in caplog.records if "loss spike" in each.message]
+    assert alarms
+    assert "learning rate 2.5" in alarms[0]
 
 
 def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_path):
