@@ -123,9 +123,10 @@ class Healer(Generic[State]):
             project, experiment or directory as "wandb:project"; or `healcore.Tracker` objects. A
             tracker that fails or hangs does not stop the run. See docs/reports.md.
         hooks: functions to call at incidents, saves and rollbacks, see `healcore.Hooks`.
-        resume: "auto" resumes an interrupted run, and ends the program with status 0 if the run had
-            completed. True resumes both. False raises StoreNotEmpty if the store holds checkpoints.
-            A warning names hyperparameters that differ from the run's start. With "auto" a
+        resume: "auto" resumes an interrupted run. If the run had completed, it loads the final
+            state, `batches`, `epochs` and `steps` yield nothing, and the program goes on after its
+            loop, for example to an evaluation. True trains further in both cases. False raises
+            StoreNotEmpty if the store holds checkpoints. A warning names hyperparameters that differ from the run's start. With "auto" a
             completed run raises StoreNotEmpty if these or the initial weights differ, or if this
             process has completed the run.
         attach: options of `healcore.torch.attach`.
@@ -200,7 +201,7 @@ class Healer(Generic[State]):
         """Attaches to the optimizers, then resumes an earlier run or takes the first snapshot.
 
         Raises:
-            AlreadyCompleted, EndRequested: nothing to do, or the stop file exists; status 0.
+            EndRequested: the stop file exists; status 0.
             StoreNotEmpty: the store holds a run that `resume` does not permit to continue.
             NoGoodCheckpoint: the store holds checkpoints, and none of them is usable.
             StateMismatch: the checkpoints are of another state.

@@ -107,6 +107,7 @@ class LoaderRegistry:
         self._count = 0
         self._saved: dict[str, Any] = {}
         self._saved_count = 0
+        self._completed: list[Any] = []  # loaders of a completed run, which are not read again
         self._is_short = False  # whether a loader ends before its saved position
         self._noticed: set[str] = set()
 
@@ -150,6 +151,33 @@ class LoaderRegistry:
         """The position that an earlier process has saved for this loader in `epoch`, or None."""
         known = self.find(loader)
         return self._saved.get(str(self._number_in(epoch) if known is None else known.number))
+
+    def is_of_completed_run(self, loader: Any, epoch: int | None = None) -> bool:
+        """Whether a completed run has trained with this loader, which is numbered as in `begin`."""
+        known = self.find(loader)
+        if known is not None:
+            return known.trains
+        if any(loader is each for each in self._completed):
+            return True
+        number = self._number_in(epoch)
+        saved = self._saved.get(str(number))
+        if saved is None:  # an earlier process has read all of its batches, or it is new
+            has_trained = number < self._saved_count
+        else:
+            has_trained = (saved["epoch"], saved["index"]) > (0, 0)
+        if has_trained:
+            self._completed.append(loader)
+            self._count = max(self._count, number + 1)
+        return has_trained
+
+    def pass_over_completed(self) -> None:
+        """Numbers the next new loader after those that a completed run has trained with.
+
+        Call it where the program's loop is left out, so that it does not name its loaders.
+        """
+        for number, saved in self._saved.items():
+            if (saved["epoch"], saved["index"]) > (0, 0):
+                self._count = max(self._count, int(number) + 1)
 
     def begin(
         self,

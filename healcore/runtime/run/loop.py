@@ -14,7 +14,7 @@ from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import EndRequests, IncompleteRun
+from healcore.runtime.run.termination import AlreadyCompleted, EndRequests, IncompleteRun
 from healcore.runtime.store.claim import Claim
 
 _MAX_WITHOUT_STEP = 100
@@ -47,6 +47,8 @@ class Loop:
         self.out_of_memory = OutOfMemory(recovery)
         self.was_used = False
         """Whether the program has called `batches`, `after_step` or `update`."""
+        self.is_complete = False
+        """Whether an earlier process has completed the run, so that this one trains nothing."""
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
         self.has_trainer = has_trainer
@@ -73,6 +75,10 @@ class Loop:
         """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
         loaders = self.data.loaders
         self.own_count_error = ""
+        if self.is_complete:
+            loaders.pass_over_completed()
+            self.reached_end = True
+            return
         epoch = loaders.next_epoch
         try:
             while epoch < total:
@@ -118,6 +124,10 @@ class Loop:
         last = -1
         self._loop_begun = False
         self.recovery.counts_steps = True
+        if self.is_complete:
+            self.data.loaders.pass_over_completed()
+            self.reached_end = True
+            return
         while True:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
@@ -141,6 +151,9 @@ class Loop:
         self.queue_dispatch()
         known = data.loaders.find(loader)
         if self.returns_to_epoch and (known is None or known.trains):
+            return
+        epoch = args[1] if len(args) > 1 else None
+        if self.is_complete and data.loaders.is_of_completed_run(loader, epoch):
             return
         acts = not self._is_evaluation(known)
         begun = data.begin(loader, *args)
@@ -244,6 +257,12 @@ class Loop:
         pending = self.driver.take_dispatch()
         if pending is None:
             return
+        if self.is_complete:
+            raise AlreadyCompleted(
+                f"this run has completed at step {self.data.step}, and the loop trains on: a loop "
+                "over healer.batches, healer.epochs or healer.steps ends at once. To train "
+                "further, pass resume=True; for a new run, pass an empty directory"
+            )
         self._has_stepped = True
         self.after_update = self.has_trainer
         loader = self.data.loaders.last_trained

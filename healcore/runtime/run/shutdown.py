@@ -19,6 +19,7 @@ from healcore.events.models import Ending
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.termination import (
+    AlreadyCompleted,
     EndRequested,
     IncompleteRun,
     Interrupted,
@@ -43,6 +44,7 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
     killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
     endings = {
         type(None): Ending.COMPLETED,
+        AlreadyCompleted: Ending.COMPLETED,
         RunStopped: Ending.STOPPED,
         Terminated: Ending.SIGNAL,
         KeyboardInterrupt: Ending.INTERRUPTED,
@@ -70,6 +72,8 @@ class Shutdown:
         self.ending = ending_of(error, loop.end_requests.signals.signal_number)
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
+        if isinstance(error, AlreadyCompleted):
+            self.raised = None  # not an error of the loop
         self.fault: Fault | None = None
         self.problems: list[str] = []
         self.memory_text = ""  # sentence about an out-of-memory error
@@ -98,7 +102,7 @@ class Shutdown:
         if together:
             self.collect("checkpoints on probation", saver.poll)
             self.collect("the last saves", saver.known.read_nonfinite)
-        if self.ending == Ending.COMPLETED:
+        if self.ending == Ending.COMPLETED and not loop.is_complete:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
         for problem in self.problems:
@@ -247,7 +251,8 @@ class Shutdown:
         cause = Cause(0) if self.fault is None else self.fault.cause
         end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
         events = loop.log.events
-        if events.path is not None:
+        is_complete = loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
+        if events.path is not None and not is_complete:
             problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
             if problem:
                 loop.log.warning(problem)
@@ -260,7 +265,8 @@ class Shutdown:
             last_good=end.last_good,
             steps_lost=end.steps_lost or None,
         )
-        self.log_last_line(end)
+        if not is_complete:  # otherwise the first line has said so
+            self.log_last_line(end)
 
     def exception_text(self, error: BaseException) -> str:
         """The text of the exception that ends the run, for the postmortem."""
@@ -287,6 +293,8 @@ class Shutdown:
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
+    if loop.is_complete:
+        return None
     data = loop.data
     untrained = loop.record.ledger.untrained
     unread = len(data.pending_ids)

@@ -25,7 +25,7 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.termination import AlreadyCompleted, EndRequested, EndRequests, StopFile
+from healcore.runtime.run.termination import EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
@@ -210,6 +210,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     if saves and options.resume is not True:
         last = max([each.step for each in saves if each.status != "abandoned"], default=0)
         _check_resume(loop, options.resume, newest, last, changes)
+        # A trainer decides itself when its run is complete.
+        loop.is_complete = not loop.has_trainer
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
         store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
         saves, newest = [], None
@@ -233,6 +235,8 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         log.event("end", step=step, ending="exception")
         loop.end_requests.signals.stop()
         raise
+    # Not if its last checkpoint is lost: then the run trains what is missing.
+    loop.is_complete &= loop.data.had_completed
     _log_first_lines(loop, settings, changes, resumed=bool(saves))
     if saves and not loop.has_trainer:
         _warn_of_snapshot(loop, settings, saved)
@@ -295,14 +299,6 @@ def _check_resume(
             'empty directory for each run, as in store=f"runs/{fold}", and set the seed before the '
             "model is made; resume=True resumes the saved run, with its weights and settings"
         )
-    if not loop.has_trainer:  # a trainer decides when its run is complete
-        completed = AlreadyCompleted(
-            f"nothing to do: {where} holds a run that completed at step {last}. To train further, "
-            "raise the number of epochs (batches(loader, epochs=...)) or of steps, and pass "
-            "resume=True. For a new run, pass an empty directory"
-        )
-        loop.log.info(str(completed))
-        raise completed
 
 
 def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
@@ -390,6 +386,14 @@ def _log_first_lines(
         "" if rate is None else f"learning rate {rate:.4g}",
         "" if size is None else f"batch size {size}",
     ]
+    if loop.is_complete:
+        loop.log.info(
+            f"this run has completed at step {step}: its final state is loaded, the loop trains "
+            f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
+            "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
+            "new run"
+        )
+        return
     loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
     if text := run_settings.changes_text(changes):
         loop.warn(

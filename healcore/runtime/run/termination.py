@@ -81,9 +81,11 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
 
 
 class AlreadyCompleted(_EndsWithStatus0):
-    """The run in this directory had completed: nothing is left to do. Uncaught, the status is 0.
+    """A loop trains on although its run had completed. Uncaught, the status is 0.
 
-    `why` says what the directory holds, and how to continue training.
+    The Healer's own iterators (`batches`, `epochs`, `steps`) yield nothing in a completed run, so
+    that the program goes on after its loop. A loop that counts its steps itself takes one, and then
+    ends with this error. Nothing is saved. `why` says how to continue training.
     """
 
 
