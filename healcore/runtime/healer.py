@@ -126,9 +126,9 @@ class Healer(Generic[State]):
         resume: "auto" resumes an interrupted run. If the run had completed, it loads the final
             state, `batches`, `epochs` and `steps` yield nothing, and the program goes on after its
             loop, for example to an evaluation. True trains further in both cases. False raises
-            StoreNotEmpty if the store holds checkpoints. A warning names hyperparameters that differ from the run's start. With "auto" a
-            completed run raises StoreNotEmpty if these or the initial weights differ, or if this
-            process has completed the run.
+            StoreNotEmpty if the store holds checkpoints. A warning names hyperparameters that
+            differ from the run's start. With "auto" a completed run raises StoreNotEmpty if these
+            or the initial weights differ, or if this process has completed the run.
         attach: options of `healcore.torch.attach`.
         stop_file: path of a file that asks the run to end, or None. Every rank looks for the file
             once a second. All ranks end at the same step, with the last state saved and exit status

@@ -23,18 +23,19 @@ class Shrinking(TorchLoop):
 
     def after_epoch(self) -> None:
         with torch.no_grad():
-            self.model[0].weight.mul_(0.9)
+            next(self.model.parameters()).mul_(0.9)
         torch.rand(3)
 
 
-def numbers(epoch: int) -> list[int]:
+def numbers(epoch: int) -> Any:
     """The batches of an epoch, which no other epoch has."""
     return [epoch * BATCHES + index for index in range(BATCHES)]
 
 
 def shuffled() -> Any:
     """A new order in each epoch, drawn from torch's global generator when the epoch begins."""
-    return DataLoader(range(BATCHES), batch_size=None, shuffle=True)
+    data: Any = range(BATCHES)
+    return DataLoader(data, batch_size=None, shuffle=True)
 
 
 def plain_run(batches: Callable[[int], Iterable[int]], bad: tuple[int, int]) -> Shrinking:
