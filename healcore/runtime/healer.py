@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack, cast
+from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
@@ -19,6 +19,7 @@ from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run.evidence import FORWARD_PASS
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.loss_function import loss_of
 from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run.termination import IncompleteRun
@@ -34,9 +35,6 @@ from healcore.runtime.run_options import (
 )
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.trackers import select
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 State = TypeVar("State")
 Batch = TypeVar("Batch")
@@ -107,11 +105,13 @@ class Healer(Generic[State]):
         store: a directory for checkpoints (with copies in host memory), a
             `CheckpointStore`, or None for host memory only, which is lost with the process.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
-            `loss_fn(state, batch)` if the state is a pytree. The Healer calls it with current and
-            with earlier weights, without gradients unless it computes some: better earlier weights
-            are evidence for a rollback (docs/how-it-decides.md). Every rank evaluates its own
-            batches, and the mean decides. Without `loss_fn`, "default" rolls back only if weights
-            are not finite. SignalError after the first step if it does not return one number.
+            `loss_fn(state, batch)` if the state is a pytree. It may return more than the loss, as
+            `(loss, logits)` or as a mapping with the key "loss". The Healer calls it with current
+            and with earlier weights, without gradients unless it computes some: better earlier
+            weights are evidence for a rollback (docs/how-it-decides.md). Every rank evaluates its
+            own batches, and the mean decides. Without `loss_fn`, "default" rolls back only if
+            weights are not finite. SignalError after the first step if it does not return one
+            number.
         loss_fn_cost: cost of one call of `loss_fn` on one batch, in training steps, above 0. The
             default is a third: a forward pass of a step whose backward pass costs two. Comparisons
             may cost 1 % of a healthy run. State the cost if `loss_fn` is dear, for example 2.0 if
@@ -149,7 +149,7 @@ class Healer(Generic[State]):
         *,
         state: State,
         store: str | os.PathLike[str] | CheckpointStore | None = None,
-        loss_fn: Callable[..., SupportsFloat] | None = None,
+        loss_fn: Callable[..., Any] | None = None,
         loss_fn_cost: float = FORWARD_PASS,
         checkpoints: Checkpoints = CHECKPOINTS,
         logging: Logging = LOGGING,
@@ -355,11 +355,21 @@ class Healer(Generic[State]):
         """
         return self._live.after_step(last=last)
 
-    def loss(self, batch: object, optimizer: str | None = None) -> Tensor:
+    def loss(self, batch: object, optimizer: str | None = None) -> Any:
         """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.
 
-        Returns the result of `loss_fn`, for `backward`. `optimizer` is as for `observe`. Raises
-        HealerError if the Healer has no `loss_fn`.
+            loss = healer.loss(batch)
+            loss, logits = healer.loss(batch)  # of a loss_fn that returns both
+
+        Args:
+            batch: the batch.
+            optimizer: as for `observe`.
+
+        Returns:
+            What `loss_fn` has returned: the loss for `backward`, or a tuple or mapping with it.
+
+        Raises:
+            HealerError: the Healer has no `loss_fn`.
         """
         loss_fn = self._options.loss_fn
         if loss_fn is None:
@@ -367,9 +377,9 @@ class Healer(Generic[State]):
                 "loss(batch) needs a loss_fn: pass Healer(..., loss_fn=lambda batch: "
                 "loss_fn(model, batch)), or call observe(loss)"
             )
-        value = cast("Tensor", loss_fn(batch))
-        self.observe(value, optimizer, batch=batch)
-        return value
+        result = loss_fn(batch)
+        self.observe(loss_of(result), optimizer, batch=batch)
+        return result
 
     def observe(
         self,

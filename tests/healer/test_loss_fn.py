@@ -120,7 +120,8 @@ def jax_run(loss_fn: Any, read: Any = Healer.batches, count: int = 5, **how: Any
         (lambda state, batch: None, "a number, got None"),
         (lambda batch: 0.0, "TypeError on the first batch"),
         (lambda state, batch: batch, r"one number, got shape \(2,\)"),
-        (lambda state, batch: (batch.sum(), batch), r"a tuple of 2.*of \(loss, aux\)"),
+        (lambda state, batch: (batch, batch.sum()), r"one number, got shape \(2,\)"),
+        (lambda state, batch: {"cost": batch.sum()}, "got a dict of 1"),
     ],
 )
 def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
@@ -136,3 +137,36 @@ def test_a_loop_that_reads_its_own_batches_has_to_name_them(named, caplog):
     calls.clear()
     jax_run(lambda state, batch: calls.append(batch) or batch[1], own, 302, named=named)
     assert [bool(calls), caplog.text.count("no step had a batch")] == [named, not named]
+
+
+@pytest.mark.parametrize(
+    "returned", [lambda loss, out: (loss, out), lambda loss, out: {"loss": loss, "logits": out}]
+)
+def test_a_loss_fn_may_return_more_than_the_loss(returned, caplog):
+    """`loss` passes it through, and comparisons use the loss in it."""
+    calls.clear()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def loss_fn(batch: Any) -> Any:
+        calls.append(torch.is_grad_enabled())
+        out = model(batch["x"])
+        return returned((out - batch["more"][0]).square().mean(), out)
+
+    with Healer(state={"model": model, "optimizer": optimizer}, loss_fn=loss_fn) as healer:
+        for batch in healer.batches(batches()):
+            result = healer.loss(batch)
+            loss, out = result.values() if isinstance(result, dict) else result
+            assert out.shape == (8, 1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert healer.metrics()["heal/loss"] == loss.item()
+    assert calls.count(False) >= 3, "compared"
+    assert "loss_fn" not in caplog.text
+
+
+def test_in_jax_a_loss_fn_may_return_more_than_the_loss(caplog):
+    jax_run(lambda state, batch: (batch.sum(), {"batch": batch}))
+    assert "loss_fn" not in caplog.text

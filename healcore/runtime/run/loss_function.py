@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from healcore.core.decision import Cause
@@ -16,6 +16,22 @@ from healcore.runtime.store.ranks import Ranks
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in what a `loss_fn` has returned.
+
+        loss_of(loss) == loss_of((loss, logits)) == loss_of({"loss": loss, "logits": logits})
+
+    Args:
+        result: the loss; or a tuple that begins with it, as the `compute_loss` of trainers returns;
+            or a mapping with the key "loss", such as an output of a Hugging Face model.
+    """
+    if isinstance(result, tuple) and result:
+        return result[0]
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return result
 
 
 class LossFunction:
@@ -36,7 +52,7 @@ class LossFunction:
     def __init__(
         self, function: LossFn | None, driver: Driver, ranks: Ranks, warn: Callable[[str], object]
     ) -> None:
-        self.function = function
+        self.function = None if function is None else lambda *given: loss_of(function(*given))
         self.gives_loss = self.draws = self.is_checked = False
         self._driver = driver
         self._ranks = ranks
