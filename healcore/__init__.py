@@ -42,6 +42,7 @@ __all__ = [
     "jax",
     "policy",
     "retrying",
+    "start",
     "torch",
 ]
 

@@ -17,6 +17,7 @@ from healcore.runtime.run_options import Checkpoints as Checkpoints
 from healcore.runtime.run_options import Hooks as Hooks
 from healcore.runtime.run_options import IncidentContext as IncidentContext
 from healcore.runtime.run_options import Logging as Logging
+from healcore.runtime.script import start as start
 from healcore.runtime.store.checkpoints import Keep as Keep
 from healcore.runtime.store.checkpoints import StoreError as StoreError
 from healcore.runtime.store.store import CheckpointStore as CheckpointStore

@@ -77,6 +77,21 @@ class HealerError(HealcoreError, RuntimeError):
     """A method was called outside the Healer's block, or for the other framework."""
 
 
+class HealerOptions(Overrides, total=False):
+    """The arguments of `Healer` except `policy` and `state`."""
+
+    store: str | os.PathLike[str] | CheckpointStore | None
+    loss_fn: Callable[..., Any] | None
+    loss_fn_cost: float
+    checkpoints: Checkpoints
+    logging: Logging
+    trackers: object
+    hooks: Hooks
+    resume: bool | Literal["auto"]
+    attach: Mapping[str, Any] | None
+    stop_file: str | os.PathLike[str] | None
+
+
 class Healer(Generic[State]):
     """Heals a training loop: skips bad steps, saves checkpoints, rolls back, resumes, or stops.
 
@@ -234,6 +249,35 @@ class Healer(Generic[State]):
             self._error, self._ending = end.error, end.ending
             if replacement is not None:
                 raise replacement
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the run as leaving its block does. A second call does nothing.
+
+        For a Healer of `healcore.start`. Within a block, the end of the block calls it.
+
+        Args:
+            error: the exception that ends the run, or None if the run is complete.
+
+        Raises:
+            LastStateNotSaved, IncompleteRun, RunStopped: as at the end of a block.
+        """
+        if self.is_open:
+            self.__exit__(None if error is None else type(error), error, None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run has begun and not ended."""
+        return self._run is not None and self._ending is None
+
+    @property
+    def has_left_loop_early(self) -> bool:
+        """Whether the program has left its loop in the body, before the last batch or step."""
+        return self._loop.left_early
+
+    @property
+    def store(self) -> str | os.PathLike[str] | CheckpointStore | None:
+        """The `store` argument."""
+        return self._options.store
 
     # -- the loop -------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ SURFACE = {
     "healcore": """
         Action Cause CheckpointStore Checkpoints Cursor DataError Decision Fault HealcoreError
         Healer Hooks IncidentContext Keep Logging PolicyError RunStopped StoreError Tracker
-        __version__ classify errors jax policy retrying torch
+        __version__ classify errors jax policy retrying start torch
     """,
     "healcore.policy": """
         SCHEMA Difference Overrides Policy PolicyError PolicyLike PolicySource Problem diff dumps

@@ -28,7 +28,7 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
     Verdict,
 )
-from healcore.runtime.run.healthy_ranges import HealthyValues, Held
+from healcore.runtime.run.healthy_ranges import LASTING_STEPS, HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
 from healcore.runtime.run.run_context import RunContext
@@ -144,9 +144,13 @@ class Comparisons:
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
             self._context.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
-        if not self.is_enabled or self.suspects or step < self.silent_until:
+        if not self.is_enabled:
+            self._release_all(step)
             return
-        self._learn_ranges(step)
+        if self.suspects or step < self.silent_until:
+            return
+        if self._learn_ranges(step):
+            return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
         if step not in restorable or self._anchor_of(step) is not None:
             return
@@ -316,8 +320,33 @@ class Comparisons:
 
     # -- what is held ---------------------------------------------------------------------------
 
-    def _learn_ranges(self, step: int) -> None:
-        """Learns the rates and numbers at a healthy checkpoint, and releases what is back."""
+    def _release_all(self, step: int) -> None:
+        """Releases what is held if a `loss_fn` that failed has ended the comparisons.
+
+        Nobody would release it later. Updates that are withheld end by themselves.
+        """
+        held = self.state.ranges.held
+        left = Held(withheld=held.withheld, until=held.until)
+        if held == left:
+            return
+        self._restore_start_rates(held.start_rates)
+        self.hold(left, step)
+        self._context.log.info(
+            f"step {step}: what was held is released, because no weights are compared any more"
+        )
+
+    def _restore_start_rates(self, before: Mapping[str, Any]) -> None:
+        """Ends a limit of the rate from the start of the run, if there is one."""
+        if before:
+            driver = self._context.driver
+            driver.load(None, with_lr_states(driver.engines(), before))
+
+    def _learn_ranges(self, step: int) -> bool:
+        """Learns the rates and numbers at a healthy checkpoint, and releases what is back.
+
+        Returns whether a change of the program is accepted, after which older weights are no
+        measure any more.
+        """
         ranges, driver = self.state.ranges, self._context.driver
         seen = broadcast(self._context.ranks, driver.numbers())
         self._history.learn_doubtful_norms(step)
@@ -326,9 +355,10 @@ class Comparisons:
         ranges.learn(rates, seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
+        accepted = ranges.accept_lasting(step, seen)
         ranges.follow_norms(step, self._history.typical_norms())
         if before := ranges.release_start_rates(step):
-            driver.load(None, with_lr_states(driver.engines(), before))
+            self._restore_start_rates(before)
             self._context.log.info(
                 f"step {step}: the learning rate is the program's own again; its limit was for the "
                 "first steps"
@@ -340,6 +370,14 @@ class Comparisons:
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
+        if accepted:
+            text = ", ".join(f"{name} of {value:.4g}" for name, value in accepted.items())
+            self._context.log.warning(
+                f"step {step}: {text}: the program has set this for more than {LASTING_STEPS} "
+                "steps, so it is intended, and is used from now on"
+            )
+            self.pause_until(step + 1)
+        return bool(accepted)
 
     def hold(self, held: Held, step: int) -> None:
         """Holds this from `step` on, which is the next step, and nothing else."""

@@ -51,6 +51,8 @@ class Loop:
         """Whether an earlier process has completed the run, so that this one trains nothing."""
         self.reached_end = False
         """Whether `epochs` or `steps` has come to its end."""
+        self.in_body = False
+        """Whether the body of a loop of the program runs, or was left before its end."""
         self.has_trainer = has_trainer
         self.after_update = False
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
@@ -92,7 +94,9 @@ class Loop:
                         yield number
                     return
                 loaders.begin_epoch(epoch)
+                self.in_body = True
                 yield epoch
+                self.in_body = False
                 if loaders.returns_to is None:
                     epoch = loaders.next_epoch = epoch + 1
                     self.saver.keep_random_states()
@@ -139,7 +143,9 @@ class Loop:
                 )
             if self.data.step < total:
                 self._yielded_step = self.data.step
+                self.in_body = True
                 yield self.data.step
+                self.in_body = False
                 self._yielded_step = math.inf
             elif not self.after_step(last=True):
                 self.reached_end = True
@@ -176,8 +182,10 @@ class Loop:
             finally:
                 data.log_skipped(begun)
             guard.watch()
+            in_outer_body, self.in_body = self.in_body, True
             try:
                 yield batch
+                self.in_body = in_outer_body
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
                 begun.left_by_break = True
@@ -367,6 +375,14 @@ class Loop:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"
                 self.log.problem(step.index, problem)
+
+    @property
+    def left_early(self) -> bool:
+        """Whether the program has left its loop in the body, before the last batch or step."""
+        loader = self.data.loaders.last_trained
+        if loader is not None and loader.in_loop and loader.at_end:
+            return False
+        return self.in_body
 
     @property
     def break_place(self) -> str:

@@ -98,6 +98,10 @@ class Shutdown:
             self.collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
+        left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
+        if left_in_body and self.saver.resumes_exactly and not loop.after_update:
+            # As at an exception: the batches that were read come again.
+            self.collect("the last state could not be saved", self.save_before_batches)
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
@@ -180,6 +184,11 @@ class Shutdown:
             self.ending = ending_of(self.error)
             if self.error is None and self.loop.break_place:
                 self.ending = Ending.REQUESTED
+
+    def save_before_batches(self) -> None:
+        """Saves the state before the batches that were read for the next step."""
+        if why_not := self.saver.save_emergency():
+            self.loop.warn(f"no checkpoint was saved at the end: {why_not}")
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""

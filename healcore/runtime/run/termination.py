@@ -40,6 +40,19 @@ from healcore.runtime.run.steps import LAG, StepResult
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
 
+_newest_end: BaseException | None = None
+
+
+def newest_end() -> BaseException | None:
+    """The newest exception of healcore that ends the program, for a run without a block."""
+    return _newest_end
+
+
+def _note(error: BaseException) -> None:
+    global _newest_end
+    _newest_end = error
+
+
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
 _SIGNALS = [signal.SIGTERM, signal.SIGINT, *filter(None, [getattr(signal, "SIGUSR1", None)])]
@@ -64,6 +77,7 @@ class RunStopped(HealcoreError, SystemExit):
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
         super().__init__(diagnosis)
         self.diagnosis, self.why, self.last_good = diagnosis, why, last_good
+        _note(self)
 
     def __str__(self) -> str:
         return self.diagnosis
@@ -75,6 +89,7 @@ class _EndsWithStatus0(HealcoreError, SystemExit):
     def __init__(self, why: str) -> None:
         super().__init__(0)
         self.why = why
+        _note(self)
 
     def __str__(self) -> str:
         return self.why
@@ -119,6 +134,7 @@ class Terminated(HealcoreError, SystemExit):
         super().__init__(128 + number)
         self.number = number
         self.why = f"signal {number}"
+        _note(self)
 
 
 class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
@@ -131,6 +147,7 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
     def __init__(self) -> None:
         super().__init__()
         self.code = 128 + signal.SIGINT
+        _note(self)
 
 
 class SignalWatch:

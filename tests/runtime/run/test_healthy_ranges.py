@@ -1,6 +1,7 @@
 """What is learnt as healthy, what counts as outside of it, and when a hold ends."""
 
 import json
+import math
 from dataclasses import asdict
 from typing import Literal
 
@@ -92,6 +93,18 @@ def test_a_held_number_is_not_learnt_and_is_released_when_the_program_sets_a_hea
     released = ranges.release(400, {name: NumberRange(0.05, 100.0, 0.05)})
     assert [*released] == [name]
     assert not ranges.held
+
+
+def test_a_number_that_the_program_keeps_outside_for_long_is_intended():
+    """The repeat looks better for as long as it is held: a regulariser costs training loss."""
+    held = {"w": HeldNumber(constant(0.0), 3.0), "b": HeldNumber(constant(0.9), None)}
+    ranges = HealthyRanges(held=Held(numbers=held, until=720))
+    seen = {"w": constant(3.0), "b": constant(math.nan)}
+    assert ranges.accept_lasting(900, seen) == {}, "a fault may last as long"
+    assert ranges.accept_lasting(1000, seen) == {"w": 3.0}, "NaN is never intended"
+    assert [*ranges.held.numbers] == ["b"]
+    ranges.learn({}, {"w": constant(3.0)}, {})
+    assert ranges.values.numbers["w"].high == 3.0
 
 
 def test_a_limit_of_the_norm_stays_and_follows_the_typical_norm_of_the_program():
