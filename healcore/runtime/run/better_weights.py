@@ -54,11 +54,15 @@ class BetterWeights:
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         norms: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for each in records:
             if each.judged:
                 norms[each.engine] = max(each.grad_norm, norms.get(each.engine, 0.0))
+            if each.judged and not each.skip and each.lr not in (0.0, 1.0):  # else it is unknown
+                rate = float(each.lr) * float(each.lr_scale)
+                rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
         return self.comparisons.observe(
-            TrainedStep(step.index, step.contents, norms),
+            TrainedStep(step.index, step.contents, norms, rates),
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
             trained=taken and not all(each.skip for each in records),

@@ -352,7 +352,7 @@ class Comparisons:
         self._history.learn_doubtful_norms(step)
         # No step has been trained at the rates of the very first weights.
         rates = self._rates() if step > self._context.record.first_step else {}
-        ranges.learn(rates, seen, self._history.largest_norms())
+        ranges.learn(self._history.healthy_rates(rates), seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
         accepted = ranges.accept_lasting(step, seen)

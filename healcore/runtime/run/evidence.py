@@ -43,6 +43,8 @@ class TrainedStep(NamedTuple):
     """All batches of an accumulation."""
     norms: Mapping[str, float] = {}
     """Engine name -> gradient norm before any clip of healcore, where it is known."""
+    rates: Mapping[str, float] = {}
+    """Engine name -> the learning rate in force, where the step's record has it."""
 
 
 @dataclass

@@ -63,7 +63,7 @@ class HealthyValues:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     rates: dict[str, HealthyNumber] = field(default_factory=dict)
-    """Engine name -> its learning rates at healthy checkpoints, where known."""
+    """Engine name -> its learning rates at healthy steps and checkpoints, where known."""
     numbers: dict[str, HealthyNumber] = field(default_factory=dict)
     """Name, see `Driver.numbers` -> its values up to the newest healthy checkpoint."""
     norms: dict[str, float] = field(default_factory=dict)
@@ -79,14 +79,13 @@ class HealthyValues:
 
     def with_checkpoint(
         self,
-        rates: Mapping[str, float],
+        rates: Mapping[str, NumberRange],
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
     ) -> HealthyValues:
         """The values with those of one more healthy checkpoint."""
-        at_rates = {name: NumberRange(rate, rate, rate) for name, rate in rates.items()}
         return HealthyValues(
-            rates=_extended(self.rates, at_rates),
+            rates=_extended(self.rates, rates),
             numbers=_extended(self.numbers, seen),
             norms={**norms},
         )
@@ -251,14 +250,14 @@ class HealthyRanges:
 
     def learn(
         self,
-        rates: Mapping[str, float],
+        rates: Mapping[str, NumberRange],
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
     ) -> None:
         """Learns at a checkpoint whose weights are not suspect.
 
         Args:
-            rates: learning rates of the last step.
+            rates: engine name -> healthy learning rates since the last such checkpoint.
             seen: result of `Driver.numbers`. Held numbers are not learnt.
             norms: engine name -> largest healthy gradient norm.
         """

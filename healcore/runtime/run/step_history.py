@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM, HealthyValues
 
@@ -115,11 +116,13 @@ class StepHistory:
     The norm of a step becomes healthy `_UNTIL_HEALTHY` steps later, if no alarm and no high loss
     came meanwhile: the bad steps before the first sign must not count as healthy. The others become
     healthy at a checkpoint whose weights are not suspect. A norm above a limit in force never
-    becomes healthy: the limit has kept it from doing harm.
+    becomes healthy: the limit has kept it from doing harm. The rates of a step become healthy with
+    its norms.
     """
 
     def __init__(self) -> None:
         self._norms: dict[str, _LastValues] = {}
+        self._rates: dict[str, NumberRange] = {}
         self.norm_limits: Mapping[str, float] = {}
         """Engine name -> limit of its gradient norm, where there is one."""
         self.forget()
@@ -134,6 +137,7 @@ class StepHistory:
         for name, largest in (norms or {}).items():
             self._norms[name] = _LastValues(_NORMS)
             self._norms[name].add(largest)
+        self._rates.clear()
         self._losses = _LastValues(REGULAR_INTERVAL)
         self._newest: deque[tuple[int, float]] = deque(maxlen=REGULAR_INTERVAL)
         """Step and loss of the last steps, for `digest`."""
@@ -223,6 +227,10 @@ class StepHistory:
         for name, norm in step.norms.items():
             if math.isfinite(norm) and norm <= self.norm_limits.get(name, math.inf):
                 self._norms.setdefault(name, _LastValues(_NORMS)).add(norm)
+        for name, rate in step.rates.items():
+            if math.isfinite(rate):
+                known = self._rates.get(name, NumberRange(rate, rate, rate))
+                self._rates[name] = NumberRange(min(known.low, rate), max(known.high, rate), rate)
 
     def _is_unusual(self, step: TrainedStep) -> bool:
         """Whether a gradient norm of the step is unusual."""
@@ -231,6 +239,21 @@ class StepHistory:
             if known and known.largest * UNUSUAL_NORM < norm < math.inf:
                 return True
         return False
+
+    def healthy_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
+        """The healthy learning rates of the steps since the last call.
+
+        A schedule may be at its peak between two checkpoints, for example at the first step.
+
+        Args:
+            newest: engine name -> rate of the newest step, at a healthy checkpoint.
+        """
+        found = {}
+        for name, rate in newest.items():
+            known = self._rates.get(name, NumberRange(rate, rate, rate))
+            found[name] = NumberRange(min(known.low, rate), max(known.high, rate), rate)
+        self._rates.clear()
+        return found
 
     def largest_norms(self) -> dict[str, float]:
         """Engine name -> the largest healthy gradient norm, where one is known."""

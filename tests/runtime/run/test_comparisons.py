@@ -236,7 +236,7 @@ def test_a_loss_fn_that_fails_later_is_not_called_again(wrong, trouble):
         calls.append(batch)
         if wrong is not None:
             raise wrong
-        return (1.0, 2.0)
+        return [1.0, 2.0]
 
     run = after(250, loss)
     assert damaged(run, trouble) is None

@@ -158,8 +158,8 @@ RANGES = st.builds(NumberRange, FLOATS, FLOATS, FLOATS)
 @given(st.dictionaries(st.text(max_size=5), RANGES, max_size=3), st.integers(0, 99))
 def test_ranges_and_holds_are_saved_exactly(seen, until):
     ranges = HealthyRanges()
-    ranges.learn({"a": 0.1}, seen, {})
-    ranges.learn({"a": 0.2}, seen, {})
+    ranges.learn({"a": constant(0.1)}, seen, {})
+    ranges.learn({"a": constant(0.2)}, seen, {})
     numbers = {name: HeldNumber(each, each.high) for name, each in seen.items()}
     norms, withheld = {"a": HeldNorm(0.1, 3.0)}, (until, until + 9) if until % 2 else None
     ranges.held = Held(numbers=numbers, norms=norms, withheld=withheld, until=until)
@@ -190,8 +190,8 @@ def test_a_schedule_with_constant_acceleration_stays_inside_for_any_number_of_in
 
 
 def test_a_rate_has_no_room_above_its_range():
-    rates = HealthyValues().with_checkpoint({"a": 0.1, "b": 0.2}, {}, {})
-    rates = rates.with_checkpoint({"a": 0.2, "b": 0.1}, {}, {})
+    rates = HealthyValues().with_checkpoint({"a": constant(0.1), "b": constant(0.2)}, {}, {})
+    rates = rates.with_checkpoint({"a": constant(0.2), "b": constant(0.1)}, {}, {})
     assert rates.healthy_rate("a", 0.21) == 0.2
     assert rates.healthy_rate("b", 0.3) == 0.1, "the last healthy rate"
     assert rates.healthy_rate("b", 0.15) == 0.15

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.evidence import REGULAR_INTERVAL, TrainedStep
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.step_history import (
@@ -180,3 +181,21 @@ def test_a_rollback_takes_back_the_norms_that_were_learnt_after_its_target():
     assert history.largest_norms() == {"a": 8.0}
     history.forget(at_target)
     assert history.largest_norms() == {"a": 1.0}
+
+
+def test_the_rates_of_all_healthy_steps_are_learnt_and_not_those_at_a_sign():
+    """A schedule restarts between two checkpoints. A raised rate comes before its alarm."""
+    history = StepHistory()
+
+    def add(steps: range, rate: float, *, alarm: bool = False) -> None:
+        for index in steps:
+            step = TrainedStep(index, (), {}, {"a": rate})
+            history.add(step, 1.0, alarm=alarm, healthy=True)
+
+    add(range(30), 0.1)
+    add(range(30, 95), 0.05)
+    add(range(95, 99), 3.0)
+    add(range(99, 100), 0.01, alarm=True)
+    assert history.healthy_rates({"a": 0.01}) == {"a": NumberRange(0.01, 0.1, 0.01)}
+    assert history.healthy_rates({"a": 0.02}) == {"a": NumberRange(0.02, 0.02, 0.02)}
+    assert history.healthy_rates({}) == {}
