@@ -28,7 +28,7 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
     Verdict,
 )
-from healcore.runtime.run.healthy_ranges import LASTING_STEPS, HealthyValues, Held
+from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
 from healcore.runtime.run.run_context import RunContext
@@ -41,6 +41,9 @@ from healcore.runtime.run.step_history import (
 )
 from healcore.runtime.store.ranks import broadcast
 
+LASTING_STEPS = 2 * REGULAR_INTERVAL
+"""Steps after the trouble from which on a number that the program has not taken back is intended. A
+fault that ends by itself is shorter in all our benchmarks, at most 100 steps."""
 MAX_ANCHORS = 3
 """Max number of anchors."""
 MEDIAN_OF = 3
@@ -355,7 +358,7 @@ class Comparisons:
         ranges.learn(self._history.healthy_rates(rates), seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
-        accepted = ranges.accept_lasting(step, seen)
+        accepted = ranges.accept_lasting(step, seen, after=LASTING_STEPS)
         ranges.follow_norms(step, self._history.typical_norms())
         if before := ranges.release_start_rates(step):
             self._restore_start_rates(before)

@@ -21,9 +21,6 @@ from pydantic import ConfigDict
 
 from healcore.runtime.driver import NumberRange
 
-LASTING_STEPS = 200
-"""Steps after the trouble from which on a number that the program has not taken back counts as
-intended. A fault that ends by itself is shorter in all our benchmarks, at most 100 steps."""
 UNUSUAL_NORM = 3.0
 """A gradient norm is unusual above this many times the largest healthy one."""
 RATE_TOLERANCE = 1.0001
@@ -285,7 +282,9 @@ class HealthyRanges:
             self.held = self.held.without(Held(numbers=released))
         return released
 
-    def accept_lasting(self, step: int, seen: Mapping[str, NumberRange]) -> dict[str, float]:
+    def accept_lasting(
+        self, step: int, seen: Mapping[str, NumberRange], *, after: int
+    ) -> dict[str, float]:
         """Releases the numbers that the program has kept outside of their range for long.
 
         Such a value is intended: a regulariser that is switched on late makes the training loss
@@ -295,11 +294,12 @@ class HealthyRanges:
         Args:
             step: step of the checkpoint.
             seen: result of `Driver.numbers`.
+            after: steps after the trouble from which on a value counts as intended.
 
         Returns:
             Name -> the program's value, of the numbers that are not held any more.
         """
-        if step < self.held.until + LASTING_STEPS:
+        if step < self.held.until + after:
             return {}
         accepted = {n: seen[n].last for n in self.held.numbers if n in seen}
         accepted = {n: value for n, value in accepted.items() if math.isfinite(value)}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.runtime.run import healthy_ranges
+from healcore.runtime.run import comparisons
 from healcore.tools.report.run_report import read_reports
 
 STEPS, FIRST, LAST = 360, 305, 335
@@ -259,14 +259,13 @@ def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_
 
 def test_a_regulariser_that_is_switched_on_late_is_used_in_the_end(tmp_path, monkeypatch, caplog):
     """Held, it looks like a healed fault. What the program keeps is intended."""
-    monkeypatch.setattr(healthy_ranges, "LASTING_STEPS", 60)
+    monkeypatch.setattr(comparisons, "LASTING_STEPS", 60)
     program = Program(**{**FAULTS["weight decay"], "bad_steps": range(150, STEPS)})
     log = Logging(events=tmp_path / "events.jsonl")
     rollbacks = program.train(tmp_path, log)
     held = next(each for each in rollbacks if each.get("held"))
     assert held["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
-    comparisons = program.healer._loop.recovery.comparisons
-    assert not comparisons.state.ranges.held.numbers
+    assert not program.healer._loop.recovery.comparisons.state.ranges.held.numbers
     assert "optimizer.weight_decay of 40: the program has set this for more than" in caplog.text
 
 
@@ -278,8 +277,8 @@ def test_what_is_held_is_released_if_the_loss_fn_fails(tmp_path, caplog):
 
     def loss_fn(batch: Any) -> torch.Tensor:
         nonlocal failed
-        comparisons = healer._loop.recovery.comparisons
-        if not torch.is_grad_enabled() and comparisons.state.ranges.held:
+        held = healer._loop.recovery.comparisons.state.ranges.held
+        if not torch.is_grad_enabled() and held:
             failed = True
             raise ValueError("this loss_fn has broken")
         return program.loss(batch)
