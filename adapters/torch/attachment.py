@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -192,6 +193,16 @@ def healing_of(optimizer: Optimizer) -> Healing | None:
     return None
 
 
+def _no_handle() -> None:
+    """What a copied or unpickled `Healing` becomes."""
+    warnings.warn(
+        "a Healing handle belongs to the optimizer of one process, so its copy is None: call "
+        "healcore.torch.attach for the other optimizer, or keep the handle outside of what is "
+        "copied or pickled",
+        stacklevel=2,
+    )
+
+
 class Healing:
     """Handle of an optimizer that a policy heals. Created by `attach`, not directly.
 
@@ -207,6 +218,14 @@ class Healing:
         self.healed_step = healed_step
         self._measurer = healed_step.measurer
         healed_step.pre_hook.__healing__ = self
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Pickles and copies the handle as None, with a warning.
+
+        A handle belongs to the hooks of one optimizer in one process. But programs keep it in their
+        `args` or on their model, and these are copied and saved.
+        """
+        return _no_handle, ()
 
     # -- signals from the training loop ---------------------------------------------------------
 

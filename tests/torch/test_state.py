@@ -2,6 +2,8 @@
 
 import copy
 import json
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,3 +126,19 @@ def test_the_step_after_a_cut_is_the_first_of_new_moments(policy: Engine, steps:
     state = optimizer.state[parameter]
     assert int(state["step"]) == steps
     assert (float(state["exp_avg_sq"].max()) < 100) == (policy in (CUTS, SKIPS_TOO))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))],
+    ids=["copy", "pickle"],
+)
+def test_a_handle_is_copied_with_what_holds_it_as_none(copied):
+    """Programs keep it in their `args`, and trainers copy and save these."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    args = SimpleNamespace(lr=0.1, handle=attach(optimizer))
+    with pytest.warns(UserWarning, match="belongs to the optimizer of one process"):
+        other = copied(args)
+    assert (other.lr, other.handle) == (0.1, None)
+    assert args.handle.optimizer is optimizer
