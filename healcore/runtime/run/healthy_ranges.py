@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
 
+from healcore.core.numerics import SIGNAL_LIMIT
 from healcore.runtime.driver import NumberRange
 
 UNUSUAL_NORM = 3.0
@@ -219,7 +220,11 @@ class Held:
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
             of = f" of {name}" if name else ""
+            if name and not name.isidentifier():  # as "1" of an optimizer in a tuple
+                of = f' of "{name}"'
             limit, reached = f"{norm.limit:.4g}", f"{norm.reached:.4g}"
+            if norm.reached >= SIGNAL_LIMIT:
+                reached += " or more"
             lines.append(f"gradient norm{of} held below {limit}, it reached {reached}")
         if self.withheld is not None:
             lines.append("the updates of steps {} to {} are withheld".format(*self.withheld))

@@ -131,6 +131,17 @@ def test_a_second_hold_adds_what_is_newly_unusual_and_keeps_the_limits_of_the_fi
     assert not second.without(both)
 
 
+def test_the_sentence_about_a_norm_names_its_optimizer_and_the_largest_number_there_is():
+    held = Held(
+        norms={"1": HeldNorm(1.5, 9.0), "": HeldNorm(1.0, 1e15), "adam": HeldNorm(2.0, 3.0)}
+    )
+    assert held.sentences() == [
+        'gradient norm of "1" held below 1.5, it reached 9',
+        "gradient norm held below 1, it reached 1e+15 or more",
+        "gradient norm of adam held below 2, it reached 3",
+    ]
+
+
 def test_the_limit_of_a_rate_from_the_start_of_the_run_never_lasts():
     ranges = HealthyRanges(held=Held(start_rates={"a": {"scale": 1.0}}, until=40))
     first = ranges.held
