@@ -191,16 +191,16 @@ def test_a_restart_within_the_withheld_steps_ends_with_the_same_bits(tmp_path):
 def test_what_was_skipped_is_the_same_in_every_source(tmp_path):
     """In the log, in the metrics, in the postmortem and in the report."""
     program = Program(**FAULTS["signs"])
-    log = Logging(events=tmp_path / "events.jsonl", metrics=tmp_path / "metrics.jsonl")
-    rollbacks = program.train(tmp_path, log)
+    steps, story = tmp_path / "metrics.jsonl", tmp_path / "events.jsonl"
+    rollbacks = program.train(tmp_path, Logging(events=story, metrics=steps))
     (text,) = [each for each in rollbacks[-1]["held"] if "withheld" in each]
     first, end = (int(each) for each in re.findall(r"\d+", text))
-    rows = map(json.loads, log.metrics.read_text().splitlines())
+    rows = map(json.loads, steps.read_text().splitlines())
     skipped = [row["step"] for row in rows if row.get("skip")]
     assert skipped == list(range(first, end + 1))
     report = program.healer.report()
     assert report.counts["skips"] == len(skipped)
-    (read,) = read_reports(log.events)
+    (read,) = read_reports(story)
     assert (read.counts.skips, read.counts.rollbacks) == (len(skipped), len(rollbacks))
     batches = sum(len(each.get("batches", ())) for each in rollbacks)
     assert f"skipped {len(skipped)} steps; left out {batches} batches" in read.diagnosis
@@ -227,7 +227,7 @@ def test_a_loss_fn_that_fails_among_the_withheld_steps_ends_the_withholding(tmp_
     """Without comparisons nobody asks any more whether the updates are right. They are made."""
     program = Program(**FAULTS["signs"])
     state = {"model": program.model, "optimizer": program.optimizer}
-    parameter = program.model[0].weight
+    parameter = next(program.model.parameters())
     frozen: Any = None
     trained = []
 
