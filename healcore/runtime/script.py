@@ -1,6 +1,6 @@
 """`start`: a run without a `with` block, for scripts that end with the file.
 
-Without a block nobody tells the Healer how the program ends, so `start` finds out:
+A block ends with the exception that leaves it. Without one, `start` finds out how the program ends:
 
 - an uncaught exception, from `sys.excepthook`, is treated as an exception that leaves the block;
 - `RunStopped`, a signal and the other exceptions of healcore that end a program are noted where

@@ -60,7 +60,7 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
     a generator of its own: the steps draw from the global generators between its batches.
 
     Args:
-        make: function without arguments that returns something to iterate over, each time anew.
+        make: function without arguments that returns something new to iterate over at each call.
     """
 
     kind = "function"
@@ -128,7 +128,7 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
         assert self._batches is not None
         try:
             batch = next(self._batches)
-        except StopIteration:
+        except StopIteration:  # the end of the epoch is no batch
             raise
         except Exception:  # an unreadable batch counts as read
             self._read += 1

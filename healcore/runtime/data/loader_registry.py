@@ -244,8 +244,6 @@ class LoaderRegistry:
 
     def _made_before(self, epoch: int) -> RunLoader | None:
         """The loader in whose place the program makes a new one, after a return to its epoch."""
-        if not self._returned:
-            return None
         place = epoch, self._new_in_epoch
         return next((each for each in self if (each.first_epoch, each.order) == place), None)
 
@@ -253,6 +251,8 @@ class LoaderRegistry:
         """Begins an epoch of a loop over `Healer.epochs`."""
         self.next_epoch = epoch
         self.can_return = True
+        if epoch != self._returned.get(_EPOCH):  # the positions are of that epoch only
+            self._returned = {}
         self._new_in_epoch = 0
 
     def return_to_epoch(self) -> int:
