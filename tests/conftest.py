@@ -117,6 +117,7 @@ SLOW = (
     "tests/tools/replay/test_sweep.py::test_the_spikes_that_pretraining_finds",
     # The other framework, store or optimizer for what `make test` shows with one.
     "tests/healer/test_jax_states.py::test_a_nan",
+    "tests/healer/test_changed_states.py",
     "tests/healer/test_unreliable_disks.py",
     "tests/jax/test_optax_states.py::test_the_parameters_move_by_the_cut_rate",
     "tests/tools/probe/test_optimizer_jax.py",
@@ -129,6 +130,8 @@ SLOW_CASES = re.compile(
     # A Healer's tests in JAX, where torch has the same: `tests/jax/driver` is in `make test`.
     r"tests/healer/.*\[(.*-)?(jax|optax|nnx|linen)\b"
     r"|.*/jax/driver/test_comparison\.py::test_(every|objects|a_limit)"
+    r"|.*/jax/driver/test_scan\.py::test_(a_|updates|what|functions|more)"
+    r"|.*/jax/driver/test_static_leaves\.py::test_a_(killed|rollback)"
     r"|.*/test_opt_state\.py::test_(a_state_of_another|a_forgotten)"
     r"|.*/test_healers\.py::test_(memory|a_limit|grain|each)"
     r"|.*/test_healers\.py::test_example\[(accelerate|fabric|lightning|linen|nnx|optax)"

@@ -20,11 +20,13 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
+from healcore.jax.array_leaves import is_static
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -50,8 +52,8 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Whether the dtype of a leaf is floating or complex."""
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    """Whether the dtype of a leaf is floating or complex. False for a function or a text."""
+    return not is_static(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def gradient_leaves(tree: Any) -> list[jax.Array]:
@@ -115,6 +117,44 @@ def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array
     return [_product(leaf, one) + _product(leaf, other) for leaf in leaves]
 
 
+def clip_as_optax(
+    tree: Tree, measured: Any, max_norm: Any, factor: jax.Array, is_limited: jax.Array | None
+) -> Tree:
+    """Clips gradients with the bits of `optax.clip_by_global_norm(max_norm)`.
+
+    optax divides by the norm and then multiplies by the limit, which differs in the last bits from
+    a product with one factor. The functions of optax are called as the program called them, so that
+    eager and compiled steps compute what they computed.
+
+    Args:
+        tree: the gradients.
+        measured: the same tree, with empty arrays for gradients that no update depends on. These
+            gradients stay unchanged.
+        max_norm: the limit.
+        factor: the engine's factor, float32 0-d. Used in place of optax's clip where `is_limited`,
+            and where optax's norm of float16 gradients overflows: optax would clip these to 0.
+        is_limited: whether the engine has a lower limit besides, bool 0-d; None if it never has.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    sized = zip(leaves, jax.tree.leaves(measured), strict=True)
+    places = [i for i, (a, b) in enumerate(sized) if is_gradient(a) and jnp.size(b) == jnp.size(a)]
+    gradients = [jnp.asarray(leaves[i]) for i in places]
+    if not gradients:
+        return tree
+    with jax.numpy_dtype_promotion("standard"):
+        clipped: Any
+        clipped, _ = optax.clip_by_global_norm(max_norm).update(gradients, optax.EmptyState())
+        uses_factor = is_limited
+        if any(leaf.dtype == jnp.float16 for leaf in gradients):
+            overflows = ~jnp.isfinite(optax.tree.norm(gradients))
+            uses_factor = overflows if is_limited is None else is_limited | overflows
+        if uses_factor is not None:
+            clipped = _scaled_where(gradients, uses_factor, factor, clipped)
+    for i, leaf in zip(places, clipped, strict=True):
+        leaves[i] = leaf
+    return structure.unflatten(leaves)
+
+
 @_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
     """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
@@ -137,6 +177,24 @@ def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[j
         return jnp.where(skip, jnp.asarray(number, leaf.dtype), leaf)
 
     return [filled(leaf) for leaf in leaves]
+
+
+@compiled
+def _scaled_where(
+    leaves: list[jax.Array], condition: jax.Array, factor: jax.Array, others: list[jax.Array]
+) -> list[jax.Array]:
+    """Each leaf times the factor where the condition holds, else the leaf of `others`."""
+    pairs = zip(leaves, others, strict=True)
+    return [jnp.where(condition, _product(leaf, factor), other) for leaf, other in pairs]
+
+
+@_of_gradients
+def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
+    """As `fill_where` by -0.0, also where an element is NaN or Inf: its parameter stays as it is.
+
+    XLA fuses the test into the same selection.
+    """
+    return [fill_where(leaf, skip | ~jnp.isfinite(leaf), -0.0) for leaf in leaves]
 
 
 def _square_sum(leaf: jax.Array) -> jax.Array:
@@ -233,9 +291,13 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def make_signals(
-    engine: Engine, updates: Any, given: Mapping[str, Any], axes: Axes
+    engine: Engine, updates: Any, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
 ) -> tuple[Signals, jax.Array | None]:
     """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
+
+    `bad_update` is whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
+    The step is then as bad as one whose gradient is not finite: the norm is NaN, but the norms of
+    the leaves are those of the gradients.
 
     Also returns the norm of each gradient leaf, float32 (n,), or None if `given` has the global
     norm and the policy needs no others. Raises SignalError if a signal is not a 0-d number or bool.
@@ -265,7 +327,11 @@ def make_signals(
     signals = Signals(
         loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
     )
-    return axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
+    signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
+    if bad_update is not None:
+        bad_update = axes.any(bad_update)
+        signals = signals._replace(grad_norm=jnp.where(bad_update, jnp.nan, signals.grad_norm))
+    return signals, leaf_norms
 
 
 def count_leaves(params: Any) -> int:
@@ -324,6 +390,11 @@ class Axes(NamedTuple):
         if own.group_norms is not None:
             new["group_norms"] = leaf_norms
         return own._replace(**new), leaf_norms
+
+    def any(self, flag: jax.Array) -> jax.Array:
+        """Whether the flag, bool 0-d, is set on any device."""
+        names = (*self.averaged, *self.split)
+        return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
 
     def _size(self, names: tuple[str, ...]) -> int:
         return math.prod(jax.lax.axis_size(name) for name in names)

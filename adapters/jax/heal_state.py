@@ -15,15 +15,16 @@ from jax import lax
 from jax.core import Tracer
 from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
 
+from healcore.console import first_of
 from healcore.core import numerics
 from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision, record_metrics
 from healcore.core.engine import Engine, EngineState, StateError, Tally, neutral
-from healcore.core.engine.state import record_numbers
+from healcore.core.engine.state import EngineConfig, config_differences, record_numbers
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import namespace
 from healcore.jax.gradients import compiled, is_gradient
-from healcore.policy.loader import name_of
+from healcore.policy.loader import engine_of, name_of
 
 Tree = TypeVar("Tree")
 
@@ -72,11 +73,23 @@ class ScaleByHealLrState(NamedTuple):
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
+_NO_FINGERPRINT = "0" * 16
+"""Of a policy whose numbers are arrays."""
+
+_policies: dict[str, EngineConfig] = {}
+"""Fingerprint -> policy, of each state that this process has made. A state holds the fingerprint
+only, and the error for a wrong policy names what differs."""
+
+
 def init(engine: Engine, leaves: int, records: int) -> HealState:
     """The state before the first step, for `leaves` tensors with a gradient."""
+    if engine.fingerprint is not None:
+        _policies[engine.fingerprint] = engine.config
     groups = leaves if engine.per_tensor else None
     first = engine.init(groups=groups or 0)
-    halves = np.frombuffer(bytes.fromhex(engine.fingerprint or "0" * 16), ">i4").astype(np.int32)
+    halves = np.frombuffer(bytes.fromhex(engine.fingerprint or _NO_FINGERPRINT), ">i4").astype(
+        np.int32
+    )
     head = [halves, np.zeros(2, np.int32)]
     vector = np.concatenate([*map(_bits, [*head, *jax.tree.leaves(first)])])
     return HealState(
@@ -149,6 +162,11 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     if not isinstance(state.heal_engine, Tracer):  # avoids one dispatch per leaf
         state = state._replace(heal_engine=jax.device_get(state.heal_engine))
     return _unpack(engine, state)
+
+
+def has_norm_limit(engine: Engine, state: HealState) -> Any:
+    """Whether a rollback has limited the gradient norm: a bool, 0-d, traced if the state is."""
+    return _unpack(engine, state).norm_limit != 0
 
 
 def with_engine_state(state: HealState, new: EngineState) -> HealState:
@@ -281,21 +299,40 @@ def _check(engine: Engine, state: Any) -> None:
         raise no_heal_state_error(state)
     leaves = jax.tree.leaves(engine.init(groups=_groups(state) or 0))
     needed, given = _STEP + sum(leaf.size for leaf in leaves), jnp.shape(state.heal_engine)[-1]
-    same = given == needed
-    made_with = engine.fingerprint
-    if same and made_with is not None and not isinstance(state.heal_engine, Tracer):
+    made_with = None  # unknown within `jit`
+    if not isinstance(state.heal_engine, Tracer):
         made_with = np.asarray(state.heal_engine)[..., :EDIT].astype(">i4").tobytes().hex()[:16]
-        same = made_with in (engine.fingerprint, "0" * 16)
-    if not same:
-        names = [name_of(fingerprint) for fingerprint in (made_with, engine.fingerprint)]
-        optimizer, here = (f'"{name}"' if name else "not an unchanged preset" for name in names)
+    known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
+    if given != needed or (known and made_with != engine.fingerprint):
         raise HealStateError(
-            f"this healing state belongs to another policy or release: the optimizer's policy is "
-            f"{optimizer}, and the policy passed here is {here} ({given} and {needed} numbers). "
+            "this healing state belongs to another policy or release: "
+            f"{_difference(made_with, engine)}. "
             "Use the same policy everywhere, as in protect(tx, policy) and Healer(policy); for "
             'heal_zclip() write Healer("zclip"). To continue with another policy and reset its '
             "detectors: with_heal_state(without_heal_state(old), like=tx.init(params))"
         )
+
+
+def _difference(made_with: str | None, engine: Engine) -> str:
+    """What differs between the policy of a state, by its fingerprint, and the engine's policy."""
+    here = _policy_text(engine.fingerprint)
+    if made_with == engine.fingerprint:
+        return f"its policy has the same numbers as the one passed here, {here}"
+    theirs = _policies.get(made_with or "")
+    name = name_of(made_with)
+    if theirs is None and name is not None:
+        theirs = engine_of(name).config
+    text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
+    differences = [] if theirs is None else config_differences(theirs, engine.config)
+    return f"{text}; they differ in {first_of(differences, 5, '; ')}" if differences else text
+
+
+def _policy_text(fingerprint: str | None) -> str:
+    """The name of a preset, or what else is known of a policy."""
+    if fingerprint in (None, _NO_FINGERPRINT):
+        return "an unknown one"
+    name = name_of(fingerprint)
+    return f'"{name}"' if name else f"your own or a changed one (fingerprint {fingerprint[:8]})"
 
 
 def no_heal_state_error(state: Any) -> HealStateError:

@@ -8,6 +8,7 @@ of its healing state (`HealState.heal_numbers`).
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,53 @@ def number_leaves(tree: Any) -> dict[Path, Any]:
         and is_number(leaf)
         and not is_scheduled(path)
     }
+
+
+def warn_if_rounded(make_state: Callable[[Any], Any], params: Any, inner_state: Any) -> None:
+    """Warns of numbers that `optax.inject_hyperparams` has rounded to a small dtype.
+
+    It casts every number to the dtype of the first parameter. In bfloat16 a `b2` of 0.999 is 1, so
+    Adam divides 0 by 0; in float16 an `eps` of 1e-8 is 0. Rounding by less than the last digit of
+    the dtype is normal, so only numbers that became 0 or 1 are named.
+
+    Args:
+        make_state: `init` of the optimizer.
+        params: its parameters.
+        inner_state: result of `make_state(params)`.
+    """
+    small = {
+        path: leaf
+        for path, leaf in injected_leaves(inner_state).items()
+        if jnp.result_type(leaf) in (jnp.bfloat16, jnp.float16)
+    }
+    if not small:
+        return
+
+    def tiny(leaf: Any) -> Any:
+        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return np.zeros((1,) * jnp.ndim(leaf), np.float32 if is_float else jnp.result_type(leaf))
+
+    try:  # the same numbers in float32; outside of a trace, so that they have values
+        with jax.ensure_compile_time_eval():
+            found = injected_leaves(make_state(jax.tree.map(tiny, params)))
+            exact = {path: float(leaf) for path, leaf in found.items()}
+    except Exception:  # an optimizer that needs the real shapes
+        return
+    rounded = []
+    for path, leaf in small.items():
+        value = exact.get(path, 0.0)
+        in_state = float(np.dtype(jnp.result_type(leaf)).type(value))
+        if value not in (0, 1) and in_state in (0, 1):
+            rounded.append(f"{path[-1].key}={value:.4g} is {in_state}")
+    if rounded:
+        dtype = jnp.result_type(next(iter(small.values())))
+        warnings.warn(
+            f"optax.inject_hyperparams rounds the optimizer's numbers to {dtype}, the dtype of the "
+            f"first parameter: {', '.join(rounded)}, and the optimizer can make NaN of finite "
+            "gradients. Write optax.inject_hyperparams(..., hyperparam_dtype=jnp.float32), or "
+            "leave it out and pass learning_rate=rate to tx.update",
+            stacklevel=3,  # the caller of tx.init
+        )
 
 
 def init(inner_state: Any) -> jax.Array | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -12,9 +12,11 @@ import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from healcore.core import numerics
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
-from healcore.jax import gradients, heal_state, optimizer_numbers
+from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
+from healcore.jax.array_leaves import arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
@@ -212,6 +214,7 @@ def protect(
 
     def init(params: optax.Params) -> ProtectState:
         inner_state = inner.init(params)
+        optimizer_numbers.warn_if_rounded(inner.init, params, inner_state)
         if scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         healing = heal_state.init(engine, count_leaves(params), records)
@@ -231,16 +234,28 @@ def protect(
         keywords = given | others
         if accepted_keywords is not None:
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
-        optimizer_step = partial(inner.update, **keywords)
+        whole, params = params, arrays_of(params)
+
+        def optimizer_step(updates: Any, state: Any, arrays: Any) -> tuple[Any, Any]:
+            return inner.update(updates, state, with_arrays(whole, arrays), **keywords)
+
         inputs = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
         if engine.limits_lr and "learning_rate" not in given:
             given |= _injected_rate(optimizer_step, *inputs)
         read = gradients.without_unread(updates, unread)
-        signals = make_signals(engine, read, given, axes)
         numbers, held = state.heal.heal_numbers, None
         if numbers is not None:
             numbers, held = optimizer_numbers.step(numbers, state.inner_state)
+        bad_update = None
+        if heals:
+            given_state = state.inner_state
+            if held is not None:
+                given_state = optimizer_numbers.with_held(given_state, held)
+            # The first is the same function at every call, so that eager code compiles it once.
+            check = (inner.update, keywords) if whole is params else (optimizer_step, {})
+            bad_update = update_check.makes_nonfinite(*check, updates, given_state, params)
+        signals = make_signals(engine, read, given, axes, bad_update)
         judged = state.heal._replace(heal_numbers=None)
         healed, decision = heal_state.step(engine, judged, *signals)
         resets = state.heal_reset_moments
@@ -252,10 +267,16 @@ def protect(
             held if heals else None,
         )
         if heals or "externally_skipped" in given:
-            updates = _enforce(engine, decision, gradients.finite_unread(updates, unread))
+            finite = gradients.finite_unread(updates, unread)
+            if _clips_as_optax(engine, given, axes):
+                updates = _clip_as_optax(engine, decision, healed, finite, read)
+            else:
+                updates = _enforce(engine, decision, finite)
             scales = scales_lr and not scales_inside
             inputs = updates, state.inner_state, params
-            updates, inner_state = _step_or_skip(step, decision, *inputs, scales_lr=scales)
+            updates, inner_state = _step_or_skip(
+                step, decision, *inputs, scales_lr=scales, keeps_bad=heals
+            )
         else:
             updates, inner_state = step(*inputs)
         if resets is not None:
@@ -301,15 +322,27 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
 
 
 def _step_or_skip(
-    step: Step, decision: Decision, updates: Any, state: Any, params: Any, *, scales_lr: bool
+    step: Step,
+    decision: Decision,
+    updates: Any,
+    state: Any,
+    params: Any,
+    *,
+    scales_lr: bool,
+    keeps_bad: bool,
 ) -> tuple[Any, Any]:
-    """Takes or skips the optimizer's step. Returns the updates, scaled if asked, and the state."""
+    """Takes or skips the optimizer's step. Returns the updates, scaled if asked, and the state.
+
+    With `keeps_bad`, an element whose update is not finite keeps its parameter.
+    """
     # Replaces bad gradients by zeros, so that a loop in the optimizer (line search, Newton-Schulz)
     # terminates. XLA fuses this with the scaling, at no cost.
     updates = gradients.fill_where(updates, decision.skip, 0.0)
     updates, state = step_or_keep(step, decision.skip, updates, state, params)
     if scales_lr:
         updates = gradients.scale(updates, decision.lr_scale)
+    if keeps_bad:
+        return gradients.fill_bad(updates, decision.skip), state
     return gradients.fill_where(updates, decision.skip, -0.0), state
 
 
@@ -384,7 +417,10 @@ def _transformation(
         state, decision = heal_state.step(engine, state, signals, norms)
         if engine.mode == "observe" and "externally_skipped" not in given:
             return updates, state
-        updates = _enforce(engine, decision, updates)
+        if _clips_as_optax(engine, given, axes):
+            updates = _clip_as_optax(engine, decision, state, updates, updates)
+        else:
+            updates = _enforce(engine, decision, updates)
         return gradients.fill_where(updates, decision.skip, 0.0), state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -393,6 +429,28 @@ def _transformation(
 def _check_records(records: int) -> None:
     if not isinstance(records, int | np.integer) or records < 1:
         raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
+
+
+def _clips_as_optax(engine: Engine, given: Mapping[str, Any], axes: Axes) -> bool:
+    """Whether the policy's clip is a fixed one, and optax would compute it from these gradients.
+
+    Not with a norm that the caller has reduced over devices, and not for parts of gradients.
+    """
+    kind = engine.config.clip[0] if engine.config.clip else "none"
+    is_whole = "grad_norm" not in given and not axes.split
+    return kind == "fixed" and engine.mode != "observe" and is_whole
+
+
+def _clip_as_optax(
+    engine: Engine, decision: Decision, state: HealState, updates: Any, measured: Any
+) -> Any:
+    """See `gradients.clip_as_optax`."""
+    assert engine.config.clip is not None
+    max_norm = engine.config.clip[1].max_norm
+    if isinstance(max_norm, int | float):
+        max_norm = numerics.as_written(max_norm)
+    is_limited = heal_state.has_norm_limit(engine, state) if engine.limits_norm else None
+    return gradients.clip_as_optax(updates, measured, max_norm, decision.grad_scale, is_limited)
 
 
 def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> optax.Updates:

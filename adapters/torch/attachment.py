@@ -157,7 +157,9 @@ def heal_optimizer(
         engine = "device" if home.type != "cpu" and enforcer.has_kernel else "host"
     if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
-        live_engine = DeviceEngine(core, len(params), home, compile=compiled)
+        live_engine = DeviceEngine(
+            core, len(params), home, compile=compiled, may_be_late=ranks.world == 1
+        )
     else:
         live_engine = HostEngine(core, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)
@@ -315,7 +317,10 @@ class Healing:
         )
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies, no sync.
+        """Named 0-d tensors for a logger (`heal/grad_norm`, `heal/skips`, ...). Copies.
+
+        On an accelerator the call waits for the last step, unless the policy decides in the step
+        (`zclip`, `pretraining`): call it when you log.
 
         `heal/loss` is NaN until a step with a loss is judged.
         """
@@ -360,5 +365,8 @@ class Healing:
         self.healed_step.detach()
 
     def __repr__(self) -> str:
-        state = f"{self.live_engine.name} engine" if self.healed_step.attached else "detached"
+        live = self.live_engine
+        state = f"{live.name} engine" if self.healed_step.attached else "detached"
+        if live.judges_late and self.healed_step.attached:
+            state += ", which judges a step after it was taken"
         return f"<Healing of {type(self.optimizer).__name__}, {state}>"

@@ -89,7 +89,7 @@ def open_directory(folder: Path) -> Contents:
 
 def _split(keys: Iterable[Any]) -> tuple[str, ...]:
     """Splits the dotted keys of a path: "layers.0.weight"."""
-    return tuple(part for key in keys for part in str(key).split("."))
+    return tuple(part for key in keys for part in _key_text(key).split("."))
 
 
 class _Inert(list[Any]):
@@ -160,12 +160,50 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
     return Contents(format, leaves, tuple(notes))
 
 
+_MOST_REPEATS, _FEW_ENTRIES = 10, 10_000
+"""Expanded entries for each stored entry, and entries that any file may have."""
+
+
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(tree, (Mapping, list, tuple)):
-        for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _leaves(part, (*path, str(key)))
-    else:
-        yield path, tree
+    """The values in nested containers, with their paths.
+
+    A pickle stores a container once, however often it occurs: 60 lists, each of which holds the
+    list before it twice, are 600 bytes and 2^60 values. A container that several optimizer groups
+    share, such as `betas`, is expanded in each place, up to a limit.
+    """
+    limit = _MOST_REPEATS * _stored_entries(tree) + _FEW_ENTRIES
+    visited = 0
+    rest = [(path, tree)]
+    while rest:
+        at, node = rest.pop()
+        visited += 1
+        if visited > limit:
+            raise ProbeError(
+                "the file holds the same containers again and again: expanded they have more than "
+                f"{limit:,} entries, and a checkpoint has none of that kind"
+            )
+        if isinstance(node, Mapping | list | tuple):
+            parts = node.items() if isinstance(node, Mapping) else enumerate(node)
+            rest += reversed([((*at, _key_text(key)), part) for key, part in parts])
+        else:
+            yield at, node
+
+
+def _stored_entries(tree: Any) -> int:
+    """The number of entries of all containers, each container counted once."""
+    seen: dict[int, int] = {}
+    rest = [tree]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+            seen[id(node)] = len(node)
+            rest += node.values() if isinstance(node, Mapping) else node
+    return sum(seen.values())
+
+
+def _key_text(key: Any) -> str:
+    """A key as text. A key that is a container may be huge as text."""
+    return str(key) if isinstance(key, str | int | float | None) else f"<{type(key).__name__}>"
 
 
 def _flat(tensor: Tensor) -> np.ndarray:

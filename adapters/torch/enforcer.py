@@ -70,8 +70,11 @@ class Enforcer:
         if isinstance(order.skip, Tensor):
             if order.group_scale is not None:
                 gradients.scale_each_(parameters, order.group_scale.unbind())
+            if order.clip_factor is not None:
+                skip = gradients.moved(order.skip, order.clip_factor.device)
+                gradients.multiply_(parameters, order.clip_factor.masked_fill(skip > 0, 1.0))
             # CUDA's SGD with momentum rounds differently if it divides, even by 1.
-            if order.grad_divisor is not None:
+            elif order.grad_divisor is not None:
                 self.replace(vars(self._optimizer), "grad_scale", order.grad_divisor)
             self.replace(vars(self._optimizer), "found_inf", order.skip)
             if order.lr_scale is not None:
@@ -84,9 +87,17 @@ class Enforcer:
     def clip(
         self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None = None
     ) -> None:
-        """Clips by an order on the host: in the fused kernel, or else in place."""
+        """Clips by an order on the host: in the fused kernel, or else in place.
+
+        A fixed clip is always in place, because a kernel divides where torch's clip multiplies.
+        """
         if order.group_scale is not None:
             gradients.scale_each_(parameters, order.group_scale.tolist())
+        if order.clip_factor is not None:
+            # On a CPU nothing waits to be read. Elsewhere a product with 1 costs less than a sync.
+            if not order.clip_factor.is_cpu or order.clip_factor.double().numpy() < 1:
+                gradients.multiply_(parameters, order.clip_factor)
+            return
         if order.grad_scale == 1.0:
             return
         if self._uses_kernel():

@@ -3,8 +3,14 @@
 `HostEngine` is for CPUs, and for steps whose decision the host needs anyway (one sync per step on
 an accelerator). Its step is recorded once (`healcore.core.tape`) and takes 0.1 ms.
 
-`DeviceEngine` needs no sync. An eager step of the preset `default` makes about 130 launches of a
-few microseconds each. On an accelerator the step is therefore compiled into a few kernels.
+`DeviceEngine` needs no sync. Which of two ways it takes follows from the policy:
+
+- Most of `default` and `observe` can wait: only a test for NaN and Inf stands in the step
+  (`Engine.tests_only_finite`). The host judges the step from a copy of its signals when the copy
+  has arrived, with the same function in NumPy (`LateJudge`).
+- A policy that clips by statistics, skips spikes, or cuts the learning rate decides in the step. An
+  eager step makes over 100 launches of a few microseconds each, so it is compiled into a few
+  kernels.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import atexit
 import ctypes
 import gc
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -27,7 +34,13 @@ from healcore.core.decision import RECORD_INTS, Action, Decision, StepRecord, ho
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
-from healcore.core.numerics import PRODUCT_LIMIT, leaves, map_leaves
+from healcore.core.numerics import (
+    PRODUCT_LIMIT,
+    SIGNAL_LIMIT,
+    as_written,
+    leaves,
+    map_leaves,
+)
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
 
@@ -35,6 +48,9 @@ from healcore.core.tape import to_program
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
 _EXACT = {"eager_numerics.division_rounding": True, "emulate_precision_casts": True}
 _CUT_LR = int(Action.CUT_LR)  # operations on an IntFlag take microseconds
+RECORD_LAG = 10
+"""Steps after which the record of a device engine is read. Its copy has arrived by then. The delay
+depends only on the number of steps, because every rank has to act on a record at the same step."""
 
 PendingRecord = Callable[[], StepRecord]
 """Reads the record of a judged step. Waits until the record is on the host."""
@@ -54,12 +70,16 @@ class StepOrder(NamedTuple):
     """(n,) float32 factors, or None."""
     grad_divisor: Tensor | None = None
     """float32: divisor of the gradients in the fused kernel, or None without a division."""
+    clip_factor: Tensor | None = None
+    """Factor of `torch.nn.utils.clip_grad_norm_`, at most 1: applied in place of `grad_scale` and
+    `grad_divisor`, from which it differs in the last bits. None except for a fixed clip."""
 
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
         skip, scale, lr_scale, action, groups = to_host(self[:5])
         lr_scale = 1.0 if lr_scale is None else float(lr_scale)
-        return StepOrder(bool(skip > 0), float(scale), lr_scale, int(action), groups)
+        host = StepOrder(bool(skip > 0), float(scale), lr_scale, int(action), groups)
+        return host._replace(clip_factor=self.clip_factor)
 
 
 def is_cut(action: int, skip: bool) -> bool:
@@ -74,12 +94,16 @@ class _StatefulEngine:
         engine: the policy's engine.
         stepping: the engine that makes the steps, see `Engine.without_limit`.
         groups: number of parameters.
-        state: the state, in scalars of NumPy or in tensors.
-        decision: the last step's decision as enforced, in the engine's arrays, or None.
+        max_norm: the limit of the policy's fixed clip, or None. None too in observe mode, and while
+            a limit that a rollback has set may be lower.
     """
 
     compiled = False
     """Whether the step runs through torch.compile."""
+    is_late = False
+    """Whether a record is read some steps later, because it is copied from an accelerator."""
+    judges_late = False
+    """Whether steps are judged after they were taken, see `LateJudge`."""
 
     def __init__(
         self, engine: Engine, groups: int, *, xp: Any, place: Callable[[np.ndarray], Any]
@@ -93,20 +117,38 @@ class _StatefulEngine:
     def _start(self, state: EngineState) -> None:
         """Continues from a state in NumPy."""
         self.stepping = self.engine.without_limit(state)
-        self.state: EngineState = map_leaves(self._place, state)
-        self.decision: Decision | None = None
+        clip = self.engine.config.clip
+        is_alone = self.engine.mode != "observe" and not self.stepping.limits_norm
+        self.max_norm = None
+        if clip is not None and clip[0] == "fixed" and is_alone:
+            self.max_norm = as_written(clip[1].max_norm)
+        self._state: EngineState = map_leaves(self._place, state)
+        self._decision: Decision | None = None
+
+    @property
+    def state(self) -> EngineState:
+        """The state after the last step, in scalars of NumPy or in tensors."""
+        return self._state
+
+    @property
+    def decision(self) -> Decision | None:
+        """The last step's decision as enforced, in the engine's arrays, or None."""
+        return self._decision
 
     def _to_numpy(self) -> EngineState:
         return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors; copies, because a compiled step writes the state in place."""
+        """Named 0-d tensors; copies, because a compiled step writes the state in place.
+
+        Waits for the device if steps are judged late.
+        """
         found = self.engine.metrics(self.state)
         return {name: torch.as_tensor(value).clone() for name, value in found.items()}
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
-        self.state = self.engine.expect_change(self.state, xp=self._xp)
+        self._state = self.engine.expect_change(self._state, xp=self._xp)
 
     def grow(self, groups: int) -> None:
         """Starts a clipping history for added parameters."""
@@ -119,7 +161,7 @@ class _StatefulEngine:
             return old
 
         new = map_leaves(self._place, self.engine.init(groups=groups))
-        self.state = map_leaves(extended, self.state, new)
+        self._state = map_leaves(extended, self._state, new)
 
     def to_dict(self) -> dict[str, Any]:
         """The framework-neutral state. A sync on an accelerator."""
@@ -167,15 +209,7 @@ class HostEngine(_StatefulEngine):
         gradients still contain the scale.
         """
         *values, overflow = to_host((*signals, found_inf))
-        signals = Signals._make(values)
-        ignored = (signals.externally_skipped or 0) > 0
-        signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        key = self.stepping, self.groups, *map(type, signals)
-        with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            if key not in self._programs:
-                self._programs[key] = to_program(self.stepping.step, self.state, signals)
-            self.state, decision = self._programs[key](self.state, signals)
-        self.decision = decision
+        decision = self.judge(Signals._make(values))
         groups = decision.group_scale
         return StepOrder(
             skip=bool(decision.skip or (overflow or 0) > 0),
@@ -185,22 +219,156 @@ class HostEngine(_StatefulEngine):
             group_scale=None if groups is None else np.asarray(groups),
         )
 
+    def judge(self, signals: Signals) -> Decision:
+        """Judges one step from numbers of NumPy."""
+        ignored = (signals.externally_skipped or 0) > 0
+        signals = signals._replace(externally_skipped=np.True_ if ignored else None)
+        key = self.stepping, self.groups, *map(type, signals)
+        with np.errstate(all="ignore"):  # the core discards invalid values afterwards
+            if key not in self._programs:
+                self._programs[key] = to_program(self.stepping.step, self._state, signals)
+            self._state, decision = self._programs[key](self._state, signals)
+        self._decision = decision
+        return decision
+
     def pending_record(self, name: str = "") -> PendingRecord:
         """A function that reads the last step's record. `name` is the optimizer's name."""
-        state = self.state
+        state = self._state
         return lambda: host_record(record_numbers(state), name)
 
 
+class LateStep:
+    """A step that was taken and is judged later.
+
+    Attributes:
+        state: the engine's state after it, None until it is judged.
+    """
+
+    def __init__(self, signals: Signals, numbers: Tensor, present: Sequence[str]) -> None:
+        """`numbers` are float32 (n,): the values of the signals that are `present`, in order."""
+        self._nothing = Signals(*[None] * len(signals))
+        self._numbers, self._present = AsyncCopy(numbers), present
+        self.state: EngineState | None = None
+
+    def signals(self) -> Signals:
+        """The signals, in numbers of NumPy. Waits for their copy."""
+        return self._nothing._replace(**dict(zip(self._present, self._numbers.read(), strict=True)))
+
+
+class _Norm(NamedTuple):
+    """What a fixed clip reads of a step."""
+
+    grad_norm: Tensor
+
+
+class LateJudge:
+    """Judges the steps of an accelerator on the host, after they were taken.
+
+        device    norm, finite test, copy to the host, fused kernel | step n + 1 ...
+        host      dispatches step n                                 | judges step n - RECORD_LAG
+
+    Each step is judged by the same function of the same float32 numbers as in the step, so that
+    nothing but the time differs. For engines with `tests_only_finite`.
+    """
+
+    def __init__(self, host: HostEngine, device: torch.device) -> None:
+        self.host = host
+        self._device = device
+        self._xp = Namespace(device)
+        self._one = torch.ones((), device=device)
+        self._no_action = torch.zeros((), dtype=torch.int32, device=device)
+        self._waiting: deque[LateStep] = deque()
+        self._newest: LateStep | None = None
+
+    def step(self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None) -> StepOrder:
+        """Tests whether a step is finite, and keeps its signals. Reads nothing on the host."""
+        present = [name for name, value in signals._asdict().items() if value is not None]
+        parts = [getattr(signals, name) for name in present]
+        numbers = torch.stack([each.to(torch.float32) for each in parts])
+        self._newest = LateStep(signals, numbers, present)
+        self._waiting.append(self._newest)
+        self._judge(lag=RECORD_LAG)
+        engine = self.host.stepping
+        skip = torch.zeros((), device=self._device)
+        if engine.mode == "observe":
+            return StepOrder(skip, self._one, None, self._no_action, grad_divisor=divisor)
+        self._test(skip, numbers, present)
+        if found_inf is not None:
+            skip = ((skip + found_inf) > 0).to(torch.float32)
+        scale = self._one
+        if engine.config.clip is not None and signals.grad_norm is not None:
+            norm = signals.grad_norm
+            skip = torch.maximum(skip, (norm > SIGNAL_LIMIT).to(torch.float32))
+            # A fixed clip reads nothing but the norm.
+            _, clip = engine.config.clip[1].update(None, _Norm(norm), None, xp=self._xp)
+            scale = clip.scale.masked_fill(skip > 0, 1.0)
+            divisor = (self._one if divisor is None else divisor) / scale
+        return StepOrder(skip, scale, None, self._no_action, grad_divisor=divisor)
+
+    def _test(self, found: Tensor, numbers: Tensor, present: Sequence[str]) -> None:
+        """Sets `found` to 1 for a step with NaN or Inf."""
+        engine = self.host.stepping
+        tested = {"grad_norm", "loss"} if engine.skips_bad_loss else {"grad_norm"}
+        places = [place for place, name in enumerate(present) if name in tested]
+        # One kernel. It multiplies the numbers by 1, which changes no bit.
+        parts = [numbers[places[0] : places[-1] + 1]] if places else []
+        torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
+            parts, found, self._one
+        )
+
+    def _judge(self, *, lag: int = 0) -> None:
+        """Judges the waiting steps but the newest `lag`."""
+        while len(self._waiting) > lag:
+            step = self._waiting.popleft()
+            self.host.judge(step.signals())
+            step.state = self.host.state
+
+    def finished(self) -> HostEngine:
+        """The engine after all steps. Waits for the device."""
+        self._judge()
+        return self.host
+
+    def pending_record(self, name: str) -> PendingRecord:
+        """As in `HostEngine`."""
+        step = self._newest
+        assert step is not None, "only called after a step"
+
+        def read() -> StepRecord:
+            while step.state is None:
+                self._judge(lag=len(self._waiting) - 1)
+            return host_record(record_numbers(step.state), name)
+
+        return read
+
+
 class DeviceEngine(_StatefulEngine):
-    """An engine in torch tensors on `device`. A step reads nothing on the host.
+    """An engine for steps on `device`. A step reads nothing on the host.
 
     If compilation fails, the step runs eagerly after a warning.
+
+    Args:
+        engine: the policy's engine.
+        groups: number of parameters.
+        device: where the gradients are.
+        compile: whether a step that decides by the engine's state is compiled.
+        may_be_late: whether steps may be judged after they were taken, see `LateJudge`.
     """
 
     name = "device"
+    is_late = True
 
-    def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        groups: int,
+        device: torch.device,
+        *,
+        compile: bool,
+        may_be_late: bool = True,
+    ) -> None:
         place = partial(torch.tensor, device=device)
+        self._device = device
+        self._may_be_late = may_be_late and not engine.per_tensor
         super().__init__(engine, groups, xp=Namespace(device), place=place)
         self.compiled = compile
         self._compiled_step = _compiled(self._step) if compile else None
@@ -209,12 +377,14 @@ class DeviceEngine(_StatefulEngine):
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
         """As in `HostEngine`."""
+        if self._late is not None:
+            return self._late.step(signals, found_inf, divisor)
         order = None
         # Dynamo runs nothing compiled in such a mode (a FLOP counter), and torch.compile raises
         # only after it has called the step eagerly: the call below would be a second step.
         if self._compiled_step and not is_in_torch_dispatch_mode(include_infra_modes=False):
             try:
-                order, self.decision = self._compiled_step(signals, found_inf, divisor)
+                order, self._decision = self._compiled_step(signals, found_inf, divisor)
             except Exception as error:
                 # Tracing and compiling come before the first write, so the state is untouched.
                 warnings.warn(
@@ -225,18 +395,54 @@ class DeviceEngine(_StatefulEngine):
                 )
                 self.compiled, self._compiled_step = False, None
         if order is None:
-            order, self.decision = self._step(signals, found_inf, divisor)
+            order, self._decision = self._step(signals, found_inf, divisor)
         return order
+
+    def _start(self, state: EngineState) -> None:
+        super()._start(state)
+        self._late: LateJudge | None = None
+        if self._may_be_late and self.stepping.tests_only_finite:
+            host = HostEngine(self.engine, self.groups)
+            host._start(state)
+            self._late = LateJudge(host, self._device)
+
+    @property
+    def judges_late(self) -> bool:
+        """Whether steps are judged after they were taken, see `LateJudge`."""
+        return self._late is not None
+
+    @property
+    def state(self) -> EngineState:
+        """The state after the last step. Waits for the device if steps are judged late."""
+        return self._state if self._late is None else self._late.finished().state
+
+    @property
+    def decision(self) -> Decision | None:
+        """As `state`."""
+        return self._decision if self._late is None else self._late.finished().decision
+
+    def expect_change(self) -> None:
+        """Opens the grace window at the next step."""
+        if self._late is None:
+            super().expect_change()
+        else:
+            self._late.finished().expect_change()
+
+    def grow(self, groups: int) -> None:
+        """Starts a clipping history for added parameters."""
+        super().grow(groups)
+        if self._late is not None:
+            self._late.finished().grow(groups)
 
     def _step(
         self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None
     ) -> tuple[StepOrder, Decision]:
         """The compiled part: computes the fused kernel's arguments from the signals."""
-        new, decision = self.stepping.step(self.state, signals, xp=self._xp)
+        new, decision = self.stepping.step(self._state, signals, xp=self._xp)
         if torch.compiler.is_compiling():
             self._write(new)
         else:
-            self.state = new
+            self._state = new
         skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
         scale = decision.grad_scale
         if self.stepping.scales_grads:
@@ -252,7 +458,7 @@ class DeviceEngine(_StatefulEngine):
 
     def _write(self, new: EngineState) -> None:
         """Writes a new state in place, so that the graph has the same inputs at every step."""
-        before = leaves(self.state)
+        before = leaves(self._state)
         pairs = zip(before, leaves(new), strict=True)
         # A leaf that has moved in the tree is cloned first, because it may be overwritten.
         for old, leaf in [
@@ -264,6 +470,8 @@ class DeviceEngine(_StatefulEngine):
 
     def pending_record(self, name: str = "") -> PendingRecord:
         """As in `HostEngine`. Starts a copy to the host."""
+        if self._late is not None:
+            return self._late.pending_record(name)
         values = record_numbers(self.state)
         ints = torch.stack(values[:RECORD_INTS])  # bool becomes int32
         copies = [AsyncCopy(ints)]  # a variable: see `keep_after_cuda_error`

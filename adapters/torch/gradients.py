@@ -83,6 +83,38 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     return [found[i] for i in range(len(grads))]
 
 
+def norms_of_clip(grads: Sequence[Tensor]) -> tuple[Sequence[Tensor] | None, Tensor] | None:
+    """The norm of all gradients, with the bits that `torch.nn.utils.clip_grad_norm_` computes.
+
+    The order of the gradients matters: their norms are summed in this order.
+
+    Returns:
+        The float32 norm of each gradient, or None if torch computes it in another dtype; and the
+        norm of all gradients, 0-d in the dtype that torch gives it, on the first gradient's device.
+        None if a gradient is sparse, or a DTensor or another subclass.
+    """
+    device, dtype = grads[0].device, grads[0].dtype
+    is_uniform = device.type in ("cpu", "cuda")
+    for grad in grads:
+        if type(grad) is not Tensor or grad.layout is not torch.strided:
+            return None
+        is_uniform = is_uniform and grad.dtype is dtype and grad.device == device
+    if not is_uniform:  # only torch knows in which order it visits several dtypes and devices
+        return None, torch.nn.utils.get_total_norm(grads)
+    each = _foreach_norm([*grads], 2.0)
+    total = torch.linalg.vector_norm(torch.stack(each), 2.0)
+    return (each if each[0].dtype is torch.float32 else None), total
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies: at most 1, 0-d, no sync.
+
+    torch computes `number / tensor` as a product with the reciprocal. A division differs in the
+    last bit.
+    """
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
 def whole_norms(norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Norms of whole DTensors from the norms of this rank's parts. Keeps norms of plain tensors.
 
@@ -130,6 +162,19 @@ def scale_(params: Sequence[Tensor], factor: float) -> None:
     grads = [_values(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def multiply_(params: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies all gradients in place by a 0-d tensor, as `torch.nn.utils.clip_grad_norm_` does.
+
+    The gradients are dense plain tensors, see `norms_of_clip`.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for p in params:
+        if p.grad is not None:
+            by_device.setdefault(p.grad.device, []).append(p.grad)
+    for device, grads in by_device.items():
+        torch._foreach_mul_(grads, factor.to(device))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> None:

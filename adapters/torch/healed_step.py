@@ -17,17 +17,13 @@ from torch.optim import Optimizer
 from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
-from healcore.torch.engines import LiveEngine, PendingRecord, StepOrder, is_cut
+from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord, StepOrder, is_cut
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms, one_number
 from healcore.torch.ranks import SignalAllReduce
 
 if TYPE_CHECKING:
     from healcore.torch.optimizer_numbers import OptimizerNumbers
-
-RECORD_LAG = 10
-"""Steps after which the log reads a device engine's record. Its copy has arrived by then. The delay
-depends only on the number of steps, because every rank has to act on a record at the same step."""
 
 
 @dataclass
@@ -217,7 +213,9 @@ class HealedStep:
         self.in_update = False
         if skipped and hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             self.optimizer._opt_called = True  # type: ignore[attr-defined] -- the scheduler asks
-        self.measurer.clear()  # losses of a closure's later evaluations
+        # Losses of a closure's later evaluations. An evaluation of a step that was not judged, for
+        # example one without gradients, waits for the next step.
+        self.measurer.losses.clear()
         if self._current.skipped is not None:
             params = gradients.parameters(self.optimizer)
             for p in params if skipped and self._grads_are_none else ():
@@ -236,7 +234,7 @@ class HealedStep:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
         if self._current.in_original:
             return
-        self.measurer.clear()
+        self.measurer.losses.clear()
         self.measurer.dropped.stepped = True
         self.incident_log.write_once(
             "step() was stored before attach(), so its steps are not judged: attach before the "
@@ -268,9 +266,13 @@ class HealedStep:
         if self.on_ended is not None:
             self.on_ended(False)
 
-    def on_state_loaded(self) -> None:
-        """Call it after the engine's state is replaced."""
-        self.measurer.clear()
+    def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
+        """Call it after the engine's state is replaced.
+
+        `keeps_signals`: whether the losses and the evaluation since the last step still hold.
+        """
+        if not keeps_signals:
+            self.measurer.clear()
         self._read_records(lag=0)
         self.incident_log.restart()
         self._resets_next = False
@@ -292,14 +294,23 @@ class HealedStep:
                 "policy has a clipping history for each: detach() and attach again"
             )
         divisor, found_inf = self.enforcer.amp_flags()
+        evaluation = self.measurer.eval_loss
         signals = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
         own_loss = signals.loss if has_ranks else None
         if has_ranks:
             signals, found_inf = self.all_reduce.reduce(
                 signals, self.measurer.squares, found_inf, live.decision
             )
-        if signals.grad_norm is None:
+        if signals.grad_norm is None:  # no rank has a gradient
+            self.measurer.eval_loss = evaluation
             return
+        bad_rates: tuple[float, ...] = ()
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            # A finite float, the usual rate, costs no call.
+            if type(rate) is not float or rate - rate != 0:
+                signals, bad_rates = self.measurer.mark_bad_rates(signals)
+                break
         signals = self.measurer.overflows.mark(signals, found_inf)
         self.in_update = True  # a collective that raised before this line changed nothing
         order = live.step(signals, found_inf, divisor)
@@ -316,12 +327,14 @@ class HealedStep:
                     self.enforcer.replace(group, entry, value)
             if isinstance(order.skip, Tensor) and self.enforcer.needs_host(params):
                 order = order.to_host()
+            if self.measurer.clip_norm is not None:
+                order = order._replace(clip_factor=self.measurer.clip_factor(order.grad_scale))
             self.enforcer.enforce(parameters, order, divisor)
             self._current.skipped = order.skip
             if not isinstance(order.skip, Tensor):
                 self._current.order = order
                 self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
-        self._report(StepNorms(params, self.measurer.norms, divisor, own_loss))
+        self._report(StepNorms(params, self.measurer.norms, divisor, own_loss, bad_rates))
 
     def _report(self, norms: StepNorms) -> None:
         """Reports a judged step to the Healer, or keeps its record for the log."""
@@ -329,13 +342,13 @@ class HealedStep:
         needs_record = self.on_judged is None
         if self.on_judged is not None:
             self.on_judged(norms)
-            needs_record = self._resets_moments and engine.name == "device"
+            needs_record = self._resets_moments and engine.is_late
         if needs_record:
             self._records.append(engine.pending_record())
 
     def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
-        late = len(self._records) - (lag if self.live_engine.name == "device" else 0)
+        late = len(self._records) - (lag if self.live_engine.is_late else 0)
         due = [self._records.popleft() for _ in range(late)]
         records = [read() for read in due]
         if self.on_judged is None:

@@ -13,6 +13,7 @@ from healcore.core.decision import NONFINITE, Action, StepRecord, names
 from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
 from healcore.runtime.story.diagnosis import FROM_START, nonfinite_streak_text
+from healcore.runtime.story.program_clip import ProgramClip
 from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20
@@ -44,6 +45,7 @@ class IncidentLog:
         self._nonfinite_streak = self._incident = 0
         self._logged: set[str] = set()
         self._missing_loss = MissingLoss(engine)
+        self._program_clip = ProgramClip()
         self.restart()
 
     def restart(self) -> None:
@@ -60,6 +62,8 @@ class IncidentLog:
                     self._incident = record.incident  # it began before the state was loaded
                 self._last_step = record.step
                 for line in self._missing_loss.add(has_seen_loss=has_seen_loss):
+                    self._write(line)
+                if not record.skip and (line := self._program_clip.add(record.grad_norm)):
                     self._write(line)
                 self._log(record)
 

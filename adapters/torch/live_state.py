@@ -6,6 +6,7 @@ old moments with new weights.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import warnings
@@ -37,11 +38,15 @@ _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": schedule
 
 
 def checked_state(state: Any) -> dict[str, Any]:
-    """Copies the mapping. AttachError unless the state can be healed and restored in place."""
+    """Copies the mapping, without environments that have no state.
+
+    Raises AttachError unless the state can be healed and restored in place.
+    """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
             f"the state maps names to what is saved, got {type(state).__name__}: {_EXAMPLE}"
         )
+    state = {name: value for name, value in state.items() if not is_stateless_environment(value)}
     for name, value in state.items():
         _check_item(name, value)
     found = optimizers(state)
@@ -54,7 +59,25 @@ def checked_state(state: Any) -> dict[str, Any]:
         if other != name:
             raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
         _check_complete(name, optimizer, state)
-    return dict(state)
+    return state
+
+
+def is_stateless_environment(value: Any) -> bool:
+    """Whether a value is an environment of reinforcement learning that cannot be saved.
+
+    Environments as in gymnasium have `reset()` and `step(action)`, and rarely a `state_dict`. A
+    scheduler without a `state_dict` is no environment: its `step` needs no argument.
+    """
+    if isinstance(value, Tensor | dict | list) or hasattr(value, "state_dict"):
+        return False
+    if not all(callable(getattr(value, name, None)) for name in ("reset", "step")):
+        return False
+    try:
+        given = inspect.signature(value.step).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return True
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in positional and each.default is each.empty for each in given)
 
 
 def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
@@ -35,7 +35,12 @@ class Measurer:
         norms: norm of each gradient at the last step, 0-d on the gradient's device.
         squares: this rank's terms of the squared norms at the last step, (1,) float64, or
             (1 + n,) with norms of n groups. None if every rank has all gradients.
+        clip_norm: norm of all gradients as `torch.nn.utils.clip_grad_norm_` computes it, without a
+            GradScaler's scale. None unless the policy has a fixed clip, and torch could clip here.
     """
+
+    may_clip_as_torch = True
+    """Whether the optimizer has whole gradients, as its program's own clip would have."""
 
     def __init__(
         self, live: LiveEngine, optimizer: Optimizer, home: torch.device, scaler: GradScaler | None
@@ -51,8 +56,22 @@ class Measurer:
         self.has_seen_loss = False
         self.norms: Sequence[Tensor] = ()
         self.squares: Tensor | None = None
+        self._modules: Sequence[nn.Module] = ()
+        self.clip_norm: Tensor | None = None
+        self._clip_order: list[int] = []
+        """Positions of the optimizer's parameters in the order of `_modules`."""
+        self._is_reordered = False
+        """Whether this order is not the order of the optimizer."""
         self.dropped = DroppedSteps(scaler, optimizer)
         self.overflows = Overflows(home)
+
+    def use_order_of(self, modules: Sequence[nn.Module]) -> None:
+        """Sums the norms of a fixed clip in the order of the modules' parameters.
+
+        A program clips `model.parameters()`, and the last bits of a sum depend on its order. An
+        optimizer with several parameter groups has another order.
+        """
+        self._modules, self._clip_order = modules, []
 
     def clear(self) -> None:
         """Drops what the loop has reported since the last step."""
@@ -77,8 +96,13 @@ class Measurer:
         """
         self.dropped.stepped = True
         gradients.complete_(parameters)
-        self.norms = gradients.norms([grad for p in parameters if (grad := p.grad) is not None])
-        norm = gradients.total_norm(self.norms, self.home) if self.norms else None
+        grads = [grad for p in parameters if (grad := p.grad) is not None]
+        norm = self.clip_norm = None
+        if self._live.max_norm is not None and self.may_clip_as_torch and not ranks.has_parts:
+            norm = self._measure_as_clip(parameters, grads)
+        if norm is None:
+            self.norms = gradients.norms(grads)
+            norm = gradients.total_norm(self.norms, self.home) if grads else None
         group_norms = self.squares = None
         if self.engine.per_tensor or ranks.has_parts:
             remaining = iter(self.norms)
@@ -87,6 +111,8 @@ class Measurer:
             )
         if divisor is not None:
             norm = None if norm is None else norm / divisor
+            if self.clip_norm is not None:  # the scale is a power of two, so no bit is lost
+                self.clip_norm = (self.clip_norm / divisor).to(self.clip_norm.dtype)
             group_norms = None if group_norms is None else group_norms / divisor
         if group_norms is not None and ranks.has_parts:
             parts = ranks.squares(group_norms, parameters)
@@ -101,11 +127,83 @@ class Measurer:
                 loss = torch.where(loss.isfinite(), loss, self.losses.last())
         return self._signals(norm, group_norms if self.engine.per_tensor else None, loss)
 
+    def clip_factor(self, grad_scale: float | Tensor) -> Tensor | None:
+        """The factor of `torch.nn.utils.clip_grad_norm_`, or None if `clip_norm` is None.
+
+        Args:
+            grad_scale: the engine's factor. It replaces torch's where torch's norm overflows: a
+                norm of float16 gradients is infinite above 65,504, and torch would clip to 0.
+        """
+        if self.clip_norm is None or self._live.max_norm is None:
+            return None
+        factor = gradients.clip_factor(self.clip_norm, self._live.max_norm)
+        if factor.dtype in (torch.float16, torch.bfloat16):
+            own = torch.as_tensor(grad_scale, dtype=factor.dtype, device=factor.device)
+            factor = torch.where(self.clip_norm.isfinite(), factor, own)
+        return factor
+
+    def _measure_as_clip(
+        self, parameters: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Sets `clip_norm`. If it is float32, also sets `norms`, and returns it on `home`."""
+        measured = self._norms_of_clip(parameters, grads) if grads else None
+        if measured is None:
+            return None
+        each, total = measured
+        self.clip_norm = total
+        if each is None:
+            return None
+        self.norms = each
+        return gradients.moved(total, self.home)
+
+    def _norms_of_clip(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> Any:
+        """`gradients.norms_of_clip` in the modules' order; the norms are in the optimizer's."""
+        if len(self._clip_order) != len(parameters):
+            known = (p for module in self._modules for p in module.parameters())
+            places = {id(p): place for place, p in enumerate(known)}
+            order = [(places.get(id(p), len(places)), i) for i, p in enumerate(parameters)]
+            self._clip_order = [i for _, i in sorted(order)]
+            self._is_reordered = self._clip_order != [*range(len(parameters))]
+        if not self._is_reordered:
+            return gradients.norms_of_clip(grads)
+        present = [i for i in self._clip_order if parameters[i].grad is not None]
+        measured = gradients.norms_of_clip([parameters[i].grad for i in present])  # type: ignore[misc]
+        if measured is None or measured[0] is None:
+            return measured
+        each = [norm for _, norm in sorted(zip(present, measured[0], strict=True), key=_first)]
+        return each, measured[1]
+
+    def mark_bad_rates(self, signals: Signals) -> tuple[Signals, tuple[float, ...]]:
+        """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
+
+        A rate in a tensor on an accelerator is not read on the host. Also returns the bad rates.
+        """
+        bad: list[float] = []
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor) and not rate.is_cpu:
+                is_finite = self._at_home(rate).reshape(()).isfinite()
+                norm = torch.where(is_finite, signals.grad_norm, math.nan)
+                signals = signals._replace(grad_norm=norm)
+            elif rate is None or math.isfinite(rate):
+                continue
+            elif any(p.grad is not None for p in group["params"]):
+                bad.append(float(rate))
+        if bad:
+            norm = torch.full_like(signals.grad_norm, math.nan)
+            signals = signals._replace(grad_norm=norm)
+        return signals, tuple(bad)
+
     def measure_dropped(self, groups: int, *, alone: bool) -> Signals:
-        """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`."""
+        """Measures a step of `DroppedSteps`. Uses its loss only if the rank decides `alone`.
+
+        The evaluation is kept for the next step, which has a loss on several ranks too.
+        """
+        evaluation, self.eval_loss = self.eval_loss, math.nan
         bad = torch.full((), math.nan, dtype=torch.float32, device=self.home)
         group_norms = bad.expand(groups).clone() if self.engine.per_tensor else None
         signals = self._signals(bad, group_norms, self.losses.mean() if alone else None)
+        self.eval_loss = evaluation
         return self.overflows.mark(signals, torch.ones_like(bad))
 
     def _signals(self, norm: Any, group_norms: Any, loss: Any) -> Signals:
@@ -143,6 +241,8 @@ class StepNorms(NamedTuple):
     grad_divisor: Tensor | None
     loss: Tensor | None = None
     """0-d float32: the loss that this rank has observed."""
+    bad_rates: tuple[float, ...] = ()
+    """Learning rates that were NaN or Inf."""
 
     def to_host(self) -> np.ndarray:
         """The norms as (n,) float32, divided by `grad_divisor`. A sync on an accelerator.
@@ -163,6 +263,10 @@ class StepNorms(NamedTuple):
         whole = gradients.total_norm(self.norms, self.norms[0].device)
         divisor = 1.0 if self.grad_divisor is None else float(self.grad_divisor)
         return loss, float(whole) / divisor
+
+
+def _first(pair: tuple[int, Tensor]) -> int:
+    return pair[0]
 
 
 def one_number(name: str, value: Any) -> Tensor | float:

@@ -183,6 +183,7 @@ def out_of_memory() -> dict[str, Any]:
                 optimizer.zero_grad()
     problem = next(e for e in read(folder / "run.events.jsonl").events if "sign" in e)["problem"]
     assert "Largest owner of memory: " in problem, problem
+    assert [*folder.glob("run.memory.*.txt")], "no memory profile"
     assert healer.step == 3
     assert failed > 0, "memory did not run out"
     assert max(sizes) < len(large), "the parts are not smaller"

@@ -37,6 +37,8 @@ class Cause(enum.IntFlag):
 
 NONFINITE = Cause.NONFINITE_LOSS | Cause.NONFINITE_GRAD
 """Causes of a step with a non-finite loss or gradient."""
+LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
+"""Causes that raise an alarm at every step until they end, also if the policy only alerts."""
 
 
 class Action(enum.IntFlag):
@@ -159,6 +161,7 @@ class StepRecord(NamedTuple):
     evidence: tuple[SuspectGradient, ...] = ()  # worst first, at most 10; if there is a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
     rank_signals: tuple[float, float] | None = None
+    by_optimizer: bool = False  # the gradients were finite, and the optimizer's update was not
     judged: bool = True  # False: the step only accumulated gradients, or was not taken
     taken: bool = True  # False: the training step kept its old state, including the healing state
     loss_ratio: float | None = None  # loss over the mean of recent healthy losses
@@ -223,6 +226,18 @@ def record_metrics(numbers: Mapping[str, Any]) -> dict[str, Any]:
     flags. In observe mode the numbers say what healing would have done.
     """
     return {f"heal/{_COUNTS.get(name, name)}": numbers[name] for name in _METRICS}
+
+
+def is_by_optimizer(cause: Cause, norms: np.ndarray) -> bool:
+    """Whether a step with NONFINITE_GRAD had finite gradients, so that its update is not finite.
+
+    `norms` has the norm of each gradient, or zeros if the caller measures the norm. A norm whose
+    square overflows counts as not finite.
+    """
+    if not cause & Cause.NONFINITE_GRAD or not norms.size:
+        return False
+    largest = norms.max()  # NaN if any norm is
+    return bool(0 < largest <= numerics.SIGNAL_LIMIT)
 
 
 def suspects(

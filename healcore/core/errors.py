@@ -8,6 +8,7 @@ in another order. `clean` escapes all of these.
 from __future__ import annotations
 
 import json
+import re
 import traceback
 import unicodedata
 from collections.abc import Callable
@@ -44,9 +45,21 @@ class RanksDisagreeError(HealcoreError, RuntimeError):
     """The ranks of one run have decided differently. The current step was not taken."""
 
 
+_NUMBERS = re.compile(r"\[[\[\]\s\d.,+\-einafNIF]{80,}\]")
+"""A printed array, such as `[[-0.2883], [nan]]`, that is longer than a line."""
+
+
 def error_text(error: BaseException) -> str:
-    """The type and the message of an exception, also of an exception whose `__str__` raises."""
-    return "".join(traceback.format_exception_only(error)).strip()
+    """The type and the message of an exception, also of an exception whose `__str__` raises.
+
+    Printed arrays in the message are shortened.
+    """
+    return with_short_arrays("".join(traceback.format_exception_only(error)).strip())
+
+
+def with_short_arrays(text: str) -> str:
+    """The text with only the first numbers of each printed array."""
+    return _NUMBERS.sub(lambda found: " ".join(found[0][:50].split()) + " ...]", text)
 
 
 def clean(text: str, keep: str = "\n\t") -> str:

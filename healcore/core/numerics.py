@@ -35,6 +35,15 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 PRODUCT_LIMIT = 1e38
 
 
+def as_written(number: float) -> float:
+    """The shortest decimal number that rounds to the same float32: 0.1 for float32(0.1).
+
+    The core has every number of a policy in float32. A framework that clips float64 gradients
+    computes with the number that the user has written.
+    """
+    return float(str(np.float32(number)))
+
+
 def and_not(a: Any, b: Any) -> Any:
     """`a & ~b` for two bools, in one operation."""
     return a > b

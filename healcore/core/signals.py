@@ -39,7 +39,8 @@ class Signals(NamedTuple):
     change_expected: Any = None
     """bool: opens the grace window, because the LR, batch, data or weights change."""
     externally_skipped: Any = None
-    """bool: the caller skips this step (GradScaler overflow); it is not learnt or counted."""
+    """bool: the caller skips this step (GradScaler overflow); it is not learnt or counted. Only
+    `change_expected` and `eval_loss` hold nevertheless, because they come once."""
     learning_rate: Any = None
     """float32: the schedule's learning rate at this step. With it, the limit on the learning rate
     is absolute. Without it, the schedule is assumed to be constant."""

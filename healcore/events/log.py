@@ -141,6 +141,22 @@ def read_lines(
                 yield number, f"torn: {found}" if torn else found
 
 
+def read_last_lines(
+    path: str | os.PathLike[str], parse: Callable[[bytes], Event | str], most: int = 1 << 20
+) -> Iterator[Event]:
+    """Yields the objects of the last lines, oldest first, within the last `most` bytes of a file.
+
+    Skips damaged lines. Raises OSError.
+    """
+    with open(path, "rb", opener=regular_file.opener) as file:
+        start = max(0, os.fstat(file.fileno()).st_size - most)
+        file.seek(start)
+        lines = file.read(most).split(b"\n")
+    for line in lines[bool(start) :]:  # the first line may be incomplete
+        if line.strip() and not isinstance(found := parse(line), str):
+            yield found
+
+
 # -- writing --------------------------------------------------------------------------------------
 
 
@@ -273,6 +289,9 @@ COMPARED = ("loss_ratio", "eval_loss", "eval_gap")
 _FLUSH_SECONDS = 0.5
 """Time for which lines are buffered, because a system call per step would be slow."""
 _MAX_BUFFERED = 1000
+_LINES_AT_ONCE = 64
+"""Steps of one dispatch of which each has a line. A line takes longer than a small compiled step,
+so that of more steps a thinned file has 32 to 64 lines per dispatch."""
 _UNTHINNED = 50_000  # steps after which a thinned file doubles the number of steps per line
 
 
@@ -299,7 +318,8 @@ class Metrics:
     automatic: bool = False
     """Whether healcore has chosen the path. Then links are not followed, as in `append`, and
     the file is thinned: after 50,000 steps it has only every second step, after 100,000 every
-    fourth, and so on, and all steps with an alarm. A line for several steps has the field `every`.
+    fourth, and so on, and all steps with an alarm. It has also fewer steps where one dispatch has
+    64 or more. A line for several steps has the field `every`.
     The file grows by about 8 MB each time the run gets twice as long."""
     tracked: bool = False
     """Whether `write` returns the fields of every step, for the run's trackers."""
@@ -310,14 +330,19 @@ class Metrics:
         self._flushed = time.monotonic()
         self._logged: set[tuple[str, str]] = set()  # engine and received signal
 
-    def write(self, step: int, record: StepRecord, *, several: bool) -> dict[str, Any] | None:
+    def write(
+        self, step: int, record: StepRecord, *, several: bool, steps_at_once: int = 1
+    ) -> dict[str, Any] | None:
         """Adds a line for a step of one engine, with its name if the run has `several` engines.
+
+        `steps_at_once` is the number of steps of its dispatch.
 
         Returns the fields of the line, or None for a step without a line, unless `tracked`.
         """
         every = 1
         if self.automatic and not record.cause:
             every <<= (step // _UNTHINNED).bit_length()
+            every <<= (steps_at_once // _LINES_AT_ONCE).bit_length()
         written = self.path is not None and step % every == 0
         if not record.judged or not (written or self.tracked):
             return None

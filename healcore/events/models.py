@@ -173,9 +173,15 @@ class EventRecord(_EventsModel):
         "recover; unknown: the losses fit both damage and different data, or do not show that the "
         "current weights are worse."
     )
-    by: Literal["weights", "state", "earlier_weights", "nonfinite_steps", "budget", "nothing"] = (
-        _maybe("Basis of the verdict, or of the rollback.")
-    )
+    by: Literal[
+        "weights",
+        "state",
+        "earlier_weights",
+        "nonfinite_steps",
+        "intended_numbers",
+        "budget",
+        "nothing",
+    ] = _maybe("Basis of the verdict, or of the rollback.")
     rise: NullableNumber = _maybe(
         "Loss of the step's batch with the current weights minus the loss with the earlier weights."
     )

@@ -238,8 +238,9 @@ KINDS: dict[str, EventKind] = {
         Trait.JUDGED | Trait.SEVERE,
     ),
     "alert": EventKind(
-        "A rule alerts on a cause: at the first step of the cause in an incident; outside of "
-        "incidents at each alarm that has a line on the console.",
+        "A rule alerts on a cause that begins, also while another cause lasts: once in an "
+        "incident; outside of incidents at the first ten faults of each cause, then at each power "
+        "of two, and at a loss twice as high as in any line before.",
         ("cause", "action", "severity", "diagnosis", "references"),
         "{severity}: {cause}: {diagnosis}",
         Trait.JUDGED | Trait.SEVERE,

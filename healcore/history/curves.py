@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.events.log import parse_line, read_lines
+from healcore.events.log import parse_line, read_last_lines, read_lines
 from healcore.events.models import NONFINITE_TEXTS
 
 _MAX_ROWS = 9000  # at least 450 bins with all extremes
@@ -119,6 +119,18 @@ def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str
     step, attempts, nonfinite, *curves = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES)).T
     named = dict(zip(_CURVES, curves, strict=True))
     return Curves(step, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
+
+
+def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
+    """Engine -> the last row of a process in a metrics file, within its last megabyte.
+
+    The name of the engine is "" for a run with one engine. Raises OSError.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for row in read_last_lines(path, parse_metrics):
+        if row["run"] == process:
+            rows[str(row.get("engine", ""))] = row
+    return rows
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:

@@ -65,6 +65,7 @@ class Incident:
     skipped_batches: tuple[tuple[int, int], ...] = ()  # (epoch, index), skipped by a rollback
     evidence: tuple[EvidenceRecord, ...] = ()  # tensors with unusual gradients, the worst first
     readings: ReadingsRecord | None = None  # readings of the first alarm
+    diagnosis: str = ""  # explanation of the first alarm that has its own, or empty
     last_step: float | None = None  # step of the last alarm, or None if equal to `step`
     over: bool = False  # has an event `over`
     undone: bool = False  # the run rolled back to before the onset
@@ -100,6 +101,7 @@ class Incident:
             self.skipped += bool(event.skip)
             self.readings = self.readings or event.readings
             self.evidence = self.evidence or tuple(event.evidence or ())
+            self.diagnosis = self.diagnosis or event.diagnosis or ""
 
     def add_response(self, event: EventRecord, *actions: str) -> None:
         """Adds an event of the response, and the names of its actions."""
@@ -173,7 +175,8 @@ class RunProcess:
             self.start = event
         elif event.kind == "end":
             self.end = event
-        self.diagnosis = event.diagnosis or self.diagnosis
+        if event.kind != "alarm":
+            self.diagnosis = event.diagnosis or self.diagnosis
         if self.began is None:
             self.began = event.mono
 

@@ -130,8 +130,19 @@ class Respond:
 
 # -- recovery --------------------------------------------------------------------------------------
 
-_rollback, _budget = RollbackConfig(), BudgetConfig()
+_incident, _rollback, _budget = IncidentConfig(), RollbackConfig(), BudgetConfig()
 _Few = Annotated[int, whole(0, 1000)]
+
+
+class Incident(NamedTuple):
+    """Where one incident ends and the next begins, and how often a cause is alerted."""
+
+    quiet_steps: Steps = _incident.quiet_steps
+    patience: Steps = _incident.patience
+    alert_steps: StepsOrZero = 0
+    """Steps without a cause after which the `Healer` alerts on it again: 1 alerts each isolated
+    spike. 0 is `quiet_steps`, and outside of incidents only the first ten alerts of each cause, and
+    those whose number is a power of two."""
 
 
 class Rollback(NamedTuple):
@@ -152,7 +163,9 @@ class Rollback(NamedTuple):
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"
     """Response to a save that finds NaN or Inf in weights, moments or other saved arrays,
-    although no step raised an alarm. Arrays in `nonfinite_ok` are not checked."""
+    although no step raised an alarm. If the policy has no rule that rolls back or stops for NaN and
+    Inf, as `zclip`, also the response to weights that are not finite: they are checked after 10
+    such steps in a row. Arrays in `nonfinite_ok` are not checked."""
     reset_moments: OnOff = False
     """A rollback also resets the optimizer's moments and the counters of their bias correction."""
 
@@ -261,7 +274,7 @@ class Policy:
     clip: ZClipConfig | FixedConfig | AutoClipConfig | AdaGCConfig | NoClip = NoClip()
     detect: Detect = Detect()
     respond: tuple[Respond, ...] = ()
-    incident: IncidentConfig = IncidentConfig()
+    incident: Incident = Incident()
     rollback: Rollback = Rollback()
     lr: LrConfig = LrConfig()
     budget: Budget = Budget()
@@ -298,7 +311,7 @@ class Policy:
             clip=None if self.clip.kind == "none" else (self.clip.kind, rounded(self.clip)),
             detectors=tuple((name, rounded(table)) for name, table in tables if table is not None),
             rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
-            incident=rounded(self.incident),
+            incident=rounded(self.incident, IncidentConfig),
             rollback=rounded(self.rollback, RollbackConfig),
             lr=rounded(self.lr),
             budget=rounded(self.budget, BudgetConfig),

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -19,8 +20,9 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from healcore import regular_file
 from healcore.core.engine import Engine, EngineConfig
+from healcore.core.ranges import NONE
 from healcore.policy.document import SCHEMA, Policy, to_dict
-from healcore.policy.tables import PolicyError, Problem, read_document, show_value
+from healcore.policy.tables import PolicyError, Problem, keys_of, read_document, show_value
 
 PRESETS = ("default", "pretraining", "aggressive", "conservative", "observe", "zclip")
 """healcore's own policies; all others in `healcore.policies` are recipes, published settings."""
@@ -44,8 +46,9 @@ class Overrides(TypedDict, total=False):
 
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
     optional number None means no limit, for a table under `detect` no detector, and for `clip` no
-    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. A `max_norm`
-    for a policy without clipping is the limit of `kind = "fixed"`.
+    clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. One rule is
+    changed by its number: `respond={0: {"do": ["alert"]}}`. A `max_norm` for a policy without
+    clipping is the limit of `kind = "fixed"`.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Overrides(TypedDict, total=False):
     grace_steps: int
     clip: _Table | None
     detect: _Table
-    respond: Sequence[_Table]
+    respond: Sequence[_Table] | Mapping[int, _Table]
     incident: _Table
     rollback: _Table
     lr: _Table
@@ -109,8 +112,27 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     for name in (name for name in overrides if name not in keys):
         rule = "an option of the function that you call, or a key of a policy"
         write = f"the option as the function has it, or one of {', '.join(keys)}"
+        if meant := _keys_with_table(name):
+            write = f"{' or '.join(meant)}, as {_as_keyword(meant[0])} in Python"
         raise _error(source, "", rule, write, key=name)
-    return from_dict(merged(data, overrides), source=source)
+    return from_dict(merged(data, overrides, source), source=source)
+
+
+def _keys_with_table(name: str) -> list[str]:
+    """The dotted keys that a name without a table may mean, as `zclip_z_threshold`."""
+    found = []
+    for table, key in keys_of(Policy).items():
+        for kind in key.tables if not key.several else ():
+            for inner in keys_of(kind):
+                names = (inner, f"{table}_{inner}", f"{getattr(kind, 'kind', table)}_{inner}")
+                found += [f"{table}.{inner}"] if name in names else []
+    return list(dict.fromkeys(found))
+
+
+def _as_keyword(key: str) -> str:
+    """Writes a dotted key as a keyword of `load`."""
+    table, _, name = key.partition(".")
+    return f'{table}={{"{name}": ...}}'
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
@@ -238,39 +260,96 @@ def preset_text(name: str) -> str:
     return (resources.files("healcore.policies") / f"{name}.toml").read_text(encoding="utf-8")
 
 
-def merged(data: _Table, overrides: _Table) -> dict[str, Any]:
-    """A copy of a document with values replaced; nothing is validated."""
+def merged(data: _Table, overrides: _Table, source: str) -> dict[str, Any]:
+    """A copy of a document with values replaced. `from_dict` validates the result.
+
+    The text "none" for a table means None, because TOML, and so the command line, has no None.
+    Raises PolicyError if the policy has no rule with a given number.
+    """
     new = dict(data)
     for key, value in overrides.items():
-        old = new.get(key, {})
-        if isinstance(value, Mapping) and isinstance(old, Mapping):
-            kind = old.get("kind")
-            if key == "clip" and kind in (None, "none") and value and "kind" not in value:
-                unlimited = dict(value) == {"max_norm": None}
-                value = {"kind": "none"} if unlimited else {"kind": "fixed", **value}
-            # The keys of one kind of clipping do not fit another kind.
-            new[key] = merged(old if value.get("kind", kind) == kind else {}, value)
+        old = new.get(key)
+        if key == "detect" and isinstance(value, Mapping):
+            tables = {name: None if table == NONE else table for name, table in value.items()}
+            new[key] = _merged_tables(_as_table(old), tables)
+        elif key == "clip" and (value is None or value == NONE):
+            new[key] = {"kind": "none"}
+        elif key == "clip" and isinstance(value, Mapping):
+            new[key] = _merged_clip({"kind": "none", **_as_table(old)}, value)
+        elif key == "respond" and isinstance(value, Mapping):
+            rules = old if isinstance(old, list | tuple) else []
+            new[key] = _merged_rules(rules, value, source)
         else:
-            new[key] = {"kind": "none"} if key == "clip" and value is None else value
+            new = _merged_tables(new, {key: value})
     return new
+
+
+def _merged_tables(old: _Table, changes: _Table) -> dict[str, Any]:
+    """A copy of nested tables with values replaced. A key that is not named stays."""
+    new = dict(old)
+    for key, value in changes.items():
+        is_table = isinstance(value, Mapping)
+        new[key] = _merged_tables(_as_table(new.get(key)), value) if is_table else value
+    return new
+
+
+def _as_table(value: Any) -> _Table:
+    """The value if it is a table, or an empty table. Validation reports any other value."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def _merged_clip(old: _Table, changes: _Table) -> dict[str, Any]:
+    """The table `clip` with values replaced.
+
+    A new `kind` drops the old keys, because the keys of one kind of clipping do not fit another. In
+    a policy without clipping a `max_norm` alone means the kind "fixed".
+    """
+    kind = old.get("kind")
+    if kind == "none" and changes and "kind" not in changes:
+        if dict(changes) == {"max_norm": None}:
+            return dict(old)  # no clipping has no limit either
+        return {"kind": "fixed", **changes}
+    return _merged_tables(old if changes.get("kind", kind) == kind else {}, changes)
+
+
+def _merged_rules(
+    rules: Sequence[_Table], changes: Mapping[int, _Table], source: str
+) -> list[_Table]:
+    """The rules of `respond` with the values of some rules, by number, replaced."""
+    new = list(rules)
+    for number, change in changes.items():
+        if not (isinstance(number, int) and 0 <= number < len(new)):
+            numbers = f"0 to {len(new) - 1}" if new else "none"
+            rule = f"the number of a rule of this policy, which has {numbers}"
+            write = "respond[0], or respond with all rules"
+            raise _error(source, "", rule, write, key=f"respond[{number}]")
+        new[number] = _merged_tables(new[number], change)
+    return new
+
+
+_RULE_KEY = re.compile(r"\s*respond\[(\d+)\]\.(.+)")
 
 
 def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
     """Parses the `KEY=VALUE` pairs of an option of a command to the keywords of `load`.
 
-    A key is dotted. A value has the syntax of TOML, but a string needs no quotes. Raises
-    PolicyError.
+    A key is dotted; `respond[0].do` is a key of the first rule. A value has the syntax of TOML, but
+    a string needs no quotes. The pairs are only collected here: `load` merges them into the tables
+    of the policy, whose kind of clipping decides which keys exist. Raises PolicyError.
     """
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
-        for text in (f"{key} = {value}", f"{key} = {json.dumps(value.strip())}"):
+        rule_key = _RULE_KEY.fullmatch(key)
+        name = rule_key[2] if rule_key else key
+        for text in (f"{name} = {value}", f"{name} = {json.dumps(value.strip())}"):
             with contextlib.suppress(ValueError):
                 if table := tomllib.loads(text if value else ""):
-                    overrides = merged(overrides, table)
+                    table = {"respond": {int(rule_key[1]): table}} if rule_key else table
+                    overrides = _merged_tables(overrides, table)
                     break
         else:
-            rule = "must be KEY=VALUE with a dotted key; rules can be changed only in a file"
+            rule = "must be KEY=VALUE with a dotted key"
             write = f"{option} clip.max_norm=1.0, {option} mode=observe"
             raise _error("on the command line", pair, rule, write, key=option)
     return overrides
@@ -285,7 +364,7 @@ def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
     axes: list[list[str]] = []
     for text in vary:
         key, _, values = text.partition("=")
-        settings = [f"{key.strip()}={value.strip()}" for value in values.split(",")]
+        settings = [f"{key.strip()}={value}" for value in _split_values(values)]
         axes.append(list(dict.fromkeys(settings)))
     count = math.prod(map(len, axes))
     if count > MAX_VARIANTS:
@@ -295,6 +374,19 @@ def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
     for settings in itertools.product(*axes):
         found[" ".join(settings)] = load(policy, **parse_overrides(settings, "--vary"))
     return found
+
+
+def _split_values(text: str) -> list[str]:
+    """Splits values at commas outside of brackets: `["skip"],["skip", "alert"]` has two values."""
+    values = [""]
+    depth = 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return [value.strip() for value in values]
 
 
 # -- a trainer's own gradient clipping -------------------------------------------------------------

@@ -161,8 +161,8 @@ class _Reader:
         shown = "" if value is dataclasses.MISSING else show_value(value)
         self.problems.append(Problem(dotted(path), shown, rule, write))
 
-    def table(self, table: type, data: Any, path: Path) -> Any:
-        """Reads a table of one class."""
+    def table(self, table: type, data: Any, path: Path, kinds: Mapping[str, type] = {}) -> Any:
+        """Reads a table of one class. `kinds` has all classes of a table with a kind."""
         before = len(self.problems)
         if not isinstance(data, Mapping):
             write = f"[{dotted(path)}]" if path else "key = value"
@@ -179,8 +179,14 @@ class _Reader:
         known = ["kind", *keys] if hasattr(table, "kind") else list(keys)
         for name in (name for name in data if name not in known):
             close = _close(name, known)
-            write = f"did you mean {close!r}?" if close else f"one of {', '.join(known)}"
-            self._problem((*path, str(name)), data[name], "a key of this table", write)
+            rule, write = "a key of this table", f"one of {', '.join(known)}"
+            if kinds:
+                others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
+                rule = f'a key of this table, [{dotted(path)}] with kind = "{table.kind}"'  # type: ignore[attr-defined]
+                write += f"; kind = {' or '.join(others)} has {name}" if others else ""
+            elif close:
+                write = f"did you mean {close!r}?"
+            self._problem((*path, str(name)), data[name], rule, write)
         if len(self.problems) > before:
             return None
         found = table(**values)
@@ -198,7 +204,7 @@ class _Reader:
             return self._value(key.value, value, path, key.default)
         if value is None and key.optional:
             return None
-        table = key.tables[0]
+        table, kinds = key.tables[0], {}
         if key.several:
             if not isinstance(value, list | tuple):
                 return self._problem(path, value, "an array of tables", f"[[{dotted(path)}]]")
@@ -210,7 +216,7 @@ class _Reader:
             if kind is None:
                 return None
             table = kinds[kind]
-        return self.table(table, value, path)
+        return self.table(table, value, path, kinds)
 
     def _value(self, value: Value, given: Any, path: Path, default: Any) -> Any:
         try:

@@ -16,6 +16,7 @@ from healcore.core.decision import StepRecord
 from healcore.core.engine import Engine, StateError
 from healcore.core.errors import HealcoreError
 from healcore.runtime.faults.microbatches import Gradients
+from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
@@ -73,6 +74,8 @@ class Driver(Protocol):
     """`torch` or `jax`."""
     warnings: list[str]
     """Lines to log, oldest first; the run logs them and empties the list."""
+    start_lines: list[str] = []  # noqa: RUF012 -- never changed
+    """Lines about the state for the log at the start of the run."""
     on_step: Callable[[], None]
     """Called after each optimizer step. The run sets it. Does not wait for the device."""
     window: Gradients
@@ -142,6 +145,44 @@ class Driver(Protocol):
         """
         ...
 
+    def structure_changes(self) -> list[str]:
+        """What the program has changed in the structure of its state since the last call, as texts.
+
+        Parameters that were added, removed, replaced or resized, for example by pruning, by a wider
+        layer or by `add_param_group`. Checkpoints from before do not fit the state any more. Called
+        once per dispatch, so a call without a change is cheap. Empty without a change, and for a
+        driver whose state keeps its structure.
+        """
+        return []
+
+    def load_common(self, saved: CommonState) -> None:
+        """Loads what a checkpoint from before a change of structure has in common with the state.
+
+        Weights and moments of the parameters that have the same name and shape on both sides. All
+        other parameters stay as they are, with an empty optimizer state. Learning rates, schedules
+        and other settings stay as they are too.
+
+        Raises:
+            StateMismatch: nothing fits, or a parameter that would stay is not finite. The live
+                state is unchanged.
+        """
+        raise StateMismatch(None, ["the structure of the state differs"])
+
+    def param_groups(self) -> dict[str, list[list[str]]]:
+        """Optimizer -> names of the parameters of each group. Slow. Empty in JAX."""
+        return {}
+
+    def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
+        """Adds the groups that a checkpoint has and a fresh program has not added yet.
+
+        Args:
+            groups: result of `param_groups` when the checkpoint was saved.
+
+        Returns:
+            The names of the parameters that an optimizer has received.
+        """
+        return []
+
     def moments_obstacle(self) -> str:
         """Reason why the moments cannot be reset, or an empty string."""
         ...
@@ -166,6 +207,21 @@ class Driver(Protocol):
         ...
 
     # -- weights --------------------------------------------------------------------------------
+
+    def keep_weight_sample(self) -> None:
+        """Keeps a sample of the weights, which are those of the training now.
+
+        Called at each step, so its cost does not depend on the size of the model, and it does not
+        wait for the device. JAX has no sample of a pytree, because only `update` changes it.
+        """
+
+    def replaced_weights(self) -> list[str]:
+        """Names of sampled parameters that have changed since the last `keep_weight_sample`.
+
+        For example because the program has copied averaged weights into the model, to evaluate
+        them. Waits for the device.
+        """
+        return []
 
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite now. Waits for the device."""
@@ -209,6 +265,13 @@ class Driver(Protocol):
     def memory(self) -> dict[str, int]:
         """Bytes by owner after an out-of-memory error; `activations` are all other memory."""
         ...
+
+    def memory_profiles(self) -> dict[str, bytes]:
+        """Suffix of a file -> content: the framework's own profile of the device's memory.
+
+        Empty where the framework has none, as torch on a CPU.
+        """
+        return {}
 
     # -- numbers of the program -----------------------------------------------------------------
 
@@ -254,6 +317,13 @@ class Driver(Protocol):
             step, and for a driver that cannot read numbers. In torch empty until `watch_numbers`.
         """
         return {}
+
+    def suspect_numbers(self) -> list[str]:
+        """The numbers by which an optimizer made NaN or Inf of finite gradients.
+
+        For example ``["b2 is 1.0"]``. Empty if no number is suspect. May wait for the device.
+        """
+        return []
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """Holds numbers of the optimizers in their ranges, and restarts the ranges of `numbers`.

@@ -13,6 +13,7 @@ from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.loader_adapters import Loader
+from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
@@ -33,7 +34,7 @@ from healcore.runtime.run_options import (
     Logging,
     check_path,
 )
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.several import Places, checked_places
 from healcore.runtime.story.trackers import select
 
 State = TypeVar("State")
@@ -80,7 +81,7 @@ class HealerError(HealcoreError, RuntimeError):
 class HealerOptions(Overrides, total=False):
     """The arguments of `Healer` except `policy` and `state`."""
 
-    store: str | os.PathLike[str] | CheckpointStore | None
+    store: Places
     loss_fn: Callable[..., Any] | None
     loss_fn_cost: float
     checkpoints: Checkpoints
@@ -118,7 +119,10 @@ class Healer(Generic[State]):
             scaler, or any object with `state_dict`; the Healer attaches to the optimizers. JAX:
             the pytree that the step returns, or name -> nnx module and optimizer.
         store: a directory for checkpoints (with copies in host memory), a
-            `CheckpointStore`, or None for host memory only, which is lost with the process.
+            `CheckpointStore`, or None for host memory only, which is lost with the process. Or a
+            list of directories and stores, as in `["/local/run", "/shared/run"]`: each checkpoint
+            is written to all of them, and a restart takes the newest checkpoint that is intact in
+            any of them. Events and metrics are in the first.
         loss_fn: returns the loss of one batch: `loss_fn(batch)` in torch and with nnx objects,
             `loss_fn(state, batch)` if the state is a pytree. It may return more than the loss, as
             `(loss, logits)` or as a mapping with the key "loss". The Healer calls it with current
@@ -163,7 +167,7 @@ class Healer(Generic[State]):
         policy: PolicyLike = "default",
         *,
         state: State,
-        store: str | os.PathLike[str] | CheckpointStore | None = None,
+        store: Places = None,
         loss_fn: Callable[..., Any] | None = None,
         loss_fn_cost: float = FORWARD_PASS,
         checkpoints: Checkpoints = CHECKPOINTS,
@@ -185,7 +189,7 @@ class Healer(Generic[State]):
             )
         if resume not in (True, False, "auto"):
             raise ValueError(f'resume is "auto", True or False, not {resume!r}')
-        check_path("store", None if isinstance(store, CheckpointStore) else store)
+        places = checked_places(store)
         check_path("stop_file", stop_file)
         for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
             if not isinstance(given, kind):
@@ -194,7 +198,7 @@ class Healer(Generic[State]):
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
-            store=store,
+            store=places,
             loss_fn=loss_fn,
             loss_fn_cost=float(loss_fn_cost),
             checkpoints=checkpoints,
@@ -275,8 +279,8 @@ class Healer(Generic[State]):
         return self._loop.left_early
 
     @property
-    def store(self) -> str | os.PathLike[str] | CheckpointStore | None:
-        """The `store` argument."""
+    def store(self) -> Places:
+        """The `store` argument; a list as a tuple."""
         return self._options.store
 
     # -- the loop -------------------------------------------------------------------------------
@@ -293,7 +297,7 @@ class Healer(Generic[State]):
         """
         return self._live.epochs(total)
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
         """Yields the numbers of the steps, and does the work between two steps.
 
             for step in healer.steps(300):  # after a restart: from the step that is resumed
@@ -304,12 +308,23 @@ class Healer(Generic[State]):
 
         For loops that read their own batches. After a rollback the numbers continue from the
         checkpoint. The Healer does not rewind `data`: a new process begins with its first batch.
+        An iteration without an optimizer step, which only fills a replay buffer, gets the same
+        number again.
+
+        Args:
+            total: number of optimizer steps.
+            warmup: iterations that may pass before the first step of this process, or None for as
+                many as `total`, and at least 1,000.
 
         Raises:
-            IncompleteRun: 1,000 iterations in a row took no step; a SystemExit of status 1.
+            ValueError: `warmup` is not a whole number >= 0.
+            IncompleteRun: the warm-up took longer, or a run that trains took no step in 1,000
+                iterations in a row; a SystemExit of status 1.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        return self._live.steps(total)
+        if warmup is not None and (type(warmup) is not int or warmup < 0):
+            raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
+        return self._live.steps(total, warmup)
 
     def batches(
         self,
@@ -372,7 +387,8 @@ class Healer(Generic[State]):
         If a part runs out of memory and the policy's rule for `oom` has `shrink_microbatch`, the
         Healer frees the part's memory and drops gradients and observed losses since the last
         optimizer step. Then it yields all batches since this step again, in parts of half the size.
-        The sum of the parts' gradients is the gradient of the whole batch. After a transient
+        The sum of the parts' gradients is the gradient of the whole batch. 100 steps later a step
+        tries parts of twice the size, and keeps this size if they fit. After a transient
         failure in the network, a run of one rank waits as `retrying` does, and repeats the step.
 
         Args:
@@ -470,8 +486,8 @@ class Healer(Generic[State]):
         The step may donate the state. A loop without `batches` does not have to call `after_step`.
 
         Args:
-            state: result of the step, in the structure that the run began with, or None for nnx
-                objects, which change in place.
+            state: result of the step, or None for nnx objects, which change in place. Its structure
+                may change if the optimizer's state changes with its parameters.
             batch: the step's batch for `loss_fn`, in a loop without `batches`.
 
         Returns:
@@ -490,6 +506,68 @@ class Healer(Generic[State]):
         self._live.update(partial(update, state))
         return self.state
 
+    def scan(
+        self,
+        update: Callable[[State, Any], tuple[State, Any]],
+        state: State,
+        steps: int,
+        *,
+        every: int,
+        donate: bool = False,
+    ) -> tuple[State, Any]:
+        """JAX: runs a loop that is compiled as a whole, in blocks, and works between the blocks.
+
+            # state, losses = jax.lax.scan(update, state, jnp.arange(1000))
+            with healcore.Healer(state=state, store="run") as healer:
+                state, losses = healer.scan(update, state, 1000, every=50)
+
+        Each block is one compiled program of `every` updates, in which `protect` judges every step
+        on the device. Between two blocks the Healer reads the records of all their steps, saves,
+        compares, and rolls back. A rollback restores the state at the start of a block, with its
+        random keys and environments, and repeats the updates with the same bits, unless it limits
+        the learning rate. No update is skipped. A restart continues with the block after its
+        checkpoint, and ends with the bits of a run that was not killed, if `every` is the same.
+
+        Args:
+            update: a function as for `jax.lax.scan`: `(state, step) -> (state, outputs)`, where
+                `step` is the number of the update, int32 0-d. It may take any number of optimizer
+                steps, at most `records` of `protect`. Call no `healer.update` in it.
+            state: the state to begin with, as the Healer was opened with, or what an earlier `scan`
+                has returned. After a restart the saved state replaces it.
+            steps: number of updates.
+            every: number of updates in a block. If it divides `steps`, one program is compiled,
+                otherwise another one for the shorter last block.
+            donate: whether each block reuses the memory of the state that it begins with, for a
+                state that does not fit into the device's memory twice, such as a large replay
+                buffer. You cannot read `state` afterwards, and the device waits while the Healer
+                works between two blocks. By default the next block is computed meanwhile.
+
+        Returns:
+            The last state, and the outputs of all updates of this process, stacked along a new
+            first axis. After a restart they begin with the update that was resumed, and a completed
+            run has none.
+
+        Raises:
+            ValueError: `steps` or `every` is not a whole number >= 1.
+            HealerError: the Healer is of torch, or its state consists of nnx objects.
+            HealStateError: as `update`; or an update takes more steps than `protect` has records.
+            RunStopped, Terminated, EndRequested: as in `batches`.
+        """
+        for name, number in (("steps", steps), ("every", every)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is a whole number >= 1, not {number!r}")
+        begin = getattr(self._live.driver, "begin_scan", None)
+        if begin is None:
+            raise HealerError("scan is for the other framework: in torch no loop is compiled")
+        if self._live.driver.state_is_in_place:
+            raise HealerError(
+                "scan takes a pytree as state, and nnx objects are changed in place: split them, "
+                "graphdef, state = nnx.split((model, optimizer)), and merge them in `update`"
+            )
+        scan = begin(update, state, donate=donate)
+        self._live.scan(ScanBlocks(steps, every), scan.run)
+        return self.state, scan.outputs()
+
     @property
     def state(self) -> State:
         """The live state, also after the block. In JAX the next step has to start from it."""
@@ -501,6 +579,7 @@ class Healer(Generic[State]):
         Drops the earlier weights that the Healer compares with. Call it on every rank.
         """
         self._live.driver.expect_change()
+        self._live.saver.keep_weight_sample()
         self._live.recovery.comparisons.pause_until(self._live.data.step + 1)
 
     def save(self) -> None:
@@ -513,6 +592,7 @@ class Healer(Generic[State]):
             )
             return
         self._live.saver.save("requested")
+        self._live.saver.keep_weight_sample()
 
     # -- the state of the run -------------------------------------------------------------------
 

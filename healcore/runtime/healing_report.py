@@ -16,7 +16,7 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.termination import RunStopped
-from healcore.runtime.story.diagnosis import why_no_good_checkpoint
+from healcore.runtime.story.diagnosis import advice, why_no_good_checkpoint
 from healcore.runtime.story.postmortem import path_for
 
 
@@ -49,6 +49,8 @@ class HealingReport:
     probation: int | None  # healthy steps after which a checkpoint is known-good
     postmortem: Path | None  # path of this process's postmortem, or None without such a file
     diagnosis: str  # diagnosis of the stop, or an empty string if the policy did not stop the run
+    advice: tuple[str, ...]
+    """What to check in a run that is not healthy, or empty for a healthy run."""
 
     @classmethod
     def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:
@@ -66,6 +68,8 @@ class HealingReport:
         events = loop.log.events
         written = None if events.path is None else path_for(events.path, events.run)
         completed = ending == Ending.COMPLETED
+        last = end.run.last_incident
+        current = Cause(0) if last is None or last.over else end.cause
         return cls(
             policy=loop.policy.name,
             ending=ending.value if ending else "running",
@@ -83,6 +87,7 @@ class HealingReport:
             probation=end.probation,
             postmortem=written if ending and written and written.exists() else None,
             diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
+            advice=tuple(advice(current | end.lasting)) if end.open else (),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,4 +107,6 @@ class HealingReport:
             f"known-good  {known_good}",
             f"postmortem  {self.postmortem or 'none'}",
         ]
-        return "\n".join([*lines, *filter(None, [self.diagnosis])])
+        if self.diagnosis:  # with its own advice
+            return "\n".join([*lines, self.diagnosis])
+        return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 from healcore import console
 from healcore.console import Console
-from healcore.core.decision import Action, Cause, Decision, Readings, SuspectGradient
+from healcore.core.decision import NONFINITE, Action, Cause, Decision, Readings, SuspectGradient
 from healcore.core.engine import Engine, RuleConfig
 from healcore.core.errors import error_text
 from healcore.policy import Policy, PolicyLike, dumps
-from healcore.policy.document import Budget, Hang, Retry, Rollback, SkipBatch
+from healcore.policy.document import Budget, Hang, Incident, Retry, Rollback, SkipBatch
 from healcore.policy.loader import resolve, with_limit
 from healcore.runtime.faults.failures import Failure, failures_of
 from healcore.runtime.store.checkpoints import Keep
@@ -30,6 +30,7 @@ class HostPolicy(NamedTuple):
     name: str
     text: str | None  # the policy as TOML with every key, or None if the user passed an engine
     engine: Engine
+    incident: Incident
     rollback: Rollback
     budget: Budget
     rules: tuple[RuleConfig, ...]  # applied by the host, see `Policy.host_rules`
@@ -58,7 +59,7 @@ class HostPolicy(NamedTuple):
             resolved = Policy(1, "(engine)", rollback=rollback, budget=budget)
         else:
             text, engine = dumps(resolved), resolved.engine()
-        same = ("name", "rollback", "budget", "retry", "skip_batch", "hang")
+        same = ("name", "incident", "rollback", "budget", "retry", "skip_batch", "hang")
         return cls(
             text=text,
             engine=engine,
@@ -72,6 +73,13 @@ class HostPolicy(NamedTuple):
         """Whether a rule rolls back."""
         rules = (*self.engine.config.rules, *self.rules)
         return not self.observes and any(rule.action & Action.ROLLBACK for rule in rules)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether a rule skips steps whose loss or gradient is not finite."""
+        return not self.observes and any(
+            rule.skip and rule.causes & NONFINITE for rule in self.engine.config.rules
+        )
 
     def answers(self, fault: Cause) -> frozenset[str]:
         """Actions for a fault; empty if the policy has no rule for it or only observes.

@@ -48,6 +48,7 @@ def test_a_damage_that_is_rolled_back_costs_the_undone_steps():
     assert found == pytest.approx(4.0 * 800 / DAY, rel=0.05, abs=4 * error)
 
 
+@pytest.mark.slow
 def test_needless_rollbacks_cost_what_renewal_theory_says():
     """`useful` steps of a cycle 1 / rate - undone, in a time of 1 / rate + restore."""
     alarms = dataclasses.replace(

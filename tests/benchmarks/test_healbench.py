@@ -198,6 +198,7 @@ def test_no_run_stops_the_rest():
     assert found["nothing"].weights == found["healer"].weights != found["stop"].weights
 
 
+@pytest.mark.slow
 def test_a_real_run_and_the_first_rollback_of_its_damage():
     import torch
 
@@ -215,6 +216,7 @@ def test_a_real_run_and_the_first_rollback_of_its_damage():
     assert 0 < of["passes_to_rollback"] < of["passes"]
 
 
+@pytest.mark.slow
 def test_the_command_runs_everything_and_writes_file_and_page(tmp_path, fakes, capsys):
     page, file = tmp_path / "page.md", tmp_path / "results.jsonl"
     page.write_text("# By hand\n")

@@ -101,6 +101,7 @@ def test_a_bad_batch_is_an_alarm_and_a_lasting_rise_is_found_within_ten_steps():
     assert lasting[800:810].any(0).all()
 
 
+@pytest.mark.slow
 def test_a_rise_diverges_whatever_its_noise():
     """The published rule never finds the ramps. The noise of the other losses rises with them."""
     ramp = 2 + np.r_[np.zeros(400), np.linspace(0, 20, 1000)]
@@ -113,6 +114,7 @@ def test_a_rise_diverges_whatever_its_noise():
     assert found[400:1100].any(0).all()
 
 
+@pytest.mark.slow
 def test_noise_and_a_spike_that_heals_do_not_diverge():
     levels = np.linspace(8.0, 1.0, 3000)[:, None], np.full((3000, 1), 2.0)
     shares = (0.05, 0.15, 0.3, 0.5)

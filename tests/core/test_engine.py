@@ -121,6 +121,7 @@ def test_the_ramp_rises_and_ends_at_exactly_one_or_the_ceiling(ramp_steps, top):
 FULL = policies.full("zclip")
 
 
+@pytest.mark.slow
 def test_observe_judges_as_heal_does_and_enforces_nothing():
     trace = fuzz.signals(np.random.default_rng(4), 200, 20)
     heal, observe = Engine(FULL), Engine(FULL._replace(mode="observe"))
@@ -315,3 +316,37 @@ def test_a_step_without_a_limit_has_none_of_its_operations(clip):
         assert same((a, first), (b, second))
     assert a.tally.clips.any()
     assert (a.tally.skips >= 10).all()
+
+
+def test_an_announced_change_at_a_step_that_the_caller_skips_holds_for_the_next():
+    """A GradScaler may drop the very step for which the program announces its change."""
+    for announced in (False, True):
+        config = watching("grad_spike", window=3)._replace(grace_steps=50)
+        runner = Runner(config)
+        runner.feed(grad_norm=[1.0] * 9)
+        runner.step(grad_norm=np.inf, change_expected=announced, externally_skipped=True)
+        assert bool(runner.state.change_expected) is announced
+        for _ in range(2):  # a search for the loss scale takes several steps
+            runner.step(grad_norm=np.inf, change_expected=False, externally_skipped=True)
+        first = runner.step(grad_norm=1e4, change_expected=False, externally_skipped=False)
+        assert bool(first.cause) is not announced
+        assert not runner.state.change_expected, "the request is used once"
+
+
+def test_an_evaluation_at_a_step_that_the_caller_skips_counts():
+    """The loss of the skipped step is not learnt, but the evaluation is of the weights."""
+    alarm = RuleConfig(int(Cause.OVERFIT), action=int(Action.ALERT))
+    runner = Runner(watching("overfit", alarm, max_gap=1.0, patience=2))
+    nan = np.nan
+    runner.feed(loss=[1.0] * 9, eval_loss=[nan] * 8 + [5.0], externally_skipped=[False] * 9)
+    before = runner.state.detectors[0]
+    skipped = runner.step(loss=3.0, eval_loss=5.0, externally_skipped=True)
+    assert not skipped.cause
+    assert not skipped.action
+    assert runner.state.detectors[0] == before._replace(run=2), "nothing else is learnt"
+    following = runner.step(loss=1.0, eval_loss=nan, externally_skipped=False)
+    assert following.cause == Cause.OVERFIT
+    assert following.action == Action.ALERT
+    # An evaluation that is as low as the training loss ends the overfitting in the same way.
+    runner.step(loss=3.0, eval_loss=1.0, externally_skipped=True)
+    assert not runner.step(loss=1.0, eval_loss=nan, externally_skipped=False).cause

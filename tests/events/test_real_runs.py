@@ -1,6 +1,7 @@
 """Real runs of the Healer, in both frameworks: every line that they write follows the schema."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,24 @@ def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_p
     assert "precision float32" in report.facts["Settings"]
 
 
+def test_a_restart_names_the_keys_of_a_policy_that_differ(tmp_path, caplog):
+    """Both policies have the name "default"."""
+    model = torch.nn.Linear(1, 1)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+    with suppress(ValueError), Healer("default", state=state, store=tmp_path) as healer:
+        for _ in healer.batches([torch.ones(1, 1)]):
+            raise ValueError
+    with Healer("default", state=state, store=tmp_path, rollback={"probation": 7}) as healer:
+        for batch in healer.batches([torch.ones(1, 1)]):
+            loss = model(batch).mean()
+            healer.observe(loss)
+            loss.backward()
+            state["optimizer"].step()
+    assert "default with rollback.probation = 7 (" in caplog.text
+
+
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_out_of_memory_names_the_largest_owner(framework, tmp_path):
+def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
         if number == 7:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
@@ -86,6 +103,10 @@ def test_out_of_memory_names_the_largest_owner(framework, tmp_path):
     (problem,) = (event["problem"] for event in read(path).events if event["kind"] == "fault")
     for text in (problem, next(tmp_path.glob("run.postmortem.*")).read_text()):
         assert "owner" in text, "the lines of the diagnosis are wrapped"
+    profiles = {each.suffix: each for each in tmp_path.glob("run.memory.*")}
+    assert set(profiles) == ({".txt"} if framework == "torch" else {".txt", ".prof"})
+    assert "parameters" in profiles[".txt"].read_text()
+    assert all(each.name in problem and each.stat().st_size for each in profiles.values())
 
 
 def test_each_smaller_part_names_the_owner(tmp_path):

@@ -33,6 +33,7 @@ def output(command: str, *, status: int = 0, **options: Any) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optax_loop", "torch_loop"])
 def test_example(name):
     out, _ = output(f"{name}.py")
@@ -42,6 +43,7 @@ def test_example(name):
     assert float(match[1]) < 0.4
 
 
+@pytest.mark.slow
 def test_a_loss_spike_is_healed_as_the_page_says():
     out, _ = output("loss_spike.py")
     lines = dict(re.findall(r"^(.+?) +highest loss .*, final (\S+);", out, re.M))
@@ -51,12 +53,14 @@ def test_a_loss_spike_is_healed_as_the_page_says():
     assert final["pretraining"] < 1.1 * final["no bad batches"]
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_between_frameworks_is_healed_as_one_that_stays():
     ported, stayed = output("port_a_run.py")[0].splitlines()
     assert "alarms 2, skips 2" in ported
     assert ported.removeprefix("ported") == stayed.removeprefix("stayed")
 
 
+@pytest.mark.slow
 def test_hf_trainer():
     out, _ = output("hf_trainer.py", imports=IMPORTS)
     assert "steps skipped: 3" in out  # the one NaN label, in each of three epochs
@@ -64,6 +68,7 @@ def test_hf_trainer():
     assert float(out.split()[-1]) < 1.0  # guessing the mean gives 8
 
 
+@pytest.mark.slow
 def test_trl_sft():
     out, _ = output("trl_sft.py", imports=IMPORTS)
     assert "steps skipped: 0" in out
@@ -71,6 +76,7 @@ def test_trl_sft():
     assert float(after) < 0.5 * float(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_program_of_a_page_runs(name, tmp_path):
     program = tmp_path / "program.py"
@@ -81,6 +87,7 @@ def test_the_program_of_a_page_runs(name, tmp_path):
         assert "completed after step 125: skipped 1 step" in messages
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_twice_is_repeated():
     out, messages = output("retrying_hub.py")
     assert re.fullmatch(r"loss \S+, uploads 3\n", out)
@@ -148,6 +155,7 @@ def test_an_example_prints_what_its_page_quotes(command, quoted, tmp_path):
         assert masked(printed)[-1] in masked(quoted), "the block lacks the last line"
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_and_a_completed_one_trains_nothing(tmp_path):
     (command, resumed), (again, nothing) = [block for block in SESSIONS if block not in FRESH]
     assert command == again

@@ -25,6 +25,7 @@ ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 5}
 """Most lines that healcore adds to a program."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
     most, needed = EXAMPLES[name]
@@ -98,6 +99,17 @@ def test_grain_data_are_rewound_exactly_and_the_bad_batches_left_out(capsys):
     assert first == order[: len(first)]
     assert second == [each for i, each in enumerate(order) if i >= back and i not in out]
     assert steps == grain_healer.STEPS - len(out)
+
+
+@pytest.mark.slow
+def test_a_compiled_ppo_learns_on_after_an_update_of_nan(tmp_path, capsys):
+    from examples import ppo_scan
+
+    ppo_scan.main(str(tmp_path))
+    match = re.fullmatch(r"length (\d+), steps 1280, skips 16\n", capsys.readouterr().out)
+    assert match
+    assert int(match[1]) > 40, "about 20 at the start"
+    assert inspect.getsource(ppo_scan).count("# <- healcore") <= 6
 
 
 def test_each_step_of_a_scan_is_judged_and_a_rising_rate_rolls_back(capsys):

@@ -14,8 +14,9 @@ from healcore import Checkpoints, Healer, Hooks, Logging
 from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
+from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.run.termination import IncompleteRun
-from tests.healer.run_directory import events
+from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.faults.test_page import assert_on_the_page
 
@@ -61,6 +62,7 @@ def test_a_hook_that_adds_a_save_is_no_evidence():
     assert train(loop, "default", range(50), on_incident=add_save)["rollbacks"] == 0
 
 
+@pytest.mark.slow
 def test_gradients_of_an_optimizer_that_no_longer_steps_do_not_prevent_comparisons():
     torch.manual_seed(0)
     body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
@@ -230,11 +232,17 @@ SPIKES = policies.load(
 )
 
 
-def trains_on(losses: list[dict[str, float]], **options: Any) -> None:
+ALERTS_TOO = [
+    {"to": ["nonfinite"], "do": ["skip", "alert"]},
+    {"to": ["loss_spike", "plateau"], "do": ["alert"]},
+]
+
+
+def trains_on(losses: list[dict[str, float]], policy: Any = SPIKES, **options: Any) -> None:
     """A run whose optimizers, by name, see these losses."""
     model = torch.nn.Linear(1, 1)
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-9) for name in losses[0]}
-    with Healer(SPIKES, state={"model": model, **optimizers}, **options) as healer:
+    with Healer(policy, state={"model": model, **optimizers}, **options) as healer:
         for wanted in healer.batches(losses):
             for name, optimizer in optimizers.items():
                 loss = (model(torch.ones(1)) * 0).sum() + wanted[name]
@@ -254,6 +262,7 @@ def falling(steps: int, spikes: dict[int, float]) -> list[float]:
     return [spikes.get(step, 3.0 - 0.001 * step) for step in range(steps)]
 
 
+@pytest.mark.slow
 def test_the_alert_of_each_fault_is_on_the_console_once(tmp_path, capsys):
     """Each is a fault of its own after `quiet_steps` (20) without an alarm."""
     spikes = {35: 40.0, 37: 45.0, 150: 61.0, 151: 257.0, 400: 50.0, 410: 50.0}
@@ -263,6 +272,7 @@ def test_the_alert_of_each_fault_is_on_the_console_once(tmp_path, capsys):
     assert [each["step"] for each in events(tmp_path, "alert")] == [35, 150, 400]
 
 
+@pytest.mark.slow
 def test_a_fault_of_one_optimizer_is_not_hidden_by_those_of_another(tmp_path, capsys):
     actor, q = falling(160, {35: 40.0, 100: 40.0}), falling(160, {40: 61.0, 100: 61.0})
     losses = [{"actor": a, "q": b} for a, b in zip(actor, q, strict=True)]
@@ -270,6 +280,7 @@ def test_a_fault_of_one_optimizer_is_not_hidden_by_those_of_another(tmp_path, ca
     assert spiked_lines(capsys) == [35, 40, 100], "one line for one step"
 
 
+@pytest.mark.slow
 def test_many_faults_do_not_flood_the_console_and_a_larger_one_is_told(tmp_path, capsys):
     """The first ten, each power of two, and each whose loss is twice as high as in any line."""
     spikes = {60 * number: 40.0 for number in range(1, 21)} | {60 * 13: 90.0, 60 * 14: 95.0}
@@ -279,6 +290,90 @@ def test_many_faults_do_not_flood_the_console_and_a_larger_one_is_told(tmp_path,
     told = spiked_lines(capsys)
     assert told == [60 * number for number in (*range(1, 11), 13, 16)]
     assert [each["step"] for each in events(tmp_path, "alert")] == told
+
+
+WATCHES = policies.load(
+    SKIPS,
+    detect={
+        "grad_ceiling": {"ceiling": 100.0, "first_ratio": "none"},
+        "vanishing": {"threshold": 1e-7}, "plateau": PLATEAU, "overfit": OVERFIT,
+    },
+    respond=[
+        {"to": ["nonfinite"], "do": ["skip", "alert"]},
+        {"to": ["grad_ceiling", "vanishing", "plateau", "overfit"], "do": ["alert"]},
+    ],
+)  # fmt: skip
+FALLS = [3.0 - 0.05 * step for step in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "wanted"),
+    [
+        # OVERFIT lasts from the evaluation on.
+        (FALLS, {40: 1000.0}, {"OVERFIT": 20, "GRAD_SPIKE": 40}),
+        (FALLS, {40: 1000.0, 41: 1000.0, 45: 1000.0}, {"OVERFIT": 20, "GRAD_SPIKE": 40}),
+        # Both last: the gradients vanish, then the loss stays.
+        (FALLS[:25] + FALLS[25:26] * 35, dict.fromkeys(range(60), 0.0), {
+            "GRAD_VANISHING": 0, "OVERFIT": 20, "PLATEAU": 25,
+        }),
+    ],
+)  # fmt: skip
+def test_each_cause_that_begins_has_an_alert_while_another_lasts(losses, norms, wanted, tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1e-9)
+    tracked: list[Any] = []
+    tracker = SimpleNamespace(metrics=lambda step, values: None, event=tracked.append)
+    state = {"model": torch.nn.ParameterList([weight]), "optimizer": optimizer}
+    with Healer(WATCHES, state=state, store=tmp_path, trackers=[tracker]) as healer:
+        for step, value in enumerate(healer.batches(losses)):
+            norm = norms.get(step, 1.0)
+            loss = norm * (weight - weight.detach()).sum() + value
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 19:
+                healer.observe(eval_loss=9.0)
+    alerts = events(tmp_path, "alert")
+    assert [each["cause"] for each in alerts] == [[cause] for cause in wanted]
+    for alert, first in zip(alerts, wanted.values(), strict=True):
+        assert first <= alert["step"] <= first + 30
+        assert alert["diagnosis"] == FAILURES[Cause[alert["cause"][0]]].diagnosis
+    assert [each for each in tracked if each["kind"] == "alert"] == alerts
+
+
+def test_the_advice_of_a_run_that_never_moved_is_told(tmp_path, capsys):
+    """The loss of DPO stays at chance. The policy only alerts, so there is no incident."""
+    plateau = {**PLATEAU, "chance_level": 0.6931, "chance_margin": 0.01}
+    policy = policies.load(SPIKES, detect={"plateau": plateau}, respond=ALERTS_TOO)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Healer(policy, state={"m": model, "o": optimizer}, store=tmp_path) as healer:
+        for _ in healer.batches(range(40)):
+            loss = (model(torch.ones(1)) * 0).sum() + 0.6931
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+    report = healer.report()
+    assert (report.converged, report.history) == (False, ())
+    assert report.advice == (FAILURES[Cause.PLATEAU].diagnosis,)
+    (found,) = postmortems(tmp_path)
+    assert found["cause"] == ["PLATEAU"]
+    printed = capsys.readouterr().err
+    for text in (str(report), found["diagnosis"], printed):
+        assert "a lower beta of DPO" in " ".join(text.split())
+    assert "plateau at the end, since its first alarm at step 4" in printed.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_a_lasting_cause_hides_no_other_after_a_hundred_alarms(tmp_path, capsys):
+    losses = [{"q": 3.0} for _ in range(160)] + [{"q": 40.0}] + [{"q": 3.0}] * 5
+    policy = policies.load(SPIKES, detect={"plateau": PLATEAU}, respond=ALERTS_TOO)
+    trains_on(losses, store=tmp_path, policy=policy)
+    alerts = events(tmp_path, "alert")
+    assert [each["cause"] for each in alerts] == [["PLATEAU"], ["LOSS_SPIKE"]]
+    assert events(tmp_path, "alarm")[-1]["step"] == 160
+    assert "more than 100 alarms outside of incidents" in capsys.readouterr().err
 
 
 RESETS = policies.load(rules(), rollback={"reset_moments": True})
@@ -357,3 +452,28 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert f"learning rate at most {limit:.3g} (the schedule's rate was 0.01)" in line
     assert "data rewound" in line
     assert "×" not in line
+
+
+def spikes(alert_steps, store):
+    """Steps of the alerts on isolated spikes of the loss, eight steps apart."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 1e-3)
+    policy = policies.load("default", incident={"alert_steps": alert_steps})
+    generator = torch.Generator().manual_seed(0)
+    with Healer(policy, state={"w": weight, "o": optimizer}, store=store) as healer:
+        for step in healer.steps(160):
+            is_spike = step >= 100 and step % 8 == 4
+            loss = weight.square().mean() * (1 + 0.1 * torch.rand((), generator=generator))
+            healer.observe(loss * 100 if is_spike else loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    alarms = [e["step"] for e in events(store, "alarm")]
+    return alarms, [e["step"] for e in events(store, "alert")]
+
+
+def test_a_policy_value_says_how_many_isolated_spikes_are_alerted(tmp_path):
+    alarms, alerts = spikes(0, tmp_path / "default")
+    assert len(alarms) > 3
+    assert alerts == alarms[:1], "each is within quiet_steps of the one before"
+    assert spikes(1, tmp_path / "each") == (alarms, alarms)

@@ -167,6 +167,7 @@ def test_a_run_whose_rate_ruined_its_weights_is_brought_back(framework, last, tm
     assert "20 steps in a row had no finite gradient although the weights are finite" in lines
 
 
+@pytest.mark.slow
 def test_damage_that_does_not_come_back_costs_the_repeated_steps(tmp_path):
     """The run ends with the bits of an undamaged run."""
     undamaged, run = TorchRun(), TorchRun()
@@ -205,6 +206,7 @@ def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path)
     assert run.weights() == skipping.weights()
 
 
+@pytest.mark.slow
 def test_a_later_bad_shard_is_only_skipped(tmp_path):
     """The first shard has shown that the data are bad, so that the second costs nothing."""
     run = TorchRun(bad={*range(110, 170), *range(180, 220)})
@@ -212,6 +214,7 @@ def test_a_later_bad_shard_is_only_skipped(tmp_path):
     assert run.error() < 0.1
 
 
+@pytest.mark.slow
 def test_after_three_attempts_the_run_ends_with_the_diagnosis(tmp_path):
     """Nothing that healcore changes brings this run back."""
     run = TorchRun(bad=range(110, 3000))
@@ -222,6 +225,7 @@ def test_after_three_attempts_the_run_ends_with_the_diagnosis(tmp_path):
     assert events(tmp_path, "rollback")[-1]["step"] < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", [(1, 111), (1, 125), (2, 125), (3, 125)])
 def test_a_run_that_is_killed_in_between_is_brought_back_too(killed_at, tmp_path):
     """Killed at the given visit of a batch: before, in and after the attempts."""
@@ -244,6 +248,7 @@ def test_a_run_that_is_killed_in_between_is_brought_back_too(killed_at, tmp_path
     assert len(events(tmp_path, "rollback")) == 2
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_repeated_are_left_until_the_run_would_end(tmp_path):
     """A rollback after 20 bad batches of a generator would lose trained steps for nothing."""
     run = TorchRun(bad=range(110, 170))

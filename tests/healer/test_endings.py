@@ -100,6 +100,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_an_uncaught_stop_is_a_failed_process_with_the_diagnosis_on_its_screen():
     done = forked_programs.run("-c", STOPPED)
     assert done.returncode == 1
@@ -231,6 +232,7 @@ def nothing_is_trained(run: Path, *program: object) -> str:
     return again.stdout
 
 
+@pytest.mark.slow
 def test_a_completed_run_ends_as_before_in_a_worker_of_torchrun(tmp_path):
     first = forked_programs.run("-m", "examples.torch_healer", tmp_path)
     assert first.returncode == 0, first.stderr
@@ -239,6 +241,7 @@ def test_a_completed_run_ends_as_before_in_a_worker_of_torchrun(tmp_path):
     assert again.partition(",")[2] == first.stdout.partition(",")[2] != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path):
     with small_disk(tmp_path / "disk", 16) as disk:

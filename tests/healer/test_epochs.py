@@ -108,6 +108,34 @@ def test_a_loader_for_each_epoch_loses_nothing(tmp_path):
     assert same(loop.weights(), plain.weights())
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "counted"])
+def test_a_pass_never_has_more_batches_than_its_loader(named, tmp_path):
+    """A rollback within an epoch begins the pass again at the batch of the checkpoint.
+
+    Programs count with `enumerate`, and divide by what is left of `len(loader)`.
+    """
+    bad = 2, 5  # step 19; the checkpoint before it is of step 15, the second batch of this epoch
+    loader, again = shuffled(), shuffled()
+    plain = plain_run(lambda _: again, bad)
+    loop, counted = Shrinking(), []
+    spoilt = False
+    with Healer(POLICY, state=loop.state, store=tmp_path, checkpoints=Checkpoints(every=5)) as run:
+        for epoch in run.epochs(EPOCHS):
+            kwargs = {"epoch": epoch} if named else {}
+            for index, number in enumerate(run.batches(loader, **kwargs)):
+                assert index < len(loader)
+                is_bad = (epoch, run.batch_index) == bad and not spoilt
+                loop.faults = Faults(once=[int(number)] if is_bad else [])
+                spoilt |= is_bad
+                counted.append((epoch, run.batch_index, index))
+                loop.step(run, number)
+            loop.after_epoch()
+        assert run.rollbacks == 1
+    first = next(i for i in range(1, len(counted)) if counted[i] < counted[i - 1])
+    assert counted[first] == (2, 1, 0)
+    assert same(loop.weights(), plain.weights())
+
+
 def test_a_loop_over_range_is_told(tmp_path, caplog):
     loop, loader = Poisoned(), shuffled()
     with Healer(POLICY, state=loop.state, checkpoints=Checkpoints(every=5)) as healer:
@@ -135,6 +163,7 @@ def test_the_epoch_of_a_single_pass_needs_no_line(caplog):
     assert "healer.epochs" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TorchLoop, JaxLoop])
 def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
     data = list(range(BATCHES))
@@ -154,6 +183,7 @@ def test_epoch_and_batch_index_after_a_restart(kind, tmp_path):
                 assert (healer.epoch, healer.batch_index) == divmod(step, BATCHES)
 
 
+@pytest.mark.slow
 def test_in_jax_the_loop_goes_back_with_the_state_of_the_rollback(tmp_path):
     """The program holds the state that `update` has returned, and goes on from it."""
     data, places = list(range(BATCHES)), []

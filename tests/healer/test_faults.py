@@ -19,6 +19,8 @@ from healcore import Healer, retrying
 from healcore.core.decision import Cause
 from healcore.errors import Terminated
 from healcore.policy import load, to_dict
+from healcore.runtime.faults.array_errors import SHAPES
+from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import EVERY_5, Faults, at, loop_of, rules, train
 from tests.runtime.faults.local_server import by_requests, serving
@@ -70,6 +72,7 @@ class Dies(Corrupt):
         return index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "by"),
     [(DataLoader, signal.SIGKILL), (StatefulDataLoader, signal.SIGBUS), (StatefulDataLoader, 0)],
@@ -91,6 +94,7 @@ def test_a_worker_that_dies_is_no_network_failure_and_no_unreadable_batch(
         assert_on_the_page(Cause.WORKER, capsys.readouterr().err, tmp_path)
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     policy = load("default")
@@ -155,6 +159,21 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     after = loop_of(framework, policy=load("default"))
     assert train(after, "default", range(12), store=tmp_path)["step"] == 12
     assert after.faults.order == [7, 8, 9, 10, 11]
+
+
+@BOTH
+def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framework, tmp_path):
+    """A rule for unknown errors saves, as for other errors of a program; no batch is skipped."""
+    policy = with_answers()
+    loop, wrong = loop_of(framework, policy=policy), at(7, lambda _: torch.ones(3) + torch.ones(4))
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        train(loop, policy, range(12), store=tmp_path, before=wrong)
+    (fault,) = events(tmp_path, "fault")
+    assert (fault["cause"], fault["answer"]) == (["DATA"], "save")
+    assert fault["diagnosis"] == SHAPES
+    (found,) = postmortems(tmp_path)
+    assert SHAPES in " ".join(found["diagnosis"].split())
+    assert FAILURES[Cause.DATA].diagnosis not in " ".join(found["diagnosis"].split())
 
 
 class Breaking(torch.optim.SGD):

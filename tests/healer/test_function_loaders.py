@@ -40,6 +40,7 @@ MAKERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_rollback_and_a_kill_lose_no_step(make, framework, tmp_path):

@@ -36,6 +36,7 @@ def weights(healer: Any) -> list[Any]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(healer.state["params"])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [23, 39])
 def test_a_loop_continues_with_what_update_returns(bad, tmp_path):
     """Also if the last batch is the bad one: its rollback comes before the data end."""
@@ -114,6 +115,7 @@ def nnx_run(rngs: Any, store: Any, steps: int) -> float:
     return float(model.kernel[...].sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: nnx.Rngs(7), lambda: nnx.Rngs(7)["default"]])
 def test_generators_of_nnx_resume_exactly(make, tmp_path):
     with pytest.raises(KeyboardInterrupt):

@@ -129,6 +129,7 @@ def test_a_wrong_loss_fn_is_an_error_at_the_first_batch(loss_fn, said):
         jax_run(loss_fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_loop_that_reads_its_own_batches_has_to_name_them(named, caplog):
     def own(healer: Any, data: Any) -> Any:

@@ -33,13 +33,13 @@ def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
 
 
 def spoilt_run(loop: Any, policy: Any, store: Any, at: Any, **options: Any) -> dict[str, Any]:
-    """A run whose statistics become NaN before some batches."""
+    """A run whose statistics become Inf before some batches. NaN is restored after the step."""
 
     def before(healer: Any, number: int) -> None:
         if number in at and loop.framework == "torch":
-            loop.model.seen.fill_(np.nan)
+            loop.model.seen.fill_(np.inf)
         elif number in at:
-            healer.state["seen"] = jnp.full(3, np.nan)
+            healer.state["seen"] = jnp.full(3, np.inf)
 
     return train(loop, policy, range(60), store=store, before=before, **options)
 
@@ -65,9 +65,9 @@ def test_the_run_goes_back_by_default(framework, tmp_path):
     ("batch", "what", "value", "preset", "steps"),
     [
         (49, "weights", np.nan, "default", 100),  # a save sees it
-        (49, "statistics", np.nan, "test", 100),
+        (49, "statistics", np.inf, "test", 100),
         (57, "weights", np.inf, "test", 100),  # no save sees it
-        (57, "statistics", np.nan, "default", 100),
+        (57, "statistics", np.inf, "default", 100),
         (52, "weights", np.nan, "default", 60),  # too few skips for an order, and no save
     ],
 )
@@ -188,6 +188,7 @@ def test_observing_never_ends_a_run(tmp_path):
     assert events(tmp_path, "end")[0]["ending"] == "completed"
 
 
+@pytest.mark.slow
 def test_an_attached_policy_logs_an_error_at_powers_of_ten(caplog):
     caplog.set_level(logging.ERROR, logger="healcore")
     loop = loop_of("torch", Faults(always=range(1100)))
@@ -237,6 +238,7 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     assert healer._loop.record.ledger.unhealthy == [*range(20, 25)]
 
 
+@pytest.mark.slow
 def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp_path):
     tx = protect(optax.inject_hyperparams(optax.sgd)(0.01))
     step, state = guarded("where", tx), (jnp.zeros(2), tx.init(jnp.zeros(2)))
@@ -247,3 +249,51 @@ def test_damaged_weights_behind_a_guard_are_found_by_the_loss_of_the_batches(tmp
     (rollback,) = events(tmp_path, "rollback")
     assert (rollback["checkpoint"], rollback["onset"]) == (100, 201), "the comparisons know more"
     assert float(loss_fn(healer.state, INPUTS[0])) < 1e-3
+
+
+@pytest.mark.parametrize("policy", ["zclip", "autoclip", "adagc"])
+def test_a_policy_without_rollbacks_finds_weights_that_are_not_finite(policy, tmp_path):
+    """Without waiting for a save that shows them."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    state = {"model": model, "optimizer": optimizer}
+    damaged = False
+    with Healer(policy, state=state, store=tmp_path) as healer:
+        for step in healer.steps(60):
+            loss = model(torch.ones(4, 2)).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 25 and not damaged:
+                damaged = True
+                model.weight.data.fill_(math.nan)
+        assert healer.rollbacks == 1
+    (logged,) = events(tmp_path, "rollback")
+    assert logged["step"] - 25 < 20
+    assert model.weight.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_last_rollback_limits_the_rate_to_one_of_the_run(tmp_path):
+    """L-BFGS at 1,000 times its rate, without a `loss_fn`: a factor of 1/4 is not enough."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
+    inputs = [torch.randn(32, 4) for _ in range(90)]
+
+    def train_step(batch):
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(batch) - batch.sum(1, keepdim=True).sin()).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    with Healer(state={"model": model, "optimizer": optimizer}, store=tmp_path) as healer:
+        for batch in healer.batches(inputs):
+            optimizer.param_groups[0]["lr"] = 1.0 if healer.step < 20 else 1000.0
+            train_step(batch)
+        assert healer.rollbacks == 3
+    assert all(p.isfinite().all() for p in model.parameters())

@@ -10,6 +10,7 @@ from torch import nn
 
 import healcore
 from healcore.core.decision import Cause
+from healcore.runtime.run.part_growth import FIRST_WAIT
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.runtime.faults.test_page import assert_on_the_page
@@ -20,7 +21,7 @@ class Memory:
 
     def __init__(self, fits: int) -> None:
         self.fits = fits
-        self.failures = 0
+        self.failures = self.step = 0
         self.sizes: list[int] = []
         self.error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0")
 
@@ -36,15 +37,21 @@ def train(
     memory: Memory,
     policy: Any = "default",
     each_step: Callable[[healcore.Healer[Any]], object] = lambda healer: None,
+    part_limit: int | None = None,
     **options: Any,
-) -> None:
-    """Trains on batches of 8 samples."""
+) -> torch.Tensor:
+    """Trains on batches of 8 samples, and returns the weights of the linear model."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer}
+    random = torch.Generator().manual_seed(1)
+    data = [torch.randn(8, 2, generator=random) for _ in range(batches)]
     with healcore.Healer(policy, state=state, **grouped(options)) as healer:
-        for batch in healer.batches([torch.full((8, 2), float(i)) for i in range(batches)]):
+        if part_limit is not None:
+            healer._loop.record.part_limit = part_limit
+        for batch in healer.batches(data):
+            memory.step = healer.step
             for part in healer.microbatches(batch):
                 with part:
                     memory.use(len(part.batch))
@@ -52,6 +59,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             each_step(healer)
+    return model.weight.detach()
 
 
 def test_the_size_that_fits_is_found_once_and_kept(tmp_path: Path, capsys):
@@ -138,3 +146,191 @@ def test_gradients_from_elsewhere_are_not_lost():
         step(healer)
         healer.after_step()
     assert memory.sizes == [4, 4]
+
+
+class Sometimes(Memory):
+    """Memory for any part, except in the steps of `failing`, where 2 samples fit."""
+
+    def __init__(self, *failing: int) -> None:
+        super().__init__(fits=2)
+        self.failing = failing
+
+    def use(self, samples: int) -> None:
+        if self.step in self.failing:
+            super().use(samples)
+        else:
+            self.sizes.append(samples)
+
+
+def sizes_by_step(memory: Memory) -> list[int]:
+    """The size of the parts of each step, all of which train on 8 samples in equal parts."""
+    found, left = list[int](), list(memory.sizes)
+    while left:
+        size = left[0]
+        assert left[: 8 // size] == [size] * (8 // size)
+        found.append(size)
+        del left[: 8 // size]
+    return found
+
+
+def test_larger_parts_are_tried_again_after_one_step_that_did_not_fit(capsys):
+    """Twice the size after `FIRST_WAIT` steps, and twice that after as many more."""
+    memory = Sometimes(5)
+    train(260, memory)
+    sizes = sizes_by_step(memory)
+    assert sizes == [8] * 5 + [2] * FIRST_WAIT + [4] * FIRST_WAIT + [8] * (255 - 2 * FIRST_WAIT)
+    assert memory.failures == 2
+    printed = capsys.readouterr().err
+    assert printed.count("fit into memory again") == 2
+    grown = 5 + 2 * FIRST_WAIT
+    assert f"step {grown}: up to 8 samples at a time fit into memory again" in printed
+
+
+def test_a_size_that_never_fits_is_tried_at_doubling_waits(tmp_path: Path, capsys):
+    """Failed trials spend no budget, and no batch is lost or trained twice."""
+    steps = 4 * FIRST_WAIT
+    memory = Memory(fits=4)
+    weight = train(steps, memory, budget={"shrinks": 1}, store=tmp_path)
+    assert sizes_by_step(memory) == [4] * steps
+    trials = [FIRST_WAIT, 3 * FIRST_WAIT]
+    assert [each["step"] for each in events(tmp_path, "fault")] == [0, *trials]
+    assert "fit into memory again" not in capsys.readouterr().err
+    split = Memory(fits=4)
+    assert torch.equal(weight, train(steps, split, part_limit=4))
+
+
+def test_steps_that_fail_now_and_then_spend_the_budget_once(tmp_path: Path):
+    """Each time the parts return to the size that fits, and no run ends because of it."""
+    failing = [*range(50, 500, 150)]
+    memory = Sometimes(*failing)
+    train(500, memory, budget={"shrinks": 2}, store=tmp_path)
+    sizes = sizes_by_step(memory)
+    assert [sizes[step] for step in failing] == [2] * len(failing)
+    assert {*sizes} == {2, 4, 8}
+    assert len(events(tmp_path, "fault")) == memory.failures
+
+
+@pytest.mark.parametrize(
+    "killed", [152, *(pytest.param(k, marks=pytest.mark.slow) for k in (60, 151, 251, 260))]
+)
+def test_a_restart_tries_the_sizes_of_the_run_that_was_not_killed(tmp_path: Path, killed: int):
+    """Steps 50 and 51 fail, so that trials are due in steps 151 and 251; that of 251 fails."""
+    failing = 50, 51, 251, 252
+
+    def end(healer: healcore.Healer[Any]) -> None:
+        if healer.step + 1 == killed:
+            raise ZeroDivisionError
+
+    whole = Sometimes(*failing)
+    weight = train(360, whole)
+    before, after = Sometimes(*failing), Sometimes(*failing)
+    with pytest.raises(ZeroDivisionError):
+        train(360, before, each_step=end, store=tmp_path, save_every=10)
+    assert torch.equal(weight, train(360, after, store=tmp_path, save_every=10))
+    assert before.sizes + after.sizes == whole.sizes
+    assert {*sizes_by_step(whole)} == {2, 4, 8}
+
+
+def test_no_trial_where_a_window_cannot_be_repeated():
+    """Gradients from elsewhere would be lost if the larger part did not fit."""
+    model, memory = nn.Linear(2, 1), Memory(fits=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with healcore.Healer(state={"model": model, "optimizer": optimizer}) as healer:
+        for batch in healer.batches([torch.ones(8, 2)] * (2 * FIRST_WAIT)):
+            if healer.step:
+                model.weight.square().sum().backward()
+            for part in healer.microbatches(batch):
+                with part:
+                    memory.use(len(part.batch))
+                    (model(part.batch).square().mean() * part.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert memory.failures == 1
+
+
+def test_a_rollback_begins_the_wait_again():
+    """Memory runs out in step 125. Then the run goes back to step 120, and repeats it."""
+    memory = Sometimes(125)
+    sizes: dict[int, int] = {}
+
+    def end_step(healer: healcore.Healer[Any]) -> None:
+        sizes[memory.step] = memory.sizes[-1]
+        if memory.step == 130:
+            memory.failing = ()
+            if not healer.rollbacks:
+                with torch.no_grad():
+                    healer.state["model"].weight.fill_(torch.nan)
+        rollbacks.append(healer.rollbacks)
+
+    rollbacks: list[int] = []
+    train(250, memory, each_step=end_step, save_every=20)
+    assert rollbacks[-1] == 1
+    assert len(rollbacks) > len(sizes)
+    expected = [8] * 120 + [2] * FIRST_WAIT + [4] * (len(sizes) - 120 - FIRST_WAIT)
+    assert [sizes[step] for step in range(len(sizes))] == expected
+    assert expected[-1] == 4
+
+
+def compared(
+    memory: Memory, *, trains_with: int, loss_is: str = "mean"
+) -> tuple[float, healcore.Healer[Any]]:
+    """The largest weight at the end of a run whose weights are damaged at step 100.
+
+    The `loss_fn` has the memory `memory`; a step has memory for `trains_with` samples.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    random = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(8, 4, generator=random) for _ in range(180)]
+    data = [{"x": x, "y": x.sum(1), "mask": x[:, 0] > -1} for x in inputs]
+    step_memory = Memory(fits=trains_with)
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        errors = (model(batch["x"]).squeeze(1) - batch["y"]).square()
+        return errors.mean() if loss_is == "mean" else errors.sum()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        memory.use(len(batch["x"]))
+        return loss_of(batch)
+
+    state = {"model": model, "optimizer": optimizer}
+    options = grouped({"save_every": 20})
+    with healcore.Healer(state=state, loss_fn=loss_fn, **options) as healer:
+        for batch in healer.batches(data):
+            for part in healer.microbatches(batch):
+                with part:
+                    step_memory.use(len(part.batch["x"]))
+                    loss = loss_of(part.batch)
+                    healer.observe(loss)
+                    (loss * part.weight).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if healer.step == 100 and not healer.rollbacks:
+                with torch.no_grad():
+                    model.weight.mul_(30)
+                optimizer.param_groups[0]["lr"] = 1e-5
+    return float(model.weight.detach().abs().max()), healer
+
+
+@pytest.mark.parametrize(
+    ("fits", "trains_with", "loss_is"),
+    [(2, 2, "mean"), pytest.param(2, 2, "sum", marks=pytest.mark.slow), (3, 8, "mean")],
+    ids=["both", "a sum", "only loss_fn"],
+)
+def test_comparisons_evaluate_the_parts_that_fit(fits, trains_with, loss_is, caplog):
+    caplog.set_level("INFO", "healcore")
+    memory = Memory(fits=fits)
+    weight, healer = compared(memory, trains_with=trains_with, loss_is=loss_is)
+    assert healer.rollbacks >= 1
+    assert weight < 3
+    assert "not called again" not in caplog.text
+    assert max(memory.sizes) <= fits
+    assert memory.failures == (2 if fits < trains_with else 0)
+    assert caplog.text.count("loss_fn does not fit into memory") == memory.failures
+
+
+def test_a_loss_fn_that_no_sample_fits_is_given_up(caplog):
+    _, healer = compared(Memory(fits=0), trains_with=8)
+    assert not healer.rollbacks
+    assert "loss_fn raised OutOfMemoryError" in caplog.text

@@ -12,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from healcore import Checkpoints, Cursor, Healer
 from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_faults import with_answers
 from tests.healer.training_loops import (
@@ -96,6 +97,7 @@ def run(loop: Accumulating, data: Any, store: Any, *, raises_at: int | None = No
         return healer.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [listed, shuffled, plain, read_ahead, type(None)])
 @FEW
 @given(window=st.integers(1, 3), at=st.integers(0, 2 * BATCHES - 1))
@@ -179,8 +181,9 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
     ],
 )
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
-    for name in ("batches_of", "batches_of_alarms"):  # a rollback repeats the same batches
-        monkeypatch.setattr(IncidentMonitor, name, lambda *_: [])
+    # A rollback repeats the same batches.
+    monkeypatch.setattr(MonitorState, "batches_of", lambda *_: [])
+    monkeypatch.setattr(IncidentMonitor, "batches_of_alarms", lambda *_: [])
     policy, clean = rules(cut=False), loop_of(framework, policy=rules(cut=False))
     train(clean, policy, data(), epochs=5)
     hurt, bad = loop_of(framework, policy=policy), clean.faults.order[23]
@@ -277,6 +280,7 @@ def test_loaders_that_a_step_reads_together_are_rewound_together(tmp_path):
     assert healer.step < len(pairs)
 
 
+@pytest.mark.slow
 def test_the_policy_sets_how_many_batches_are_left_out(tmp_path):
     """No more than the epoch has: the next one is read from its first batch."""
     for count, batches in ((4, range(23, 28)), (1000, range(23, 40))):

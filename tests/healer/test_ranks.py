@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from healcore import Checkpoints, Healer, Keep
 from healcore.core.decision import Action
@@ -36,12 +39,29 @@ TOLD = 21
 """Step of a proposal; the ranks vote two steps later, between two regular saves."""
 CORRUPT = (20, 39)
 """Batches that rank 1 cannot read: one that comes again after the rollback, and the last."""
+LOST = "a lost connection"
+PREPARED = "a lost connection, Accelerate"
+"""Accelerate exchanges the state of a generator between the ranks when an epoch begins."""
 TROUBLE = "terminated in trouble"
 """The scenario in which the last step, not read yet when the run ends, orders a rollback."""
 
 
 class Rows(Corrupt, Sequence):
     """A loader that can be rewound."""
+
+
+class Interrupted(Rows):
+    """Loses the connection at some of the batches, the first two times that each is read."""
+
+    def __init__(self, count: int, lost: Iterable[int]) -> None:
+        super().__init__(count, ())
+        self.left = dict.fromkeys(lost, 2)
+
+    def __getitem__(self, index: int) -> int:
+        if self.left.get(index):
+            self.left[index] -= 1
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return super().__getitem__(index)
 
 
 def does_not_list(healer: Any) -> None:
@@ -103,7 +123,7 @@ ENDS: dict[str, Any] = {
 """Scenario -> what happens to rank 1 before the step TOLD, which ends the run on both."""
 HOOKS = [lambda incident: Action(0), lambda incident: Action.STOP]
 """The hook of each rank in the scenario "severe"."""
-SCENARIOS = [*ODD, "severe", "unreadable", *ENDS]
+SCENARIOS = [*ODD, "severe", "unreadable", LOST, *ENDS]
 REFUSED = "other options"
 
 
@@ -120,6 +140,9 @@ def run(scenario: str) -> dict[str, Any]:
     policy, data = rules(), range(40)
     if scenario == "unreadable":
         policy, data = with_answers(), Rows(40, CORRUPT if rank else ())
+    if scenario == LOST:
+        policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
+        data = Interrupted(40, CORRUPT if rank else ())
     if scenario == "stop file":
         options["stop_file"] = root / f"stop on rank {rank}"
     if scenario == "without a disk":
@@ -136,7 +159,7 @@ def run(scenario: str) -> dict[str, Any]:
                 if number == at and happens and (rank == 1 or scenario == "shard"):
                     happens(healer)
                 inputs, targets = map(torch.from_numpy, faults.batch(number))
-                if rank == 0 and scenario in (*ODD, "unreadable"):
+                if rank == 0 and scenario in (*ODD, "unreadable", LOST):
                     targets = torch.nan_to_num(targets)  # the fault is on rank 1 only
                 half = slice(rank, None, 2)
                 loss = (model(inputs[half]) - targets[half]).square().mean()
@@ -173,8 +196,50 @@ def refused() -> str:
     return str(error.value)
 
 
+class Requests(Corrupt):
+    """Rows of which some requests fail."""
+
+    def __init__(self, count: int, failing: Iterable[int]) -> None:
+        super().__init__(count, ())
+        self.failing, self.requests = failing, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.requests += 1
+        if self.requests in self.failing:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return super().__getitem__(index)
+
+
+def prepared() -> list[list[int]]:
+    """The rows of two epochs on this rank, of which rank 1 loses the connection twice."""
+    rank = dist.get_rank()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    torch.manual_seed(rank)
+    rows = Requests(24, (5, 19) if rank else ())
+    loader = accelerator.prepare_data_loader(
+        DataLoader(rows, batch_size=2, shuffle=True, collate_fn=list)  # type: ignore[arg-type]
+    )
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    policy = with_answers(retry={"base_delay_s": 1e-3, "max_delay_s": 1e-3})
+    used = list[list[int]]()
+    with Healer(policy, state={"model": model, "optimizer": optimizer}) as healer:
+        for batch in healer.batches(loader, epochs=2):
+            used.append(batch)
+            loss = model(torch.tensor(batch, dtype=torch.float32)[:, None]).square().mean()
+            healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert rows.requests > 24 or not rank
+    return used
+
+
 def outcome(scenario: str) -> Any:
-    return refused() if scenario == REFUSED else run(scenario)
+    others = {REFUSED: refused, PREPARED: prepared}
+    return others[scenario]() if scenario in others else run(scenario)
 
 
 worlds = worlds_of("tests.healer.test_ranks", 600)
@@ -197,6 +262,7 @@ def events_of(found: dict[str, Any]) -> list[Any]:
     return read(Path(found["root"]) / "run.events.jsonl").events
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "target"),
     [("listing", 10), ("forgets", 15), ("rots", 15), ("without a disk", 10), ("shard", 10)],
@@ -232,6 +298,23 @@ def test_a_batch_that_one_rank_cannot_read_is_replaced_and_both_have_as_many(of)
     logged = of("unreadable")
     assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
     assert (logged["corrupt"], logged["named"]) == ([], [True, True])
+
+
+def test_a_batch_that_one_rank_reads_again_is_trained_by_both(of):
+    """The other rank waits in the step."""
+    logged = of(LOST)
+    assert (logged["stopped"], logged["rollbacks"], logged["step"]) == (None, 1, 39)
+    assert set(logged["order"]) == {*range(40)}
+    assert logged["order"].count(BAD) == 1
+
+
+def test_a_rank_that_reads_again_exchanges_nothing(worlds: Worlds):
+    """Its loader of Accelerate begins again, and would wait for an exchange with the other one."""
+    both = worlds.of(2, [], PREPARED)
+    assert [len(each) for each in both] == [12, 12]
+    for epoch in (slice(6), slice(6, 12)):
+        rows = [row for used in both for batch in used[epoch] for row in batch]
+        assert sorted(rows) == [*range(24)]
 
 
 @pytest.mark.parametrize(
@@ -274,4 +357,4 @@ def test_a_proposal_to_end_is_carried_out_by_all(of):
 
 if __name__ == "__main__":
     termination.POLL_INTERVAL_S = 0.01
-    serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED])
+    serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED, PREPARED])

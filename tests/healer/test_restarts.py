@@ -37,8 +37,8 @@ def end_without_log(end: Shutdown) -> None:
     run.saver.wait()
     run.end_requests.signals.stop()
     run.driver.close()
-    assert run.claim is not None
-    run.claim.release()
+    (claim,) = run.claims
+    claim.release()
     assert end.error is None or isinstance(end.error, Crash)
 
 
@@ -73,6 +73,7 @@ def crashing(monkeypatch: pytest.MonkeyPatch, at: int | None) -> Iterator[list[s
         yield passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("framework", "data", "distance"),
     [("torch", range, 1), ("torch", lambda count: iter(range(count)), 3), ("jax", range, 3)],
@@ -138,6 +139,7 @@ def test_skipped_batches_stay_skipped_in_every_later_process(tmp_path, monkeypat
     assert faults.seen[13] == 1
 
 
+@pytest.mark.slow
 def test_damage_of_long_ago_is_left_behind(tmp_path):
     """The run goes back one checkpoint, then three, then five, ..."""
     deep = policies.load(rules(cut=False, recoveries=8), rollback={"deepen": 2})
@@ -233,6 +235,7 @@ def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fres
     assert taken == [i % LENGTH for i in range(first, 3 * LENGTH)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["block", "epochs", "range"])
 @pytest.mark.parametrize("kill_at", [7, 17, 20])
 def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at, tmp_path):
@@ -253,6 +256,7 @@ def test_an_order_that_the_program_draws_is_the_same_after_a_kill(kind, kill_at,
     assert torch.equal(*ended)
 
 
+@pytest.mark.slow
 def test_no_update_on_a_batch_is_lost(tmp_path):
     def program(healer, step):
         for batch in healer.batches(range(8)):
@@ -263,6 +267,7 @@ def test_no_update_on_a_batch_is_lost(tmp_path):
     assert start("jax", tmp_path, program) == [batch for batch in range(4, 8) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["batches", "steps", "epochs"])
 def test_an_evaluation_is_whole_after_a_kill_and_no_checkpoint_has_its_weights(kind, tmp_path):
     """The evaluations of earlier epochs, which a restart repeats, draw random numbers."""

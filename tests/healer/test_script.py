@@ -44,6 +44,7 @@ def run(folder: Path, at: int = -1, what: str = "pass") -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_is_a_completed_run(tmp_path):
     status, out, lines = run(tmp_path)
     assert (status, out[:17]) == (0, "after the loop 30"), lines
@@ -82,6 +83,7 @@ def test_a_script_without_a_step_ends_with_status_1(tmp_path):
     assert "the Healer has seen no step of an optimizer" in lines
 
 
+@pytest.mark.slow
 def test_close_ends_the_run_before_the_program(tmp_path):
     status, out, lines = run(tmp_path, what="close")
     assert (status, out[:17]) == (0, "after the loop 30"), lines

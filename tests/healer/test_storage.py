@@ -45,6 +45,7 @@ def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypa
     assert "No space left" in failed[0]["problem"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, 5])
 def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     tmp_path, monkeypatch, caplog, every
@@ -217,6 +218,7 @@ def test_an_interrupted_run_that_is_given_another_learning_rate_says_which_holds
     assert "restart their warm-up" in lines
 
 
+@pytest.mark.slow
 def test_hyperparameters_of_a_jax_state(tmp_path: Path):
     def run(lr: float, steps: int) -> None:
         new_process()

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -171,7 +170,7 @@ def train(
     policy: Any,
     data: Any,
     *,
-    store: Path | None = None,
+    store: Any = None,
     before: Callable[[Healer, int], None] | None = None,
     epochs: int = 1,
     **options: Any,

@@ -61,6 +61,7 @@ def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
         store.verify(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
     [(LOCK, "no regular file"), (EVENTS, f"{LENGTH}\n"), (METRICS, f"{LENGTH}\n")],

@@ -106,6 +106,7 @@ def commands(folder: Path):
     yield "probe", "checkpoint", folder / NASTY.replace("/", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_no_command_prints_what_a_terminal_executes(tmp_path, number):
     result = reader.run(*list(commands(tmp_path))[number])

@@ -4,19 +4,24 @@ import json
 import os
 import pickle
 import resource
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import save_file
 
+from healcore.checkpoint_contents import ProbeError
+from healcore.tools.probe import checkpoint_files
 from healcore.tools.probe.checkpoint import probe_checkpoint
-from healcore.tools.probe.checkpoint_files import probe_paths
+from healcore.tools.probe.checkpoint_files import open_contents, probe_paths
 from healcore.tools.probe.checks import CheckpointInputs, ProbeResult
 from tests.hostile import reader
 from tests.hostile.pickles import BEGIN, END, called, dcp, named, text, torch_file
 
 
+@pytest.mark.slow
 def test_no_code_of_a_torch_file_runs(tmp_path):
     ran = tmp_path / "ran"
     codes = (
@@ -32,6 +37,7 @@ def test_no_code_of_a_torch_file_runs(tmp_path):
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(tmp_path):
     """Nor is a file read that lies outside of the checkpoint."""
     ran = tmp_path / "ran"
@@ -59,6 +65,7 @@ def test_no_code_of_an_index_of_dcp_runs_and_no_class_of_torch_changes(tmp_path)
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
     """The hash of the key of `deep` needs a stack of gigabytes."""
     torch.save({"w": torch.ones(4)}, tmp_path / "good.pt")
@@ -71,6 +78,51 @@ def test_a_path_that_needs_too_much_costs_no_other_path_its_verdict(tmp_path):
     message = f"{large} could not be judged: it needs more memory than its limit"
     assert results[0].checks[0].message == message
     assert "ended" in results[1].checks[0].message
+
+
+def doubled(first: bytes, begin: bytes, end: bytes, keys: bool = False) -> bytes:
+    """60 containers, of which each holds the one before it twice: 2^60 values."""
+    stored = first + b"q\x00"
+    a, b = (text("a"), text("b")) if keys else (b"", b"")
+    for number in range(60):
+        last = b"h" + bytes([number])
+        stored += begin + a + last + b + last + end + b"q" + bytes([number + 1])
+    return stored
+
+
+def test_shared_containers_are_not_expanded(tmp_path):
+    paths = [
+        torch_file(tmp_path / "list.pt", BEGIN + doubled(b"]", b"](", b"e") + END),
+        torch_file(tmp_path / "tuple.pt", BEGIN + doubled(b")", b"", b"\x86") + END),
+        torch_file(tmp_path / "dict.pt", BEGIN + doubled(b"}", b"}(", b"u", keys=True) + END),
+        torch_file(tmp_path / "own.pt", BEGIN + b"]q\x00h\x00a" + END),
+    ]
+    for path in paths:
+        with pytest.raises(ProbeError, match="same containers again and again"):
+            open_contents(path)
+    betas = (0.9, 0.95)  # one object in the file
+    groups = [{"params": [number], "betas": betas} for number in range(30)]
+    torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.pt")
+    leaves = open_contents(tmp_path / "optimizer.pt").leaves
+    assert leaves["param_groups", "29", "betas", "1"] == 0.95
+    assert list(leaves)[:2] == [
+        ("param_groups", "0", "params", "0"),
+        ("param_groups", "0", "betas", "0"),
+    ]
+
+
+@pytest.mark.slow
+def test_a_reader_that_waits_is_ended(tmp_path, monkeypatch):
+    """As a file on a disk of the network that does not answer: it uses no processor time."""
+    code = "import healcore.tools.probe.checkpoint_files as f; f._WALL_TIME = 0.02; f.serve()"
+    monkeypatch.setattr(checkpoint_files, "_START", code)
+    (result,) = probe_paths("checkpoint", waits, [tmp_path], CheckpointInputs())
+    assert "longer than its limit of wall time" in result.checks[0].message
+
+
+def waits(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    time.sleep(60)
+    raise AssertionError
 
 
 def orbax(folder: Path, name: str = "w", **zarray: object) -> Path:
@@ -104,6 +156,7 @@ def test_orbax_checkpoints(tmp_path):
     assert outcome.verdicts() == ["ERROR"] * 3 + ["PASS"]
 
 
+@pytest.mark.slow
 def test_safetensors(tmp_path):
     digits = '{"w": {"dtype": "F32", "shape": [' + "9" * 400_000 + '], "data_offsets": [0, 8]}}'
     longer = (1 << 40).to_bytes(8, "little") + b'{"w":'
@@ -126,6 +179,7 @@ def killed(path, inputs):
     return ProbeResult(path.name, str(path), (), {"limits": limits})
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_replaced(tmp_path):
     paths = [tmp_path / name for name in ("small", "crashes", "endless", "large")]
     for path in paths:

@@ -159,6 +159,7 @@ def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
             yield (path, value), mutant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [MANIFEST, STATE, RECORD])
 def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
     store = DCPStore(tmp_path)
@@ -214,6 +215,7 @@ OF_TORCH = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
     """The digests hold: the checkpoint is restored, and what it holds cannot be loaded."""

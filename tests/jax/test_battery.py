@@ -38,6 +38,7 @@ def test_tree_map_reaches_the_moments_and_not_the_healing_state(name):
     assert_same_bits(find(moved), find(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_keeps_shapes_dtypes_and_weak_types(dtype):
     with jax.enable_x64(dtype == jnp.float64):
@@ -79,6 +80,7 @@ def test_masked_tensors_are_neither_judged_nor_changed(name):
     assert jnp.isfinite(updates["a"]).all()
 
 
+@pytest.mark.slow
 def test_survives_donation_even_after_an_eager_step():
     chex.clear_trace_counter()
     tx = OPTIMIZERS["protect"]

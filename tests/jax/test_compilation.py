@@ -26,6 +26,7 @@ RESETS = policies.CUT_LR._replace(lr=policies.CUT_LR.lr._replace(reset_moments=T
 LOSS = jnp.float32(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
@@ -78,6 +79,7 @@ def test_a_step_prepared_ahead_of_time_makes_the_same_bits(how):
         assert_same_bits((ours, made), (theirs, read))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "limit"),
     [
@@ -147,6 +149,7 @@ INNER = optax.lion(1e-3)
 INJECTED = optax.inject_hyperparams(optax.sgd)(lambda count: 0.1)  # itself refuses `MIXED`
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "params"),
     [

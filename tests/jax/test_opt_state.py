@@ -140,6 +140,7 @@ def test_a_state_of_another_policy_is_refused(other):
         from_dict(tx.init(PARAMS), saved, other)
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_a_schedule_continues_with_injected_hyperparameters():
     """The line of docs/jax.md."""
     rate = optax.linear_schedule(0.1, 0.01, 10)

@@ -37,6 +37,7 @@ def sam(base):
     return contrib.sam(base, optax.chain(contrib.normalize(), optax.sgd(0.05)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "period", "second"), [(schedule_free, 1, "z"), (sam, 2, "cache")]
 )
@@ -112,6 +113,7 @@ def test_it_continues_as_a_new_optimizer(name):
     assert_same_bits(after(reset, range(10, 14))[0], after(fresh, range(10, 14))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [protect, chained])
 def test_the_schedule_continues_and_nothing_is_compiled_again(wrap):
     run, driver = driven(plain(optax.adamw(WARM), wrap=wrap))
@@ -167,6 +169,7 @@ def states(policy: EngineConfig, inner: Any = None, *, jit: bool = True, bad: in
     return found[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [True, False])
 def test_the_step_after_the_cut_is_the_first_of_new_moments_and_the_schedule_continues(jit: bool):
     inner = optax.adamw(optax.linear_schedule(1e-2, 0.0, 100))
@@ -185,12 +188,14 @@ def test_a_skipped_step_after_the_cut_changes_nothing_and_the_reset_waits():
     assert [bool(each.heal_reset_moments) for each in (cut, skipped, after)] == [True, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [KEEPS, OBSERVES, SKIPS_TOO], ids=["off", "observe", "skipped"])
 def test_moments_stay_without_an_order_to_reset_them(policy: EngineConfig):
     state = states(policy)[-1].inner_state
     assert int(optax.tree.get(state, "count")) == MANY - (policy is SKIPS_TOO)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_known_stays():
     kept, reset = (states(each, contrib.prodigy(1e-2))[-1].inner_state for each in (KEEPS, CUTS))
     assert_same_bits(kept, reset)

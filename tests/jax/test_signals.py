@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from healcore.core.detectors import NonFiniteConfig
+from healcore.core.decision import Cause
+from healcore.core.detectors import NonFiniteConfig, OverfitConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
 from healcore.jax import gradients, heal, heal_zclip, last_decision, metrics, protect
@@ -97,6 +98,32 @@ def test_an_overflow_of_a_dynamic_loss_scale_costs_one_step(policy):
     assert jnp.sum(params**2) < 3.0, "it has learnt"
     assert int(optax.tree.get(state, "count")) == 60 - overflows == metrics(state)["heal/steps"]
     assert int(metrics(state)["heal/skips"]) == int(metrics(state)["heal/incidents"]) == 0
+
+
+@pytest.mark.parametrize("make", [heal, lambda policy: protect(optax.sgd(0.1), policy)])
+def test_one_time_signals_of_an_overflow_are_kept_for_the_next_step(make):
+    """`change_expected` and `eval_loss` come once; the caller skips this very step."""
+    overfit = ("overfit", OverfitConfig(max_gap=1.0, patience=1))
+    tx = make(policies.SKIP._replace(detectors=(*policies.SKIP.detectors, overfit)))
+
+    @jax.jit
+    def update(state, norm, changed, evaluation, skipped):
+        signals = {"change_expected": changed, "eval_loss": evaluation}
+        grads, loss = {"w": norm * jnp.ones(3)}, jnp.float32(1)
+        return tx.update(grads, state, PARAMS, value=loss, externally_skipped=skipped, **signals)[1]
+
+    state = tx.init(PARAMS)
+    for _ in range(6):
+        state = update(state, 1.0, False, jnp.nan, False)
+    for changed in (False, True):
+        dropped = update(state, jnp.inf, changed, jnp.nan, True)
+        after = update(dropped, 1e4, False, jnp.nan, False)
+        assert bool(last_decision(after).skip) is not changed
+    for evaluation, overfits in ((1.5, False), (9.0, True)):
+        dropped = update(state, jnp.inf, False, evaluation, True)
+        assert last_decision(dropped).cause == 0
+        after = update(dropped, 1.0, False, jnp.nan, False)
+        assert bool(last_decision(after).cause & Cause.OVERFIT) is overfits
 
 
 @every_transformation
@@ -245,6 +272,7 @@ def head_gradients(*bases, bad=None):
     return [{"base": jnp.full(4, x, jnp.float32), "head": jnp.asarray(y)} for x, y in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FROZEN)
 def test_a_gradient_of_a_frozen_parameter_does_not_count(name):
     run, tx = in_loop if name in EAGER else in_scan, FROZEN[name]

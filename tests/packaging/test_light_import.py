@@ -27,6 +27,7 @@ def test_what_an_import_does_not_load():
     assert run(f"import sys, {rest}; print(set({FRAMEWORKS}) & set(sys.modules))") == "set()"
 
 
+@pytest.mark.slow
 def test_an_import_leaves_the_filters_of_warnings_alone():
     code = "import warnings, torch.distributed.checkpoint; before = [*warnings.filters]"
     assert run(f"{code}; import healcore.torch.store; print(warnings.filters == before)") == "True"

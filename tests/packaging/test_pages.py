@@ -58,10 +58,11 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
     assert [each.skip for each in reports] == [False]
 
 
+@pytest.mark.slow
 def test_the_jax_snippets(tmp_path, monkeypatch):
     """The first two are one program; each other snippet takes names from the first one only."""
     monkeypatch.chdir(tmp_path)
-    optimizer, loop, nnx, linen, equinox, half = blocks("jax.md")
+    optimizer, loop, nnx, linen, equinox, scan, half = blocks("jax.md")
     scope: dict[str, Any] = {}
     exec(optimizer, scope)
     exec(loop, scope)
@@ -90,6 +91,10 @@ def test_the_jax_snippets(tmp_path, monkeypatch):
     assert not jnp.array_equal(after[0]["w"], scope["state"][0]["w"])
     assert jnp.array_equal(kept[0]["w"], after[0]["w"])
 
+    exec(scan, scope)
+    assert (scope["healer"].step, scope["losses"].shape) == (1000, (1000,))
+    assert scope["losses"][-1] < scope["losses"][0]
+
     if find_spec("equinox"):
         exec(equinox, scope)
         scope["train_step"](scope["state"], good)
@@ -103,6 +108,7 @@ def test_the_diagrams_are_those_of_the_script():
         assert f"]({name})" in (DOCS / "how-it-decides.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, monkeypatch):
     """The page quotes the lines of the second start."""
     (tmp_path / "whole").mkdir()
@@ -119,6 +125,25 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     found = re.findall(r"^healcore: .*$", run.stderr, flags=re.M)
     quoted = re.findall(r"^    (healcore: .*)$", text("data-and-resume.md"), flags=re.M)
     assert [line.replace(str(tmp_path), "/home/me") for line in found] == quoted
+
+
+@pytest.mark.slow
+def test_the_off_policy_loop_and_its_buffers(tmp_path, monkeypatch):
+    """The loop trains, its environment is named, and both other buffers can be in a state."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in blocks("off-policy.md"):
+        exec(block, scope)
+    assert scope["healer"].step == scope["UPDATES"]
+    ring, again = scope["Ring"](50), scope["Ring"](50)
+    ring.seen[:3], ring.added = 7.0, 3
+    store = healcore.torch.DCPStore(tmp_path / "ring")
+    store.save(1, {"ring": ring})
+    again.load_state_dict(store.restore(1, {"ring": again}).state["ring"])
+    assert (again.added, again.seen[:3].tolist()) == (3, [[7.0]] * 3)
+    written = sum(each.stat().st_size for each in (tmp_path / "ring").rglob("*.distcp"))
+    assert written < 50 * 4 + 3000, "the written part"
+    assert (tmp_path / "replay-seen.npy").exists()
 
 
 def test_the_ranks_snippet_on_one_rank(tmp_path, monkeypatch):
@@ -150,6 +175,7 @@ def strings(tree: ast.AST) -> Iterator[str]:
         yield from strings(node)
 
 
+@pytest.mark.slow
 def test_each_message_that_the_faq_quotes_occurs_in_the_source():
     # healcore/torch and healcore/jax are links to adapters.
     files = [
@@ -163,7 +189,7 @@ def test_each_message_that_the_faq_quotes_occurs_in_the_source():
 
 
 PAGE = "../README.md"
-JAX, TORCH = "inject_hyperparams", "scheduler.step()"
+JAX, TORCH = "learning_rate=rate", "scheduler.step()"
 
 
 def test_every_snippet_is_run_and_the_quoted_output_is_of_the_tutorial():

@@ -202,6 +202,7 @@ def test_the_signals_bring_every_kind_of_decision(expected: list[Decision]):
     assert any(0 < each.grad_scale < 1 and not each.skip for each in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_loop_decides_as_the_engine(loop: str, policy: Path, expected: list[Decision]):
     found = LOOPS[loop](policy)
@@ -214,6 +215,7 @@ def test_each_loop_decides_as_the_engine(loop: str, policy: Path, expected: list
         assert (mine.grad_scale, mine.lr_scale) == pytest.approx(factors, rel=tolerance, abs=0), i
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["default", "pretraining"])
 def test_protect_alone_gives_the_causes_of_attach(preset: str):
     of_torch, of_jax = torch_loop(preset), jax_loop(preset)

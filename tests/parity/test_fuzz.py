@@ -205,6 +205,7 @@ def test_a_fused_multiply_add_in_the_core_would_be_seen(monkeypatch):
 # -- the state stays finite, factors in [0, 1], no bad gradient is accepted ------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*policies.CLIPS, *policies.PUBLISHED])
 @pytest.mark.parametrize(
     ("steps", "lanes"), [(300, 300), pytest.param(1000, 1000, marks=pytest.mark.stress)]

@@ -20,7 +20,7 @@ from healcore.torch import attach
 from tests.torch.sync_counter import CountSyncs
 
 COUNTS = {
-    "default": (191, 120),
+    "default": (191, 12),
     "conservative": (766, 593),
     "pretraining": (942, 741),
     "zclip": (231, 186),

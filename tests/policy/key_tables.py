@@ -18,10 +18,14 @@ from typing import Any
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE
-from healcore.policy.document import Budget, Detect, Policy, Respond, Rollback, When
+from healcore.policy.document import Budget, Detect, Incident, Policy, Respond, Rollback, When
 from healcore.policy.tables import keys_of
 
-CORE: dict[type, type] = {Rollback: engine.RollbackConfig, Budget: engine.BudgetConfig}
+CORE: dict[type, type] = {
+    Incident: engine.IncidentConfig,
+    Rollback: engine.RollbackConfig,
+    Budget: engine.BudgetConfig,
+}
 """Tables of a file with the engine's configs of the same keys, which have further sentences."""
 PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("policies.md", "other-tools.md")]
 PAGE = "\f".join(page.read_text() for page in PAGES)

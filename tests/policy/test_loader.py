@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import healcore
+from healcore.core.clipping import FixedConfig
 from healcore.policy import (
     Overrides,
     Policy,
@@ -21,6 +22,7 @@ from healcore.policy import (
     loads,
     preset_text,
 )
+from healcore.policy.loader import parse_overrides
 from healcore.policy.tables import keys_of
 from healcore.runtime.run_options import HostPolicy
 
@@ -49,6 +51,55 @@ def test_none_takes_a_limit_a_detector_or_all_clipping_away_and_lists_are_replac
     assert load("default", clip=None).clip.kind == "none"
     same = load("default", clip={"max_norm": None}, budget={"recoveries": 3}, mode="heal")
     assert same == load("default")
+
+
+def test_the_command_line_merges_into_the_own_tables_of_a_policy():
+    base = load("zclip")
+    cases = {
+        "clip.max_norm=2": {"clip.max_norm": 2.0},
+        "clip.max_norm=none": {"clip.max_norm": "none"},
+        "clip.z_threshold=3": {"clip.z_threshold": 3},
+        "clip.shift.patience=40": {"clip.shift.patience": 40},
+        "lr.factor=0.25": {"lr.factor": 0.25},
+        "respond[0].do=['skip']": {"respond[0].do": ["skip"]},
+        "respond[0].when.consecutive=3": {"respond[0].when.consecutive": 3},
+    }
+    for pair, changed in cases.items():
+        policy = load(base, **parse_overrides([pair], "--set"))
+        found = {key: right for key, _, right in diff(base, policy)}
+        assert (found, policy.clip.kind) == (changed, "zclip")
+    given = ["clip.max_norm=2", "clip.kind=fixed", "mode=observe"]
+    policy = load(base, **parse_overrides(given, "--set"))
+    assert (policy.clip, policy.mode) == (FixedConfig(2), "observe")
+    assert load(base, **parse_overrides(["clip=none"], "--set")).clip.kind == "none"
+    without = ["detect.nonfinite=none", "respond=[]"]
+    assert load(base, **parse_overrides(without, "--set")).detect.nonfinite is None
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "lines"),
+    [
+        ("fixed-clip", "clip.z_threshold=3", 'one of kind, max_norm; kind = "zclip" has z_thresh'),
+        ("zclip", "clip.zthreshold=3", "one of kind, z_threshold, ema_decay, warmup_steps, target"),
+        ("zclip", "zclip_z_threshold=3", 'clip.z_threshold, as clip={"z_threshold": ...} in Pyth'),
+        (
+            "zclip",
+            "respond[7].do=['skip']",
+            "the number of a rule of this policy, which has 0 to 0",
+        ),
+    ],
+)
+def test_a_key_that_a_policy_does_not_have_is_an_error_that_lists_those_it_has(name, pair, lines):
+    with pytest.raises(PolicyError) as caught:
+        load(name, **parse_overrides([pair], "--set"))
+    assert lines in str(caught.value)
+
+
+def test_one_rule_is_changed_by_its_number():
+    policy = load("default", respond={1: {"when": {"consecutive": 4}}})
+    assert [(each.key, each.right) for each in diff(load("default"), policy)] == [
+        ("respond[1].when.consecutive", 4)
+    ]
 
 
 @pytest.mark.parametrize(

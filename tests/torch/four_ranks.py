@@ -15,7 +15,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Healer
-from healcore.core.engine import Engine
+from healcore.core.detectors import OverfitConfig
+from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import RanksDisagreeError
 from healcore.runtime.run.rollback_rates import limit_norms
 from healcore.torch import attach
@@ -243,8 +244,32 @@ def pipeline(kind: str) -> dict[str, Any]:
         if i == 1:
             outcome["norms"] = [float(heal.metrics()["heal/grad_norm"]), float(square.sqrt())]
             outcome["loss"] = float(heal.live_engine.pending_record()().loss)
+            outcome["observed"] = float(torch.stack(losses).mean()) if losses else None
     skips = float(heal.metrics()["heal/skips"])
     return {**outcome, "added": added, "skips": skips, "unmoved": unmoved}
+
+
+PARTLY = ("a loss", "a gradient", "an evaluation")
+
+
+def partly(what: str) -> dict[str, Any]:
+    """Ranks 2 and 3 lack a loss or a gradient, or the other ranks lack an evaluation."""
+    net, rank = small_net(), dist.get_rank()
+    optimizer = SGD(net.parameters(), lr=1e-3)
+    overfit = ("overfit", OverfitConfig(max_gap=4.0, patience=1))
+    heal = attach(optimizer, Engine(EngineConfig(detectors=(overfit,))))
+    lacks = rank >= 2
+    loss = 1.0 + rank
+    if not (lacks and what == "a loss"):
+        heal.observe(loss)
+    if what == "an evaluation" and lacks:
+        heal.observe_eval(6.0 + rank)
+    for p in net.parameters():
+        p.grad = None if lacks and what == "a gradient" else torch.full_like(p, loss)
+    own = sum((p.grad.square().sum().item() for p in net.parameters() if p.grad is not None), 0.0)
+    optimizer.step()
+    metrics = {name: float(value) for name, value in heal.metrics().items()}
+    return {"metrics": metrics, "loss": loss, "square": own}
 
 
 def alone(where: str) -> dict[str, Any]:
@@ -344,6 +369,7 @@ KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
     scaled: ("fused", "not fused"),
     limited: HOST_AND_DEVICE,
     pipeline: ("four stages", "two stages"),
+    partly: PARTLY,
     alone: ("memory", "disk"),
     evaluated: EVALUATED,
 }

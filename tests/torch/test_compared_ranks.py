@@ -45,6 +45,7 @@ def goes_back_from_faults_only(fault: str, found: dict[str, Any]) -> None:
         assert found["lr_scale"] == pytest.approx(0.01 if fault == "rate" else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("world", "kinds", "kind"), SPREAD)
 def test_several_ranks_decide_as_one(

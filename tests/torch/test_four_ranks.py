@@ -46,6 +46,22 @@ def test_all_ranks_skip_what_is_bad_on_one(kind: str, of: Of):
         assert four[4:] == pytest.approx(one[4:], rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("what", program.PARTLY)
+def test_a_mean_is_over_the_ranks_that_have_the_signal(what: str, of: Of):
+    outcomes = of(f"partly: {what}")
+    have = outcomes[:2]
+    losses = [each["loss"] for each in (have if what == "a loss" else outcomes)]
+    squares = [each["square"] for each in (have if what == "a gradient" else outcomes)]
+    # Evaluations of 8 and 9 are 6 above the mean loss of 2.5. A mean over four ranks is not.
+    alarms = float(what == "an evaluation")
+    for each in outcomes:
+        found = each["metrics"]
+        assert found["heal/loss"] == pytest.approx(sum(losses) / len(losses))
+        norm = (sum(squares) / len(squares)) ** 0.5
+        assert found["heal/grad_norm"] == pytest.approx(norm)
+        assert found["heal/alarms"] == alarms
+
+
 @pytest.mark.parametrize("kind", program.LAYOUTS)
 def test_the_global_norm_counts_every_part_once(kind: str, of: Of):
     for each in of(f"judged: {kind}"):
@@ -99,6 +115,7 @@ def test_norms_are_added_up_over_pipeline_stages(kind: str, of: Of):
         judged, norm = each["norms"]
         assert judged == pytest.approx(norm, rel=1e-6)
         assert each["loss"] == outcomes[-1]["loss"]
+        assert each["loss"] == pytest.approx(outcomes[-1]["observed"], rel=TOLERANCE)
         assert (each["added"], each["skips"], each["unmoved"]) == ([BYTES], 1.0, True)
 
 

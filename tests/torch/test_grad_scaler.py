@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
+from healcore.core.decision import Cause
+from healcore.core.detectors import OverfitConfig
+from healcore.core.engine import Engine, EngineConfig
 from healcore.runtime.healer import Healer
 from healcore.runtime.run.termination import RunStopped
 from healcore.torch import attach
@@ -126,6 +130,44 @@ def test_overflows_that_do_not_end_are_counted(fused: bool, where: Any, unscale:
     assert int(heal.metrics()["heal/alarms"]) == 5
 
 
+@every_way
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_one_time_signals_of_an_overflow_are_kept(
+    fused: bool, where: Any, unscale: bool, when: str
+):
+    """An announced change and an evaluation, reported before or right after a dropped step."""
+    for one in ("change", "evaluation"):
+        loop = Loop(fused=fused)
+        overfit = ("overfit", OverfitConfig(max_gap=20.0, patience=1))
+        config = policies.SKIPS.config
+        engine = Engine(config._replace(detectors=(*config.detectors, overfit)))
+        heal = attach(loop.optimizer, engine, engine=where, scaler=loop.scaler)
+        for _ in range(6):
+            loop.step(unscale=unscale, heal=heal)
+        report = heal.expect_change if one == "change" else partial(heal.observe_eval, 99.0)
+        for what in (report, partial(loop.step, overflow=math.inf, unscale=unscale, heal=heal))[
+            :: 1 if when == "before" else -1
+        ]:
+            what()
+        loop.step(factor=1e3 if one == "change" else 1.0, unscale=unscale, heal=heal)
+        decision = heal.last_decision()
+        assert decision is not None
+        assert decision.cause == (Cause(0) if one == "change" else Cause.OVERFIT)
+
+
+def test_an_evaluation_before_a_step_without_gradients_counts_at_the_next_step():
+    loop = Loop()
+    engine = Engine(EngineConfig(detectors=(("overfit", OverfitConfig(patience=1)),)))
+    heal = attach(loop.optimizer, engine)
+    loop.step(unscale=True, heal=heal)
+    heal.observe_eval(99.0)
+    loop.optimizer.zero_grad()
+    loop.optimizer.step()
+    loop.step(unscale=True, heal=heal)
+    assert int(heal.metrics()["heal/alarms"]) == 1
+
+
+@pytest.mark.slow
 def test_a_healer_stops_a_run_whose_every_step_overflows():
     loop = Loop(fused=False)
     state = {"p": [loop.p], "optimizer": loop.optimizer, "scaler": loop.scaler}

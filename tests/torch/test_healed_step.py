@@ -233,3 +233,25 @@ def test_duplicates_of_a_sparse_gradient_add_up_first():
     grad = torch.sparse_coo_tensor(places, values, (5,), check_invariants=True)
     assert norm(grad) == 5.0
     assert not grad.is_coalesced()  # measured on a copy
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rate_that_a_hook_sets_within_a_cut_step_is_the_rate_of_the_next_step(fused: bool):
+    """A warm-up in a hook of the optimizer runs while the rate is scaled for the step."""
+    p: Any = Parameter(torch.ones(3))
+    optimizer = SGD([p], lr=0.1, fused=fused)
+    heal = attach(optimizer, policies.CUTS, engine="host")
+    schedule = iter((0.1, 0.2, 0.4))
+    optimizer.register_step_post_hook(
+        lambda *_: optimizer.param_groups[0].__setitem__("lr", next(schedule))
+    )
+    moved = []
+    for gradient in (1.0, NAN, 1.0, 1.0):
+        p.grad = torch.full((3,), gradient)
+        before = p.detach().clone()
+        optimizer.step()
+        moved.append(float((before - p.detach())[0]))
+    assert int(heal.metrics()["heal/lr_cuts"]) == 1
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.4)
+    halves = [0.1 * 0.5, 0.2 * 0.5]
+    assert moved[2:] == pytest.approx(halves, rel=1e-5)

@@ -188,6 +188,7 @@ def test_observe_mode_only_says_what_it_would_have_done(where: Any):
     assert float(heal.metrics()["heal/grad_scale"]) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))),
     reason="torch.compile needs a C++ compiler on a CPU, and there is none",
@@ -209,3 +210,30 @@ def test_the_compiled_engine_limits_as_the_eager_one():
     assert runs[0][1]["state"]["tally"]["clips"] == 2
     assert_same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
+
+
+def test_a_closure_that_a_fused_step_evaluates_again_leaves_no_scale_behind():
+    """A hook of the program writes gradients, so the closure is evaluated and clipped again."""
+    p: Any = Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = torch.optim.AdamW([p], lr=0.1, fused=True)
+    heal = attach(optimizer, POLICY, engine="host")
+    limit(heal, LIMIT)
+    evaluations = []
+
+    def write(*_: Any) -> None:
+        p.grad.mul_(1.0)
+
+    def closure() -> torch.Tensor:
+        evaluations.append(1)
+        optimizer.zero_grad()
+        loss = 0.5 * (p**2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.register_step_pre_hook(write)
+    optimizer.step(closure)
+    assert len(evaluations) == 2
+    # A scale that stays divides the gradients of every later step, and a GradScaler takes it.
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+    moment = optimizer.state[p]["exp_avg"]
+    torch.testing.assert_close(moment.norm() / 0.1, torch.tensor(LIMIT), rtol=1e-4, atol=0)

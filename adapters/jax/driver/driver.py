@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping
-from operator import is_not
+from operator import is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,7 +15,8 @@ import optax
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as engine_states
-from healcore.jax.driver.engines import Dispatch, StepReader
+from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
+from healcore.jax.driver.engines import BlockRecords, Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
@@ -24,7 +25,7 @@ from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
-from healcore.runtime.store.checkpoints import IN_MEMORY
+from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 
@@ -52,9 +53,9 @@ class JaxDriver(Driver):
         self._live = live_state_of(state)
         tree = self._live.read()
         self._engines = engine_states.find_engines(tree, self._live.trained, self._engine)
-        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
-        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
-        self.nonfinite_weights = self._weights.nonfinite
+        self._set_weights()
+        self._changes: list[str] = []
+        """Changes of the structure of the state that `structure_changes` has not returned yet."""
         self._not_finite = set(self.nonfinite_weights())
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
@@ -65,6 +66,12 @@ class JaxDriver(Driver):
         self._marks: VoteMarks | None = None
         """The votes of a program of several processes, created by `ranks`."""
         self._ranks: Ranks | None = None
+        self._block: BlockRecords | None = None
+        """The records of a block that `take_dispatch` has not returned."""
+        self._scans: dict[Any, CompiledBlocks] = {}
+        """Update of `Healer.scan` -> its compiled blocks, to compile each update once."""
+        self._given = jax.tree.leaves(state)
+        """The leaves of the state that the program has passed, to recognize it."""
         self.window = SummedGradients(self._counters)
         self._remember_step()
         self._edit = max(engine_states.edit_numbers(self._states()))
@@ -94,9 +101,13 @@ class JaxDriver(Driver):
         self.on_step()
         if state is None and self._live.in_place:
             return
+        self._set_state(state)
+
+    def _set_state(self, state: Any) -> None:
+        """Checks a state of the program, and makes it the live state."""
         before, self._live.state = self._live.state, state
         try:
-            self._live.check_if_new()
+            self._check_structure()
             if self._edit_is_new:  # one sync, in the first update after an edit
                 edits = engine_states.edit_numbers(self._states())
                 self._edit_is_new = any(edit != self._edit for edit in edits)
@@ -105,6 +116,50 @@ class JaxDriver(Driver):
         except HealStateError:
             self._live.state = before
             raise
+
+    def _check_structure(self) -> None:
+        """Raises HealStateError for a state of another structure, unless it is a whole state.
+
+        A program may widen a layer between two calls: it makes new parameters, and a new state of
+        the optimizer for them. A whole state has every engine, and moments with the shapes of its
+        parameters. It becomes the state of the run; its detectors and budgets are those that it
+        brings.
+        """
+        try:
+            self._live.check_if_new()
+        except HealStateError as error:
+            if not self._continue_with_new_structure():
+                raise
+            self._changes.append(str(error).partition(": ")[2].partition(". Nothing was saved")[0])
+
+    def _continue_with_new_structure(self) -> bool:
+        """Makes a state of another structure the state of the run, if it is a whole state."""
+        try:
+            live = live_state_of(self._live.state)
+            tree = live.read()
+            engines = engine_states.find_engines(tree, live.trained, self._engine)
+        except HealStateError:
+            return False
+        names = [[entry.name for entry in each] for each in (engines, self._engines)]
+        fit = (engine_states.trains_its_parameters(tree, entry) for entry in engines)
+        if live.in_place or names[0] != names[1] or not all(fit):
+            return False
+        self._live, self._engines = live, engines
+        self._set_weights()
+        states = self._states()
+        self._reader = self._reader.continues(engines, states)
+        self._edit, self._edit_is_new = max(engine_states.edit_numbers(states)), False
+        return True
+
+    def _set_weights(self) -> None:
+        self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
+        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
+        self.nonfinite_weights = self._weights.nonfinite
+
+    def structure_changes(self) -> list[str]:
+        """See `Driver.structure_changes`."""
+        changes, self._changes = self._changes, []
+        return changes
 
     def take_dispatch(self) -> Dispatch | None:
         """Begins to copy the step since the last call to the host. None if no step was taken.
@@ -116,7 +171,31 @@ class JaxDriver(Driver):
             return None
         self._last_counters = self._counters()
         votes = bool if self._marks is None else self._marks.begin_dispatch()
-        return self._reader.dispatch(self._states(), votes)
+        block, self._block = self._block, None
+        return self._reader.dispatch(self._states(), votes, block)
+
+    def begin_scan(self, update: Update, state: Any, *, donate: bool) -> Scan:
+        """Begins a loop of compiled blocks, see `Healer.scan`.
+
+        Raises:
+            HealStateError: `state` is neither the state of the Healer nor one computed from it.
+        """
+        leaves = jax.tree.leaves(state)
+        is_first = len(leaves) == len(self._given) and all(map(is_, leaves, self._given))
+        if state is not self._live.state and not is_first:
+            self._set_state(state)
+            self._last_counters = self._counters()  # this is no step
+        key = id(update), jax.tree.structure(self._live.state), donate
+        if key not in self._scans:
+            paths = [entry.path for entry in self._engines]
+            # Keeps `update`, and so its id.
+            self._scans[key] = CompiledBlocks(update, paths, donate=donate)
+        return Scan(self, self._scans[key])
+
+    def take_block(self, state: Any, records: BlockRecords) -> None:
+        """Sets the state after a block of `Healer.scan`, with the records of its updates."""
+        self.update(state)
+        self._block = records
 
     def request_vote(self) -> None:
         """Requests a vote after one of the next dispatches, the same one in all processes."""
@@ -132,8 +211,18 @@ class JaxDriver(Driver):
 
     @transferring
     def state(self) -> dict[str, Any]:
-        """The live state to save, without healing states. Copies nothing."""
-        return self._live.items()
+        """The live state to save, without healing states. Copies nothing.
+
+        Raises:
+            StateMismatch: the program has changed the structure of nnx objects in place.
+        """
+        self.warnings += [_TEXT_CHANGED.format(path) for path in self._live.changed_texts()]
+        try:
+            return self._live.items()
+        except HealStateError as error:
+            if not self._live.in_place:
+                raise
+            raise StateMismatch(None, [str(error)]) from error
 
     @transferring
     def engines(self) -> dict[str, dict[str, Any]]:
@@ -190,6 +279,10 @@ class JaxDriver(Driver):
         used = max(0, peak - whole)
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
+    def memory_profiles(self) -> dict[str, bytes]:
+        """The arrays of the devices by the lines that made them, for `pprof`."""
+        return {".prof": jax.profiler.device_memory_profile()}
+
     def settings(self) -> dict[str, Any]:
         """The hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
@@ -197,7 +290,7 @@ class JaxDriver(Driver):
         names = short if len(set(short)) == len(short) else list(injected)
         # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
         values = [json_setting(float(str(value))) for value in injected.values()]
-        dtypes = sorted({str(leaf.dtype) for leaf in self._weights.arrays().values()})
+        dtypes = sorted({str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()})
         has_stepped = any(each["state"]["step"] for each in self.engines().values())
         digest = self._weights.digest() + STEPPED * has_stepped
         others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: digest}
@@ -229,6 +322,11 @@ class JaxDriver(Driver):
         numbers that `optax.inject_hyperparams` schedules, because they cannot be held. One sync.
         """
         return engine_states.numbers_of(self._engines, self._live.read())
+
+    @transferring
+    def suspect_numbers(self) -> list[str]:
+        """The numbers of `optax.inject_hyperparams`, see `Driver.suspect_numbers`. One sync."""
+        return engine_states.suspect_numbers(self._live.read())
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
@@ -287,6 +385,7 @@ class JaxDriver(Driver):
 
     def _remember_step(self) -> None:
         """Drops a step that `take_dispatch` has not returned."""
+        self._block = None
         self._reader.restart(self._states())
         self._last_counters = self._counters()
 
@@ -339,4 +438,8 @@ _STALE = (
     f"expect_change() has replaced. Write `{_LINE}`, so that each step starts from "
     "healer.state. For a state that you have restored yourself: "
     "with_heal_state(without_heal_state(mine), like=healer.state)"
+)
+_TEXT_CHANGED = (
+    "state{} is a text that the program has changed, and a checkpoint holds only arrays and "
+    "numbers: a restart and a rollback do not change it. Use a number in its place"
 )

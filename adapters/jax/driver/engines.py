@@ -16,9 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from healcore.core.decision import RECORD_FIELDS, StepRecord, suspects, unpack_record
+from healcore.core.decision import (
+    RECORD_FIELDS,
+    StepRecord,
+    is_by_optimizer,
+    suspects,
+    unpack_record,
+)
 from healcore.core.engine import Engine
 from healcore.jax import heal_state, optimizer_numbers
+from healcore.jax.array_leaves import is_number
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
@@ -83,7 +90,7 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
         heal_state.warn_if_after_optimizer(tree, path)
         name = top if tops.count(top) == 1 else jax.tree_util.keystr(path)
         count = state.heal_leaf_norms.shape[0]
-        parts = _parts(trained(top), count)
+        parts = _parts(trained(top), count, [*optimizers, *in_chains])
         names = _tensor_names(parts, name, path, count, optimizers)
         # Any part outside the optimizers may be the trained parameters.
         outside = tuple(
@@ -93,6 +100,23 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
         )
         engines.append(EngineEntry(name, path, names, outside))
     return engines
+
+
+def trains_its_parameters(tree: Any, entry: EngineEntry) -> bool:
+    """Whether an optimizer's state fits parameters outside of it, as far as the shapes show it.
+
+    Moments have the shapes of their parameters. A tree that a step has returned by mistake has
+    other parameters than its optimizer has moments.
+    """
+    count = heal_state.node_at(tree, entry.path).heal_leaf_norms.shape[0]
+    leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
+    optimizer = entry.path[: max(1, len(entry.path) - 1)]
+    inside, outside = [], []
+    for place, paths in _parts(tree, count, [optimizer]).items():
+        kind = inside if _within(place, [optimizer]) else outside
+        kind.append([shapes[path] for path in paths])
+    return any(all(part == moments for moments in inside) for part in outside)
 
 
 def with_engines(
@@ -149,6 +173,18 @@ def numbers_of(engines: Sequence[EngineEntry], tree: Any) -> dict[str, NumberRan
     }
 
 
+def suspect_numbers(tree: Any) -> list[str]:
+    """See `Driver.suspect_numbers`. One sync."""
+    found = optimizer_numbers.injected_leaves(tree)
+    names = [str(getattr(path[-1], "key", "")) for path in found]
+    values = dict(zip(names, map(float, jax.device_get([*found.values()])), strict=True))
+    bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+    # A decay of 1 forgets nothing, and its bias correction divides by 0, as an eps of 0 does.
+    bad = bad or {name: value for name, value in values.items() if value == 1}
+    bad = bad or {name: value for name, value in values.items() if name == "eps" and not value}
+    return [f"{name} is {value}" for name, value in bad.items()]
+
+
 def with_held_numbers(
     engines: Sequence[EngineEntry], tree: Any, ranges: Mapping[str, NumberRange]
 ) -> Any:
@@ -197,13 +233,26 @@ def _number_names(engines: Sequence[EngineEntry], tree: Any) -> dict[Path, list[
 # -- tensors of an engine -----------------------------------------------------------------------
 
 
-def _parts(tree: Any, count: int) -> dict[Path, list[Path]]:
-    """Path of each outermost subtree with `count` floating tensors -> paths of these tensors."""
+def _parts(tree: Any, count: int, optimizers: Sequence[Path]) -> dict[Path, list[Path]]:
+    """Path of each outermost subtree with `count` floating tensors -> paths of these tensors.
+
+    A Python number may be a parameter. If then no part outside of the optimizers fits, it is none:
+    the rate of a dropout layer is a leaf of an Equinox module.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
+    floating = [(path, leaf) for path, leaf in leaves if is_gradient(leaf)]
+    parts = _outermost([path for path, _ in floating], count)
+    if all(_within(place, optimizers) for place in parts):
+        parts = _outermost([path for path, x in floating if not is_number(x)], count)
+    return parts
+
+
+def _outermost(tensors: Sequence[Path], count: int) -> dict[Path, list[Path]]:
+    """Path of each outermost subtree with `count` of the tensors -> paths of these tensors."""
     parts: dict[Path, list[Path]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(without_heal_state(tree)):
-        if is_gradient(leaf):
-            for depth in range(len(path) + 1):
-                parts.setdefault(path[:depth], []).append(path)
+    for path in tensors:
+        for depth in range(len(path) + 1):
+            parts.setdefault(path[:depth], []).append(path)
     fitting = {path: leaves for path, leaves in parts.items() if len(leaves) == count}
     return {
         path: leaves for path, leaves in fitting.items() if not path or path[:-1] not in fitting
@@ -274,8 +323,12 @@ class HostView(NamedTuple):
         return self.rows[(step - 1) % len(self.rows)]
 
 
-def start_read(states: Sequence[HealState]) -> Callable[[], list[HostView]]:
-    """Begins to copy each engine's `HostView`; the states may be donated then. The result waits."""
+Views = Callable[[], list[list[HostView]]]
+"""Waits for the copy, and returns each engine's `HostView` after each update of a dispatch."""
+
+
+def start_read(states: Sequence[HealState]) -> Views:
+    """Begins to copy each engine's `HostView` after one update; the states may be donated then."""
     arrays = [
         tuple(map(array_of, (state.heal_engine, state.heal_records, state.heal_leaf_norms)))
         for state in states
@@ -285,7 +338,7 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[HostView]]:
     copied.copy_to_host_async()
 
     @cache
-    def read() -> list[HostView]:
+    def read() -> list[list[HostView]]:
         packed = np.asarray(copied)
         results = []
         for shape, tensors in shapes:
@@ -293,7 +346,43 @@ def start_read(states: Sequence[HealState]) -> Callable[[], list[HostView]]:
             rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
             results.append(HostView(int(packed[0]), rows, norms.view(np.float32)))
             packed = packed[end + tensors :]
-        return results
+        return [results]
+
+    return read
+
+
+class EngineRecords(NamedTuple):
+    """The arrays of one engine's `HostView`, with a first axis over the updates of a block."""
+
+    step: Any
+    rows: Any
+    norms: Any
+
+
+BlockRecords = list[EngineRecords]
+"""The records of each engine, on the device."""
+
+
+def block_records(states: Sequence[HealState]) -> BlockRecords:
+    """What the host reads of the states after one update of a block. Nothing is computed."""
+    return [
+        EngineRecords(
+            heal_state.steps_judged(state.heal_engine), state.heal_records, state.heal_leaf_norms
+        )
+        for state in states
+    ]
+
+
+def start_read_of_block(records: BlockRecords) -> Views:
+    """Begins to copy each engine's `HostView` after each update of a block."""
+    for array in jax.tree.leaves(records):
+        array.copy_to_host_async()
+
+    @cache
+    def read() -> list[list[HostView]]:
+        engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
+        updates = range(len(engines[0].step))
+        return [[HostView(int(e.step[i]), e.rows[i], e.norms[i]) for e in engines] for i in updates]
 
     return read
 
@@ -335,9 +424,9 @@ class StepReader:
     ) -> None:
         self._engines, self._accumulates, self._warn = engines, accumulates, warn
         self._has_warned = False
-        self._last: Callable[[], list[HostView]]
-        self._stride: int | None = None
-        """Number of steps of one dispatch, or None if unknown."""
+        self._last: Views
+        self._stride: float | None = None
+        """Number of steps of one update, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._untaken = self._accumulated = 0
@@ -348,21 +437,72 @@ class StepReader:
         """Sets the states from which the next dispatch starts."""
         self._last = start_read(states)
 
-    def dispatch(self, states: Sequence[HealState], votes: Callable[[], bool]) -> Dispatch:
-        """Begins to copy a dispatch that has returned `states`.
+    def continues(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> StepReader:
+        """A reader that continues with another structure, after its first step. Waits for it.
+
+        Nobody has seen the state from which this step started.
+        """
+        reader = StepReader(engines, self._accumulates, self._warn)
+        reader._stride = self._stride
+        steps = self._stride or 1
+        [after] = start_read(states)()
+        before = [view._replace(step=max(view.step - steps, 0)) for view in after]
+        reader._last = lambda: [before]
+        return reader
+
+    def dispatch(
+        self,
+        states: Sequence[HealState],
+        votes: Callable[[], bool],
+        block: BlockRecords | None = None,
+    ) -> Dispatch:
+        """Begins to copy a dispatch that has returned `states`; `block` has the records of a block.
 
         `votes` returns whether the processes of the run vote after this dispatch. The first call
         waits for the device, to learn the number of steps. Later dispatches are assumed to have as
         many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `read`.
         """
-        before, after = self._last, start_read(states)
-        self._last = after
+        before = self._last
+        self._last = after = start_read(states) if block is None else start_read_of_block(block)
+        updates = 1 if block is None else len(block[0].rows)
+        steps = self._steps if block is None else self._steps_of_block
+        read = cache(lambda: steps(before()[-1], after()))
         if self._stride is None:
-            self._stride = _count(before(), after())
-        return Dispatch(cache(lambda: self._steps(before(), after())), self._stride, votes)
+            self._stride = len(read()) / updates
+        return Dispatch(read, max(1, round(self._stride * updates)), votes)
 
-    def _steps(self, before: list[HostView], after: list[HostView]) -> list[list[StepRecord]]:
-        """The records of each step between two reads, at least one step.
+    def _steps(self, before: list[HostView], views: list[list[HostView]]) -> list[list[StepRecord]]:
+        """The records of each step of a dispatch of one update, at least one step."""
+        [after] = views
+        steps, changed = self._steps_of_update(before, after)
+        self._stride = len(steps)
+        if not self._was_taken(changed):
+            return [[record._replace(taken=False) for record in steps[0]]]
+        return steps
+
+    def _steps_of_block(
+        self, before: list[HostView], views: list[list[HostView]]
+    ) -> list[list[StepRecord]]:
+        """The records of each step of a block of `Healer.scan`, at least one step.
+
+        An update may take no optimizer step, as in off-policy learning, and is no step then. A
+        block without any step counts as one step that no engine has judged.
+        """
+        steps: list[list[StepRecord]] = []
+        earlier = before
+        for after in views:
+            of_update, changed = self._steps_of_update(earlier, after)
+            steps += of_update if changed else []
+            earlier = after
+        if not steps:
+            return self._steps_of_update(before, views[-1])[0]
+        self._stride = len(steps) / len(views)
+        return steps
+
+    def _steps_of_update(
+        self, before: list[HostView], after: list[HostView]
+    ) -> tuple[list[list[StepRecord]], bool]:
+        """The records of each step between two reads, at least one; and whether a state changed.
 
         The number of steps is the smallest number that any engine has judged in this dispatch. An
         engine with more (five updates of a critic for one update of the generator) has several
@@ -373,16 +513,13 @@ class StepReader:
                 steps than the state has records.
         """
         steps: list[list[StepRecord]] = [[] for _ in range(_count(before, after))]
-        self._stride = len(steps)
         changed = False
         for engine, old, new in zip(self._engines, before, after, strict=True):
             _check_continues(engine, old, new)
             self._add(engine, old.step, new, steps)
             # A step with `externally_skipped` has new norms, unlike one that keeps its old state.
             changed |= new.step != old.step or new.norms.tobytes() != old.norms.tobytes()
-        if not self._was_taken(changed):
-            return [[record._replace(taken=False) for record in steps[0]]]
-        return steps
+        return steps, changed
 
     def _add(
         self, engine: EngineEntry, first: int, new: HostView, steps: list[list[StepRecord]]
@@ -393,7 +530,10 @@ class StepReader:
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
-                    record = record._replace(evidence=suspects(new.norms, usual, engine.leaves))
+                    record = record._replace(
+                        evidence=suspects(new.norms, usual, engine.leaves),
+                        by_optimizer=is_by_optimizer(record.cause, new.norms),
+                    )
                 else:
                     self._usual_norms[engine.name] = new.norms
             steps[(number - first) * len(steps) // (new.step - first)].append(record)

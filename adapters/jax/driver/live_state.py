@@ -17,6 +17,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
+from healcore.jax.array_leaves import arrays_of, is_number, is_static, with_arrays
 from healcore.jax.heal_state import HealStateError, map_nodes, nodes
 from healcore.jax.opt_state import with_heal_state, without_heal_state
 
@@ -42,13 +43,10 @@ class LiveState:
         self.state = state
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
+        self._has_static = any(map(is_static, jax.tree.leaves(state)))
+        self._texts = _texts(state)
+        """The texts among the static leaves at the start, until one has changed."""
         tree = self.read()
-        for path, leaf in tree_leaves_with_path(tree):
-            if not (_is_number(leaf) or hasattr(leaf, "dtype")):
-                raise HealStateError(
-                    f"state{keystr(path)} is a {type(leaf).__name__}, not an array or a number: "
-                    "remove it. Of an Equinox module pass eqx.partition(model, eqx.is_array)[0]"
-                )
         self._accumulates = bool(nodes(optax.MultiStepsState, tree))
         self._avals = _avals(tree)
         """Path -> abstract value of the leaf, with the widest dtype so far."""
@@ -58,12 +56,23 @@ class LiveState:
         """Structure and abstract values of the last state that passed `check_if_new`, or None."""
 
     def read(self) -> Any:
-        """The state as a pytree of arrays, with optax's own state types. Copies nothing."""
-        return self.state
+        """The state as a pytree of arrays, with optax's own state types. Copies nothing.
+
+        Static leaves, such as the functions of an Equinox module, are None, see `array_leaves`.
+        """
+        return arrays_of(self.state) if self._has_static else self.state
+
+    def whole(self, tree: Any) -> Any:
+        """A tree with the structure of `read`, and with the program's own static leaves."""
+        return with_arrays(self.state, tree) if self._has_static else tree
 
     def write(self, tree: Any) -> None:
         """Replaces the state by a tree with the structure of `read`."""
-        self.state = tree
+        self.state = self.whole(tree)
+
+    def copy_with(self, tree: Any) -> Any:
+        """A copy of the state as the user passed it, with the values of a tree as of `read`."""
+        return self.whole(tree)
 
     def roots(self) -> Any:
         """A cheap tree with each optimizer state at its path in `read`. Leaves need `array_of`."""
@@ -71,7 +80,7 @@ class LiveState:
 
     def trained(self, optimizer: str) -> Any:
         """A tree that contains the parameters of an optimizer, for their names."""
-        return self.state
+        return self.read()
 
     def batch_statistics(self) -> list[tuple[Any, ...]]:
         """Path in `read` of each leaf of a part that is called `batch_stats`, as flax calls it."""
@@ -83,7 +92,7 @@ class LiveState:
 
         A compiled step returns the same `aval` objects, so that the comparison is fast.
         """
-        leaves, structure = jax.tree.flatten(self.read())
+        leaves, structure = jax.tree.flatten(self.read() if self.in_place else self.state)
         found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
         if found != self._checked:
             self.check()
@@ -121,7 +130,7 @@ class LiveState:
         self.check()
         tree = self.read()
         whole, bare = map(tree_leaves_with_path, (tree, without_heal_state(tree)))
-        kept = [(p, e) for p, e in bare if _is_number(e) or _is_widened(p, e, self._first)]
+        kept = [(p, e) for p, e in bare if is_number(e) or _is_widened(p, e, self._first)]
         kept += [(path, leaf) for path, leaf in whole if _is_of_protect(path)]
         # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
         return {**self._saved(), SIDE_STATE: SideState({keystr(p): leaf for p, leaf in kept})}
@@ -164,6 +173,16 @@ class LiveState:
         tree = tree_map_with_path(saved, tree)
         return dict(tree) if self._named else {STATE: tree}
 
+    def changed_texts(self) -> list[str]:
+        """Paths of the texts in the state that the program has changed, reported once.
+
+        A restart does not know the new text, because a checkpoint holds no static leaves.
+        """
+        now = _texts(self.state)
+        changed = [path for path, text in self._texts.items() if now.get(path) != text]
+        self._texts = {} if changed else self._texts
+        return changed
+
     def between_steps(self) -> bool:
         """Whether nothing is accumulated. One sync if the optimizer accumulates."""
         if not self._accumulates:
@@ -183,7 +202,7 @@ class NnxLiveState(LiveState):
 
         def arrays(live: Any) -> Any:
             if not isinstance(live, nnx.Pytree):
-                return live
+                return arrays_of(live)
             if not isinstance(live, nnx.Optimizer):
                 return _arrays(nnx.state(live, nnx.Not(nnx.Intermediate)))
             # nnx.state would convert optax's named tuples to dictionaries.
@@ -209,7 +228,15 @@ class NnxLiveState(LiveState):
                 nnx.pop(live, nnx.Intermediate)  # a `loss_fn` that sows would change the structure
                 nnx.update(live, new)
             else:
-                self.state[name] = new
+                self.state[name] = with_arrays(live, new)
+
+    def copy_with(self, tree: Any) -> Any:
+        """New nnx objects. The objects of the user keep their values."""
+        from flax import nnx
+
+        copy = NnxLiveState(nnx.clone(self.state))  # together, because objects may share Variables
+        copy.write(tree)
+        return copy.state
 
     def roots(self) -> Any:
         """The optimizer states with Variables as leaves."""
@@ -295,7 +322,7 @@ def as_live(new: Any, live: Any) -> Any:
     Keeps the saved dtype. It differs from the live one if a step between them has widened it.
     """
     dtype = getattr(new, "dtype", None)
-    if _is_number(live):
+    if is_number(live):
         if dtype in (None, _as_saved(live).dtype):
             return type(live)(np.asarray(new).item())
         return jnp.asarray(new)
@@ -332,7 +359,7 @@ def _as_saved(leaf: Any) -> Any:
     A TrainState's `step` is a number at the start and an array after the first compiled step, and
     both must have the same form. `SideState` keeps the number.
     """
-    if not _is_number(leaf):
+    if not is_number(leaf):
         return leaf
     zero = jnp.asarray(type(leaf)())
     if zero.dtype == jnp.bool_:
@@ -359,8 +386,9 @@ def _is_named(key: Any, name: str) -> bool:
     return name in (getattr(key, "name", None), getattr(key, "key", None))
 
 
-def _is_number(leaf: Any) -> bool:
-    return type(leaf) in (bool, int, float)
+def _texts(state: Any) -> dict[str, str | bytes]:
+    leaves = tree_leaves_with_path(state)
+    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, str | bytes)}
 
 
 def _avals(tree: Any) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class JaxWeights:
         try:
             if in_place and replaced:
                 self._live.write(state)
-            arguments = () if in_place else (state,)
+            arguments = () if in_place else (self._live.whole(state),)
             return [jax.device_get(loss_fn(*arguments, batch)) for batch in batches]
         finally:
             if in_place:

@@ -17,9 +17,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.store import files, manifest, values
-from healcore.runtime.store.checkpoints import IN_MEMORY, Keep, StoreError, UnsavableState
+from healcore.runtime.store.checkpoints import (
+    IN_MEMORY,
+    Keep,
+    Restored,
+    StoreError,
+    UnsavableState,
+)
 from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
@@ -34,7 +41,46 @@ _thread = threading.local()
 """`saves`: whether the thread writes arrays for an `OrbaxStore`."""
 
 
-class MemoryStore(CheckpointStore):
+class _JaxStore(CheckpointStore):
+    """A store of JAX states."""
+
+    def restore(self, step: int, like: Any) -> Restored:
+        """Verifies a checkpoint and reads it, from memory if possible.
+
+        A checkpoint of a Healer holds the state without its healing parts, nnx objects as trees,
+        and Python numbers apart. `like` is then the state as the Healer was given it, or some of
+        its names, and the result has the same form: new nnx objects for nnx objects, and the
+        healing parts of `like`.
+
+        Args:
+            step: step of the checkpoint.
+            like: the live state, or some of its names. It is not changed. The result has its
+                structure, shapes, dtypes and shardings.
+
+        Raises:
+            CheckpointDamaged: the content differs from the saved content.
+            StateMismatch: the checkpoint was saved from another state.
+            CheckpointNotFound: the step has no checkpoint.
+        """
+        items = isinstance(like, Mapping) and SIDE_STATE in like  # the Healer's own call
+        if items or not self._is_of_healer(step):
+            return super().restore(step, like)
+        live = live_state_of(like)
+        restored = super().restore(step, live.items())
+        return restored._replace(state=live.copy_with(live.restored(restored.state)))
+
+    def _is_of_healer(self, step: int) -> bool:
+        """Whether a Healer has saved a checkpoint, by the names of its items."""
+        copy, stored = self._locate(step)
+        if copy is not None:
+            return SIDE_STATE in copy.flat.entries
+        try:
+            return bool(stored) and SIDE_STATE in stored[0].entries(self.ranks.rank)
+        except (OSError, ValueError, LookupError):  # damaged: `restore` says how
+            return False
+
+
+class MemoryStore(_JaxStore):
     """Stores copies of a JAX state in host memory. Copies of arrays on a GPU are pinned.
 
     Args:
@@ -45,12 +91,13 @@ class MemoryStore(CheckpointStore):
         super().__init__(JaxFormat(), keep=keep)
 
 
-class OrbaxStore(CheckpointStore):
+class OrbaxStore(_JaxStore):
     """Stores checkpoints on disk in Orbax's format. Each process saves its shards.
 
     Orbax can read the arrays of a checkpoint without healcore:
     ``ocp.load_checkpointables(step_directory / "data")["state"]["params.dense.kernel"]``. The
-    program's own Orbax manager may save at the same time.
+    program's own Orbax manager may save at the same time. ``restore`` takes the state as the Healer
+    was given it: ``store.restore(50, state).state``.
 
     The store permanently holds host memory for one copy of the state.
 
@@ -102,6 +149,7 @@ class JaxFormat(ArrayFormat):
 
     def __init__(self, ranks: CoordinatedRanks | None = None) -> None:
         self._ranks = ranks or Alone()
+        self.arrays_by_rank = self._ranks.world == 1  # Orbax writes them from one process only
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
         """Adds the entry and the arrays of a value. See `ArrayFormat.add`."""
@@ -116,7 +164,7 @@ class JaxFormat(ArrayFormat):
             return
         flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
         if values.attribute(value, "per_rank"):
-            if any(values.arrays_of(flat.entries[name])):
+            if not self.arrays_by_rank and any(values.arrays_of(flat.entries[name])):
                 raise UnsavableState(
                     f'state["{name}"] is saved by each process separately and contains an array: '
                     "Orbax writes such an array from one process only; make it a list of numbers"
@@ -339,13 +387,16 @@ def _escaped(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.\-]", lambda match: f"%{ord(match[0]):02X}", name)
 
 
-def node_of(value: Any) -> dict[str, Any] | None:
-    """Converts an array or a random key to JSON; returns None for any other value."""
+def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
+    """Converts an array or a random key to JSON; returns None for any other value.
+
+    `keep` keeps the bytes, see `values.dumps`.
+    """
     if not isinstance(value, jax.Array) or not value.is_fully_addressable:
         return None
     if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return values.pack_array(np.asarray(value))
-    key = values.pack_array(np.asarray(jax.random.key_data(value))) or {}
+        return values.pack_array(np.asarray(value), keep)
+    key = values.pack_array(np.asarray(jax.random.key_data(value)), keep) or {}
     return {**key, "impl": str(jax.random.key_impl(value))}
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from healcore.runtime.data.random_states import set_torch_states, torch_states
 from healcore.runtime.faults.microbatches import MicrobatchError
-from healcore.runtime.run.host_state import set_torch_states, torch_states
 from healcore.runtime.store.ranks import Ranks
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
@@ -72,7 +72,7 @@ class Accumulation:
         self.healing.drop_losses()
 
     def clear(self, *, used: bool = True) -> None:
-        """Drops the gradients and all signals since the last step.
+        """Drops the gradients and losses since the last step, which the program computes again.
 
         `used`: also gradients that the optimizer has stepped with. A CUDA graph writes into their
         memory, and without `.grad` no later step would train.
@@ -80,7 +80,14 @@ class Accumulation:
         for p in gradients.parameters(self.healing.optimizer) if used or self.in_progress else ():
             p.grad = None
         self._reached = False
-        self.healing.healed_step.measurer.clear()
+        self.healing.drop_losses()
+
+    def on_new_structure(self) -> None:
+        """Moves the hook if the optimizer does not train the watched parameter any more."""
+        params = gradients.parameters(self.healing.optimizer)
+        if all(p is not self._watched for p in params):
+            self._watched = None
+            self._watch()
 
     def close(self) -> None:
         """Removes the hook."""

@@ -1,8 +1,9 @@
-"""Restores batch statistics (`running_mean`, ...) after a skipped step.
+"""Restores batch statistics (`running_mean`, ...) and other buffers after a skipped step.
 
 A forward pass in train mode updates them before the step is judged, and a NaN would stay. After
 each step they are copied into one flat tensor for each dtype and device, which takes few kernels.
 Rejected: a hook in the forward pass, which would be traced into a compiled model.
+`WrittenBuffers` restores the others, such as the observers of quantization-aware training.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ from torch.nn.parameter import UninitializedBuffer
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
+from healcore.torch.driver.written_buffers import WrittenBuffers
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""
 
 
 class BatchStatistics:
-    """The batch statistics of the layers that one optimizer trains.
+    """The batch statistics, and other floating buffers, of the layers that one optimizer trains.
 
     A skipped step of the optimizer restores them to their values after its previous step. Layers
     that no optimizer trains (a weight average) stay.
     """
 
     def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
-        self._layers = layers
+        self._written = WrittenBuffers(layers, NAMES, gradients.parameters(healing.optimizer))
+        self._layers = [layer for layer in layers if {*NAMES} & {*layer._buffers}]
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
         self.save()
-        healing.healed_step.on_ended = self.end
+        healing.healed_step.on_ended = self._on_ended
 
     @classmethod
     def of(cls, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> list[BatchStatistics]:
@@ -46,6 +49,11 @@ class BatchStatistics:
     @torch.no_grad()
     def save(self) -> None:
         """Saves the current values, including non-finite values."""
+        self._written.save()
+        self._save_statistics()
+
+    def _save_statistics(self) -> None:
+        """Saves the statistics, and not the other buffers."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for each in self._buffers:
@@ -55,6 +63,14 @@ class BatchStatistics:
             kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
         self._blocks = [(buffers, torch.cat(buffers)) for buffers in kinds.values()]
 
+    def keep_written(self) -> None:
+        """Saves what the program has written into other buffers since the last step."""
+        self._written.keep()
+
+    def _on_ended(self, skipped: bool | Tensor) -> None:
+        self.end(skipped)
+        self._written.compare_contents()
+
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
         """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
@@ -62,9 +78,11 @@ class BatchStatistics:
         Non-finite values are always restored, because a GradScaler or the loop may have dropped the
         previous step without a call, and loaded weights have statistics of their own.
         """
+        self._written.end(skipped)
         now = statistics(self._layers)
         if [*map(id, now)] != [*map(id, self._buffers)]:
-            self.save()  # for example moved to another device: there is nothing to restore
+            # For example moved to another device: there is nothing to restore.
+            self._save_statistics()
             return
         for i, (buffers, saved) in enumerate(self._blocks):
             if skipped is not True:
@@ -94,10 +112,17 @@ def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
     return [e for e in found if e is not None and not isinstance(e, UninitializedBuffer)]
 
 
+def _is_restored(name: str, buffer: Tensor | None) -> bool:
+    """Whether a skipped step restores this buffer, if its layer is trained."""
+    if buffer is None or name in NAMES:
+        return buffer is not None
+    return type(buffer) is Tensor and (buffer.is_floating_point() or buffer.is_complex())
+
+
 def layers_of(
     state: Mapping[str, Any], healings: Mapping[str, Healing]
 ) -> dict[str, list[nn.Module]]:
-    """Layers with batch statistics, by the name of the optimizer that trains them.
+    """Layers with batch statistics or other floating buffers, by the name of their optimizer.
 
     A layer without trained parameters belongs to the optimizer of the nearest enclosing module with
     trained parameters.
@@ -109,7 +134,8 @@ def layers_of(
     seen: set[int] = set()
     for root in state.values() if healings else ():
         for path, layer in root.named_modules() if isinstance(root, nn.Module) else ():
-            if id(layer) in seen or not any(layer._buffers.get(name) is not None for name in NAMES):
+            buffers = layer._buffers.items()
+            if id(layer) in seen or not any(_is_restored(n, each) for n, each in buffers):
                 continue
             seen.add(id(layer))
             owner = next(filter(None, _trainers(root, path, owners)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
+from healcore.console import first_of
 from healcore.core.decision import StepRecord
+from healcore.core.engine.state import config_differences
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, check_engines
-from healcore.runtime.store.checkpoints import IN_MEMORY
+from healcore.runtime.store.checkpoints import IN_MEMORY, CommonState
 from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
@@ -25,8 +28,11 @@ from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing, healing_of
 from healcore.torch.attachment import attach as attach_to
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
+from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.batch_statistics import BatchStatistics
 from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
+from healcore.torch.driver.structure import StructureWatch
+from healcore.torch.driver.weight_sample import WeightSample
 from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
@@ -34,6 +40,7 @@ from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
+from healcore.torch.store.partial_restore import load_common
 
 WITHOUT_POLL = 100
 """Steps before the first call of `take_dispatch` after which a line says so."""
@@ -65,6 +72,13 @@ class TorchDriver(Driver):
     ) -> None:
         self._given = state
         self._state = live_state.checked_state(state)
+        self.start_lines = [
+            f'state["{name}"] is an environment without state_dict() and load_state_dict(), which '
+            "cannot be saved: a restart resumes with a new episode, and after a rollback the "
+            "current episode continues"
+            for name in state
+            if name not in self._state
+        ]
         self.healings: dict[str, Healing] = {}
         """The handle of each optimizer, by its name in the state."""
         self._own: list[Healing] = []
@@ -91,12 +105,18 @@ class TorchDriver(Driver):
         self._unpolled = 0.0  # steps before the first call of `take_dispatch`, then -Inf
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
+        self._sample: WeightSample | None = None  # until `keep_weight_sample`
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+        for healing in healings:
+            healing.healed_step.measurer.use_order_of(modules)
         scaler = live_state.scaler(self._state)
         self.window = self._window = GradientWindow(
             self._accumulations, self._statistics, scaler, modules
         )
+        optimizers = {name: each.optimizer for name, each in self.healings.items()}
+        self._structure = StructureWatch(self._state, optimizers)
+        self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
 
     @property
@@ -131,6 +151,9 @@ class TorchDriver(Driver):
         for healing in self.healings.values():
             healing.judge_dropped()
         self._unpolled = -math.inf
+        if not any(each.in_progress for each in self._accumulations):
+            for statistics in self._statistics:
+                statistics.keep_written()
         entries, early = [*self._pending], [*self._early]
         self._pending.clear()
         self._early.clear()
@@ -195,20 +218,44 @@ class TorchDriver(Driver):
             self.healings[name].live_engine.parse(data)
         if state is not None:
             apply(self._state, state)
-            for accumulation in self._accumulations:
-                accumulation.clear(used=False)
-            for statistics in self._statistics:
-                statistics.save()
+            self._after_load()
         for healing in self.healings.values() if reset_moments else ():
             reset_moments_of(healing.optimizer)
         steps = {name: self.healings[name].live_engine.state.step for name in engines}
         for name, data in engines.items():
-            self.healings[name].load_state_dict(data)
+            # A state that only limits something is of the same step, so what the program has
+            # reported for its next step still holds.
+            healing = self.healings[name]
+            healing.live_engine.load(data, rollback=False)
+            healing.healed_step.on_state_loaded(keeps_signals=state is None)
         for recorder in self._recorders:
             # A state that only limits something has the same step, whose record may be unread.
             recorder.restart(unless_at=None if state is not None else steps.get(recorder.name))
         self._pending.clear()
         self._early.clear()
+
+    def structure_changes(self) -> list[str]:
+        """See `Driver.structure_changes`. The hooks move to the parameters that are there now."""
+        changes = self._structure.changes()
+        if changes:
+            for accumulation in self._accumulations:
+                accumulation.on_new_structure()
+            self._statistics[:] = BatchStatistics.of(self._state, self.healings)
+        return changes
+
+    def load_common(self, saved: CommonState) -> None:
+        """See `Driver.load_common`."""
+        load_common(self._state, saved)
+        self._after_load()
+
+    def param_groups(self) -> dict[str, list[list[str]]]:
+        """See `Driver.param_groups`."""
+        healings = self.healings.items()
+        return group_names(self._state, {name: each.optimizer for name, each in healings})
+
+    def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
+        """See `Driver.add_param_groups`."""
+        return self._added_groups.add(groups)
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
@@ -245,6 +292,16 @@ class TorchDriver(Driver):
 
     # -- weights and numbers --------------------------------------------------------------------
 
+    def keep_weight_sample(self) -> None:
+        """See `Driver.keep_weight_sample`."""
+        if self._sample is None:
+            self._sample = WeightSample(self._state, self.healings)
+        self._sample.keep()
+
+    def replaced_weights(self) -> list[str]:
+        """See `Driver.replaced_weights`."""
+        return [] if self._sample is None else self._sample.changed()
+
     def nonfinite_weights(self) -> list[str]:
         """See `Driver.nonfinite_weights`; of DTensors on all ranks. One sync per device."""
         params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
@@ -270,6 +327,16 @@ class TorchDriver(Driver):
         if torch.cuda.is_initialized():
             owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
         return owners
+
+    def memory_profiles(self) -> dict[str, bytes]:
+        """CUDA's summary, and its snapshot if the program records the history of allocations."""
+        if not torch.cuda.is_initialized():
+            return {}
+        profiles = {".txt": torch.cuda.memory_summary().encode()}
+        snapshot = torch.cuda.memory._snapshot()
+        if any(snapshot.get("device_traces", ())):
+            profiles[".pickle"] = pickle.dumps(snapshot)  # for https://pytorch.org/memory_viz
+        return profiles
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`."""
@@ -313,6 +380,11 @@ class TorchDriver(Driver):
             for place, each in numbers.ranges().items()
         }
 
+    def suspect_numbers(self) -> list[str]:
+        """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
+        rates = {rate for recorder in self._recorders for rate in recorder.bad_rates}
+        return [f"the learning rate is {rate}" for rate in sorted(rates)]
+
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. In observe mode the numbers are only read.
 
@@ -349,13 +421,23 @@ class TorchDriver(Driver):
 
     def close(self) -> None:
         """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for part in (self._window, *self._accumulations):
+        for part in (self._structure, self._added_groups, self._window, *self._accumulations):
             part.close()
         for healing in self.healings.values():
             step = healing.healed_step
             step.on_judged = step.on_ended = step.on_step = step.numbers = None
         for healing in self._own:
             healing.detach()
+
+    def _after_load(self) -> None:
+        """Drops gradients and signals since the last step, which belong to the earlier state."""
+        if self._sample is not None:
+            self._sample.keep()
+        for accumulation in self._accumulations:
+            accumulation.clear(used=False)
+            accumulation.healing.healed_step.measurer.clear()
+        for statistics in self._statistics:
+            statistics.save()
 
     def _after_step(self) -> None:
         self._observed = False
@@ -383,10 +465,11 @@ class TorchDriver(Driver):
                     f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
                     "delete the object"
                 )
-            elif repr(healing.engine.config) != repr(engine.config):  # == fails on array configs
+            elif differ := config_differences(healing.engine.config, engine.config):
                 raise AttachError(
-                    f'"{name}" is healed already under another policy: detach() its handle, or '
-                    "attach with the policy of the Healer"
+                    f'"{name}" is healed already under another policy than that of the Healer '
+                    f"({first_of(differ, 5, '; ')}): detach() its handle, or attach with the "
+                    "policy of the Healer"
                 )
             self.healings[name] = healing
 

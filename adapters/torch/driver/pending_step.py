@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.core.decision import StepRecord, SuspectGradient, suspects
+from healcore.core.decision import StepRecord, SuspectGradient, is_by_optimizer, suspects
 from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
@@ -51,6 +51,8 @@ class Recorder:
         self._early = early
         self._warnings = warnings
         self._missing_loss = MissingLoss(self._healing.engine)
+        self.bad_rates: tuple[float, ...] = ()
+        """Learning rates that were NaN or Inf at the newest such step that was read."""
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
@@ -90,23 +92,33 @@ class Recorder:
         self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss)
         if record.cause:
             rank_signals = entry.norms.rank_signals() if self._healing.ranks > 1 else None
-            return record._replace(evidence=self._evidence(entry.norms), rank_signals=rank_signals)
+            evidence, by_optimizer = self._evidence(record, entry.norms)
+            return record._replace(
+                evidence=evidence, by_optimizer=by_optimizer, rank_signals=rank_signals
+            )
         self._baseline = entry.norms if entry.norms.params else self._baseline
         return record
 
-    def _evidence(self, norms: StepNorms) -> tuple[SuspectGradient, ...]:
+    def _evidence(
+        self, record: StepRecord, norms: StepNorms
+    ) -> tuple[tuple[SuspectGradient, ...], bool]:
         """Compares the norms of an alarm's step with the last step that had no alarm.
 
+        Returns the suspect tensors, and whether the optimizer would make NaN of finite gradients.
         Sharded norms are reduced over the ranks, so every rank has to call it for the same steps.
         """
         if not norms.params:
-            return ()  # only other ranks have gradients
+            return (), False  # only other ranks have gradients
         found = norms.to_host()
         usual = None
         if self._baseline is not None:
             known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
-        return suspects(found, usual, live_state.parameter_names(self._state, norms.params))
+        names = live_state.parameter_names(self._state, norms.params)
+        by_optimizer = is_by_optimizer(record.cause, found)
+        if by_optimizer:
+            self.bad_rates = norms.bad_rates
+        return suspects(found, usual, names), by_optimizer
 
 
 class PendingStep:

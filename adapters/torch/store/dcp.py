@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,13 @@ class TorchFormat(ArrayFormat):
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
         """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
-        copies, on_host = old, []
-        if [each.nbytes for each in old] != [part.nbytes for part in parts]:
-            pinned = lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy()  # noqa: E731
-            new = pinned if any(part.is_cuda for part in parts) else allocate
-            copies = [new(part.nbytes) for part in parts]
+        pinned = lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy()  # noqa: E731
+        new = pinned if any(part.is_cuda for part in parts) else allocate
+        # Part by part: the written rows of a replay buffer grow, and the weights do not.
+        copies, on_host = [], []
+        for part, known in zip_longest(parts, old[: len(parts)]):
+            same = known is not None and known.nbytes == part.nbytes
+            copies.append(known if same else new(part.nbytes))
         for part, raw in zip(parts, copies, strict=True):
             copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():

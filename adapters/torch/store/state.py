@@ -5,7 +5,6 @@ Names from a file are looked up in tables, never with `getattr`.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,7 +42,7 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     """
     stateful = hasattr(value, "state_dict")
     per_rank = bool(values.attribute(value, "per_rank"))
-    tree = value.state_dict() if stateful else value
+    tree = _state_dict(value) if stateful else value
     path = (f"rank{rank}", name) if per_rank else (name,)
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -65,6 +64,24 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
 
     node = values.encode(tree, path, encode)
     flat.entries[name] = {"tree": node, "stateful": stateful, "per_rank": per_rank}
+
+
+def _state_dict(value: Any) -> Any:
+    """The `state_dict` of an object; of an optimizer without moments of untrained parameters.
+
+    A program may take parameters out of a group and leave their moments in `state`. torch raises
+    KeyError then.
+    """
+    if not isinstance(value, Optimizer) or not hasattr(value, "state"):
+        return value.state_dict()
+    trained = {id(p) for group in value.param_groups for p in group["params"]}
+    state = value.state
+    left = [p for p in state if isinstance(p, Tensor) and id(p) not in trained]
+    moments = {p: state.pop(p) for p in left}
+    try:
+        return value.state_dict()
+    finally:
+        state.update(moments)
 
 
 def _local_part(path: values.Path, value: Tensor) -> Tensor:
@@ -160,6 +177,8 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
         own = live.state_dict()
         wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
         pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
+    elif isinstance(live, Optimizer):
+        return _moments_that_do_not_fit(name, live, state)
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity
     elif not any(isinstance(live, k) and isinstance(state, k) for k in (Tensor, dict, list)):
@@ -173,6 +192,26 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     return sorted(wrong)
 
 
+def _moments_that_do_not_fit(name: str, live: Optimizer, state: Mapping[str, Any]) -> list[str]:
+    """Moments of another shape than their parameter, where they have to have its shape.
+
+    A restore has compared the parameters' names. But a program without modules has none, and may
+    replace its parameters by larger ones.
+    """
+    wrong = []
+    params = [p for group in live.param_groups for p in group["params"]]
+    for number, p in enumerate(params):
+        own = live.state.get(p, {})
+        for key, new in state.get("state", {}).get(number, {}).items():
+            like_parameter = key in _LIKE_PARAMETER
+            if isinstance(own.get(key), Tensor):  # some moments have a shape of their own
+                like_parameter = own[key].shape == p.shape
+            if like_parameter and isinstance(new, Tensor) and new.shape != p.shape:
+                shapes = f"the shape {tuple(new.shape)}, not {tuple(p.shape)}"
+                wrong.append(f"{name}.state.{number}.{key} has {shapes}")
+    return wrong
+
+
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Loads a state into the optimizer's own tensors and groups; `load_state_dict` replaces them.
 
@@ -180,7 +219,7 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     optimizers reject a rate on the host, and other objects (SAM, a schedule) hold the groups.
     """
     groups = [*optimizer.param_groups]
-    own = {"state": {**optimizer.state_dict().get("state", {})}}
+    own = {"state": {**_state_dict(optimizer).get("state", {})}}
     moments = _overwritten(own, {key: state[key] for key in state.keys() & own})
     optimizer.load_state_dict({**state, **moments})
     optimizer.param_groups[:] = map(_overwritten, groups, optimizer.param_groups)
@@ -191,6 +230,9 @@ def _overwritten(old: Any, new: Any) -> Any:
     """The value `new`, in the tensors and containers of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
         return old if old is new else old.copy_(new)
+    if isinstance(old, np.ndarray) and _fits_in_place(old, new):
+        np.copyto(old, new)
+        return old
     if isinstance(old, dict) and isinstance(new, dict):
         items = {key: _overwritten(old.get(key), value) for key, value in new.items()}
         old.clear()
@@ -205,6 +247,15 @@ def _overwritten(old: Any, new: Any) -> Any:
     return new
 
 
+def _fits_in_place(old: np.ndarray, new: Any) -> bool:
+    """Whether the NumPy array `old`, which other objects may hold, can receive the array `new`."""
+    if not (type(old) is type(new) is np.ndarray and old.flags.writeable):
+        return False
+    return old.shape == new.shape and old.dtype == new.dtype
+
+
+_LIKE_PARAMETER = ("exp_avg", "momentum_buffer")
+"""Moments that have the shape of their parameter in every optimizer of torch."""
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 """Name in files, such as "float32", -> dtype."""
 
@@ -214,8 +265,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def node_of(value: Any) -> dict[str, Any] | None:
-    """Encodes a dtype, device, size or dense tensor; None for other values. Ignores the device."""
+def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
+    """Encodes a dtype, device, size or dense tensor; None for other values. Ignores the device.
+
+    `keep` keeps the bytes of a tensor, see `values.dumps`.
+    """
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -227,7 +281,7 @@ def node_of(value: Any) -> dict[str, Any] | None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return None
     plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    data = base64.b64encode(plain.view(torch.uint8).numpy().tobytes()).decode()
+    data = keep(plain.view(torch.uint8).numpy())
     node = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
     is_parameter = type(value) is torch.nn.Parameter
     return node | ({"parameter": value.requires_grad} if is_parameter else {})
@@ -242,7 +296,7 @@ def value_of(content: dict[str, Any]) -> Any:
     dtype = DTYPES[content["dtype"]]
     if "bytes" not in content:
         return dtype
-    data = np.frombuffer(base64.b64decode(content["bytes"]), np.uint8).copy()
+    data = values.bytes_of(content).copy()
     flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
     found = flat.reshape(content["shape"])
     if "parameter" not in content:

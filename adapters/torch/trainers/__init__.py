@@ -69,11 +69,28 @@ class TrainerCheckpoints(MemoryStore):
 
 
 def newest_step(store: Any) -> int | None:
-    """Step of the newest complete checkpoint in a store, or in its directory, or None."""
+    """Step of the newest complete checkpoint in a store, a directory or a list, or None."""
+    if isinstance(store, list | tuple):
+        return max((at for each in store if (at := newest_step(each)) is not None), default=None)
     if isinstance(store, CheckpointStore):
         return max((each.step for each in store.checkpoints()), default=None)
     is_folder = isinstance(store, str | os.PathLike) and Path(store).is_dir()
     return max(scan(Path(store)).complete, default=None) if is_folder else None
+
+
+def newest_settings(store: Any) -> Mapping[str, Any]:
+    """`RunRecord.settings` of the newest complete checkpoint in a directory; empty without one.
+
+    For a list, of the directory with the newest checkpoint.
+    """
+    if isinstance(store, list | tuple):
+        store = max(store, key=lambda each: -1 if (at := newest_step(each)) is None else at)
+    root = store.root if isinstance(store, CheckpointStore) else store
+    if not isinstance(root, str | os.PathLike) or not Path(root).is_dir():
+        return {}
+    found = scan(Path(root))
+    newest = max(found.complete, default=None)
+    return {} if newest is None else found.records.get(newest, {}).get("settings", {})
 
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:

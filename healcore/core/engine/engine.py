@@ -13,8 +13,15 @@ import numpy as np
 
 from healcore.core import numerics
 from healcore.core.clipping import RULES
-from healcore.core.decision import RECORD_FIELDS, Action, Decision, record_metrics
-from healcore.core.detectors import DETECTORS
+from healcore.core.decision import (
+    NONFINITE,
+    RECORD_FIELDS,
+    Action,
+    Cause,
+    Decision,
+    record_metrics,
+)
+from healcore.core.detectors import DETECTORS, FROM_EVALUATIONS
 from healcore.core.engine import incidents
 from healcore.core.engine.judge import judge
 from healcore.core.engine.state import (
@@ -61,6 +68,8 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
+        self.limits_norm = limits_norm
+        """Whether `step` applies `EngineState.norm_limit`."""
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
         self.cuts_lr = any(rule.action & Action.CUT_LR for rule in config.rules)
         """Whether a rule can cut the learning rate."""
@@ -68,10 +77,17 @@ class Engine:
         """Whether the rate may get a limit (`limit_lr`): this needs `Signals.learning_rate`."""
         self.scales_lr = self.cuts_lr or self.limits_lr
         """Whether `Decision.lr_scale` can differ from 1."""
+        self.tests_only_finite = self._tests_only_finite()
+        """Whether each decision to enforce follows from the step alone: from a test for NaN and
+        Inf, and from a fixed clip. Such a step can be judged after it was taken, because the state
+        changes nothing in it. In observe mode no decision is enforced, so that it is always True.
+        """
+        self.skips_bad_loss = any(
+            rule.skip and rule.causes & Cause.NONFINITE_LOSS for rule in config.rules
+        )
+        """Whether a loss that is not finite skips the step. A gradient always does."""
         self.resets_moments = config.lr.reset_moments and self.cuts_lr and self.mode != "observe"
         """Whether a cut of the learning rate resets the optimizer's moments."""
-        self.limits_norm = limits_norm
-        """Whether `step` applies `EngineState.norm_limit`."""
         self.scales_grads = config.clip is not None or limits_norm
         """Whether `Decision.grad_scale` or `group_scale` can differ from 1."""
         self._specialised: dict[tuple[bool, bool], Engine] = {}
@@ -79,6 +95,18 @@ class Engine:
         self._clip_name = config.clip[0] if config.clip else None
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
+
+    def _tests_only_finite(self) -> bool:
+        if self.mode == "observe":
+            return True
+        for rule in self.config.rules:
+            is_immediate = type(rule.consecutive) is int and rule.consecutive == 1
+            if rule.skip and (
+                rule.causes & ~int(NONFINITE) or rule.sustained or rule.within or not is_immediate
+            ):
+                return False
+        clips_by_state = self.config.clip is not None and self.config.clip[0] != "fixed"
+        return not (clips_by_state or self.scales_lr or self.limits_norm)
 
     @cached_property
     def fingerprint(self) -> str | None:
@@ -143,14 +171,32 @@ class Engine:
                 new = self.subtract_rollback(new, xp=xp)
             if signals.externally_skipped is not None:
                 skipped = signals.externally_skipped
-                new = map_leaves(
-                    lambda after, before: select(skipped, before, after, xp=xp), new, state
-                )
+                new = self._without_step(state, new, signals, skipped, xp=xp)
                 decision = _neutral(decision, skipped, state.lr.scale, xp=xp)
                 decision = decision._replace(cause=xp.where(skipped, 0, decision.cause))
             if observes:
                 decision = _neutral(decision, decision.skip | True, 1.0, xp=xp)
         return new, decision
+
+    def _without_step(
+        self, old: EngineState, new: EngineState, signals: Signals, skipped: Any, *, xp: Any
+    ) -> EngineState:
+        """The old state if the caller skips the step, with the signals that come only once.
+
+        The loss and the norms of a skipped step are dropped, because the next step has its own. An
+        announced change and an evaluation are reported for one step only, so they would be lost.
+        """
+        kept = map_leaves(lambda after, before: select(skipped, before, after, xp=xp), new, old)
+        expected = old.change_expected
+        if signals.change_expected is not None:
+            expected = expected | signals.change_expected
+        detectors = []
+        for (name, _), before, after in zip(
+            self.config.detectors, kept.detectors, new.detectors, strict=True
+        ):
+            learnt = {field: getattr(after, field) for field in FROM_EVALUATIONS.get(name, ())}
+            detectors.append(before._replace(**learnt) if learnt else before)
+        return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
     def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
         """Opens the grace window at the next step, because the LR, the batch or the data change.

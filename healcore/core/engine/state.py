@@ -114,6 +114,47 @@ class EngineConfig(NamedTuple):
     """Steps after an expected change in which only non-finite values are alarms."""
 
 
+def config_differences(left: EngineConfig, right: EngineConfig) -> list[str]:
+    """What differs between two policies, as `key: left and right`.
+
+    Keys are those of a policy file, such as `clip.kind` and `lr.factor`. A table that only one
+    policy has is named without its keys: `detect.plateau: absent and present`.
+    """
+    ours, theirs = _tables(left), _tables(right)
+    if ours["clip"]["kind"] != theirs["clip"]["kind"]:  # the kinds have other keys
+        ours["clip"], theirs["clip"] = ({"kind": each["clip"]["kind"]} for each in (ours, theirs))
+    found = []
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in ours or name not in theirs:
+            absent, present = "absent", "present"
+            pair = (present, absent) if name in ours else (absent, present)
+            found.append(f"{name}: {pair[0]} and {pair[1]}")
+            continue
+        for key, value in ours[name].items():
+            # As text, because `==` of arrays is an array.
+            before, here = _shown(value), _shown(theirs[name].get(key))
+            if before != here:
+                found.append(f"{name}.{key}: {before} and {here}".removeprefix("."))
+    return found
+
+
+def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
+    """The tables of a policy file; keys outside of a table are under the name ""."""
+    single = ("mode", "max_skips", "grace_steps")
+    tables: dict[str, dict[str, Any]] = {"": {name: getattr(config, name) for name in single}}
+    kind, clip = config.clip or ("none", None)
+    tables["clip"] = {"kind": kind} | ({} if clip is None else clip._asdict())
+    tables |= {f"detect.{name}": detector._asdict() for name, detector in config.detectors}
+    tables |= {f"respond[{i}]": rule._asdict() for i, rule in enumerate(config.rules)}
+    for name in ("incident", "rollback", "lr", "budget"):
+        tables[name] = getattr(config, name)._asdict()
+    return tables
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")
+
+
 SCHEMA = 10  # version of the saved form
 
 _NEVER = 1 << 30

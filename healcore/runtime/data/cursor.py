@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from healcore.console import counted
+from healcore.core.decision import Cause
 from healcore.core.errors import error_text
 from healcore.runtime.data.function_loader import FunctionLoader, function_name, is_function
 from healcore.runtime.data.loader_adapters import (
@@ -28,10 +29,25 @@ from healcore.runtime.data.loader_adapters import (
     decode_position,
     encode_position,
 )
+from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.data.torch_loader import SamplerEpochs, TorchLoader, division, is_replayable
+from healcore.runtime.faults.failures import classify
+
+T = TypeVar("T")
 
 _MAX_POSITIONS = 4  # that `position_before` can start from
 _SILENT_SECONDS = 5.0  # of reading and dropping batches, before the first line of progress
+
+
+class ReadRetries(Protocol):
+    """The attempts to read a batch, which `healcore.runtime.faults.retry.Retries` implements."""
+
+    def wait_after(self, error: BaseException) -> bool:
+        """Waits after a failed attempt. Returns whether to read again."""
+        ...
+
+    def report_success(self) -> None:
+        """Reports a success after failures."""
 
 
 class Cursor:
@@ -45,6 +61,7 @@ class Cursor:
         loader: any object that can be iterated over, or a function without arguments that makes
             one, see `function_loader`.
         epochs: number of epochs, or None for no end. An iterator has one epoch.
+        retries: the attempts to read a batch after failures in the network, or None for one.
 
     Attributes:
         loader: the loader.
@@ -53,13 +70,17 @@ class Cursor:
         inform: called with lines about the progress of a long read.
         limit: number of batches after which an epoch ends, or None for all batches.
         unreadable: the batch whose reading made the last `next` raise, or None.
+        put_back_random_states: sets the random states of before the next `next`, or None if only
+            the cursor can keep them.
 
     Raises:
         UnusableLoader: the loader cannot be iterated over, or has fewer epochs.
         DataError: `epochs` is not a whole number >= 1.
     """
 
-    def __init__(self, loader: Loader[Any], *, epochs: int | None = 1) -> None:
+    def __init__(
+        self, loader: Loader[Any], *, epochs: int | None = 1, retries: ReadRetries | None = None
+    ) -> None:
         is_made = is_function(loader)
         iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
         if not is_made and (not iterable or isinstance(loader, type)):
@@ -74,6 +95,10 @@ class Cursor:
         self.limit: Callable[[int], int] | None = None
         self.unreadable: BatchId | None = None
         self.inform: Callable[[str], object] = lambda line: None
+        self.put_back_random_states: Callable[[], object] | None = None
+        self._retries = retries
+        self._states_of_begin: dict[str, Any] = {}  # random states before this epoch has begun
+        self._reads_again = False  # whether a batch is read once more after a failure
         self._is_made = is_made
         self._name = f"function {function_name(loader)}" if is_made else class_name(loader)
         self._sampler_epochs = SamplerEpochs(loader)
@@ -98,7 +123,9 @@ class Cursor:
         loader = self.loader
         if self._is_made:
             return FunctionLoader(loader)
-        return TorchLoader(loader) if is_replayable(loader) else adapter_for(loader)
+        if is_replayable(loader):
+            return TorchLoader(loader)
+        return self._begun_patiently(lambda: adapter_for(loader))
 
     # -- epochs ---------------------------------------------------------------------------------
 
@@ -221,7 +248,7 @@ class Cursor:
             which = self.next_id
             error = self._error
             try:
-                batch = self._read()
+                batch = self._read_patiently()
             except StopIteration:
                 if error is not None and (self.length is None or which.index < self.length):
                     error.add_note(
@@ -233,8 +260,8 @@ class Cursor:
             except DataError:
                 raise
             except Exception:
-                if which not in self.skipped_batch_ids:
-                    self.unreadable = which
+                self.unreadable = None if which in self.skipped_batch_ids else which
+                if self.unreadable is not None:
                     raise
             else:
                 # The epoch's order may be drawn when its first batch is read.
@@ -257,8 +284,153 @@ class Cursor:
             epoch = self.next_id.epoch
             self._sampler_epochs.begin(epoch, by_user=epoch == self._requested_epoch)
             self._between_epochs = self._epoch_restored = False
-            self._batches = self._adapter.start(epoch)
+            start = self._adapter.start_again if self._reads_again else self._adapter.start
+            if self._retries is not None:
+                self._states_of_begin = random_states()
+            self._batches = self._begun_patiently(lambda: start(epoch))
         return self._batches
+
+    def _begun_patiently(self, begin: Callable[[], T]) -> T:
+        """Calls a function that begins to read, and calls it again after failures in the network.
+
+        Each call begins with the random states of the first, because it may draw an order.
+        """
+        if self._retries is None or self._reads_again:
+            return begin()
+        states = random_states()
+        while True:
+            try:
+                begun = begin()
+            except Exception as error:
+                if not self._retries.wait_after(error):
+                    raise
+                set_random_states(states)
+            else:
+                self._retries.report_success()
+                return begun
+
+    def _read_patiently(self) -> Any:
+        """Reads the next batch, see `_read`, and reads it again after failures in the network."""
+        which, begun = self.next_id, self._batches is not None
+        if self._retries is None:
+            return self._read()
+        put_back, self.put_back_random_states = self.put_back_random_states, None
+        if put_back is None and (which.index == 0 or self._adapter.draws):
+            put_back = functools.partial(set_random_states, random_states())
+        try:
+            return self._read()
+        except StopIteration:
+            raise
+        except Exception as error:
+            if classify(error).cause is not Cause.NETWORK:
+                raise
+            failure = error
+        # Outside of the block: an error of the next attempt must not have this one as its context,
+        # or it would be classified as a failure in the network too.
+        if put_back is None:  # reading draws no numbers: the states are those of before the read
+            put_back = functools.partial(set_random_states, random_states())
+        go_back = self._way_back_to(which, put_back, begun=begun)
+        return self._read_again(which, failure, self._retries, go_back)
+
+    def _read_again(
+        self,
+        which: BatchId,
+        failure: Exception,
+        retries: ReadRetries,
+        go_back: Callable[[], object] | None,
+    ) -> Any:
+        """Reads a batch again that a failure in the network has interrupted.
+
+        The loader is moved back to the batch, and so are the random states, so that the batch is
+        the one that the failure has prevented. If that is impossible, the failure is raised: to
+        read on would lose the batch, or would take the end of a generator that has raised for the
+        end of the data.
+
+        Args:
+            which: the batch.
+            failure: the exception.
+            retries: the attempts.
+            go_back: result of `_way_back_to`.
+        """
+        if go_back is None:
+            failure.add_note(
+                f"healcore: {self._name} cannot be moved back to {which}, so the batch is not read "
+                "again. Pass a function that makes it, healer.batches(lambda: ...), which healcore "
+                "calls again after a failure in the network"
+            )
+            raise failure
+        adapter, last = self._adapter, self.last_id
+        self.unreadable, self._reads_again, adapter.reads_again = which, True, True
+        try:
+            while retries.wait_after(failure):
+                try:
+                    go_back()
+                    batch = self._read()
+                except (StopIteration, EmptyLoader):
+                    failure.add_note(
+                        f"healcore: after this error {self._name} has ended before {which}"
+                    )
+                    break
+                except Exception as error:
+                    failure = error
+                else:
+                    retries.report_success()
+                    self.unreadable = None
+                    return batch
+            raise failure
+        finally:
+            self.last_id, self._reads_again, adapter.reads_again = last, False, False
+            if self.unreadable is not None:  # also if a signal has ended the wait
+                self.next_id = BatchId(which.epoch, which.index + 1)
+                self._error = failure
+
+    def _way_back_to(
+        self, which: BatchId, put_back: Callable[[], object], *, begun: bool
+    ) -> Callable[[], object] | None:
+        """Moves loader and random states back to a batch that has raised, or None if impossible.
+
+        Args:
+            which: the batch.
+            put_back: sets the random states of before the read that has raised.
+            begun: whether the epoch had begun before this read.
+        """
+        adapter, batches = self._adapter, self._batches
+        states_of_begin = self._states_of_begin
+
+        def stay() -> None:
+            assert batches is not None
+            adapter.stay(batches)
+            put_back()
+            self.next_id = which
+
+        def begin_epoch() -> None:
+            self.next_id, self._batches, self._between_epochs = which, None, False
+            if begun:  # the draws of its begin belong before the states of the read
+                set_random_states(states_of_begin)
+                self._begin()
+            put_back()
+
+        def move_back() -> None:
+            assert position is not None
+            self._return_to(which, position)
+            put_back()
+
+        if not self.can_rewind:
+            return stay if batches is not None and adapter.stay(batches) else None
+        if not adapter.can_read_again(which.index):
+            return None
+        if which.index == 0 and adapter.begins_again:
+            return begin_epoch
+        position = self.position_before(which)
+        return None if position is None else move_back
+
+    def _return_to(self, which: BatchId, position: Mapping[str, Any]) -> None:
+        """Moves back to a position before `which`, also at the end of the epoch before."""
+        self._restore(self._decoded(position))
+        if self.next_id.epoch < which.epoch:
+            with suppress(StopIteration):
+                self._read()
+        self.next_id = which
 
     def _read(self) -> Any:
         """Reads the next batch; StopIteration after an epoch, EmptyLoader if it had no batch."""
@@ -299,8 +471,13 @@ class Cursor:
         self._batches, self._between_epochs = None, True
 
     def _drop_until(self, goal: BatchId) -> None:
-        """Reads and discards batches. An unreadable batch also counts as read."""
+        """Reads and discards batches. An unreadable batch also counts as read.
+
+        A stream that ends with a failure in the network raises the failure. If the batches are
+        dropped to read another one again, the first such failure is raised, which is an attempt.
+        """
         shown = time.monotonic()
+        failure: Exception | None = None
         while self.next_id < goal:
             if time.monotonic() - shown > _SILENT_SECONDS:
                 shown = time.monotonic()
@@ -309,10 +486,21 @@ class Cursor:
                     "to return to its position"
                 )
             try:
-                self._read()
+                if self._reads_again:
+                    self._read()
+                else:
+                    self._read_patiently()
+            except StopIteration:
+                if failure is not None:
+                    raise failure from None
+                raise
             except Exception as error:
-                if error is not self._error:  # the end of the data, or an empty epoch
+                if error is not self._error:  # an empty epoch
                     raise
+                if classify(error).cause is Cause.NETWORK:
+                    failure = error
+                    if self._reads_again:
+                        raise
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -332,6 +520,8 @@ class Cursor:
         It consists of Python values that any checkpoint can hold. If the loader's state cannot be
         taken, the cursor cannot rewind from then on.
         """
+        if self.next_id == (0, 0) and self.can_rewind:
+            self._begin()  # an exception of iter() propagates, as in a loop without healcore
         try:
             # Beginning the next epoch for its state would read ahead.
             if self.can_rewind and not self._between_epochs:

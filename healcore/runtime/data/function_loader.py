@@ -9,12 +9,8 @@ dropping the batches before the position.
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from healcore.runtime.data.loader_adapters import (
     DataError,
@@ -22,6 +18,7 @@ from healcore.runtime.data.loader_adapters import (
     UnusableLoader,
     adapter_for,
 )
+from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 
@@ -64,6 +61,7 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
     """
 
     kind = "function"
+    begins_again = True
 
     def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__(make)
@@ -72,12 +70,12 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
         """The adapter of what the function has made for this epoch."""
         self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
         self._read = 0  # number of batches read from this epoch
-        self._random: list[Any] = []
+        self._random: dict[str, Any] = {}
         """The random states before the function was called for this epoch."""
 
     def start(self, epoch: int) -> Iterator[Any]:
         """Calls the function, and begins an epoch of what it returns."""
-        self._random = _random_states()
+        self._random = random_states()
         self._make()
         self._batches, self._read = self._inner.start(epoch), 0
         return self
@@ -103,7 +101,7 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
             DataError: the function returns the stream that it has returned before.
         """
         before = self._made
-        _set_random_states(state["random"])
+        set_random_states(state["random"])
         self._make()
         if self._made is before and isinstance(before, Iterator):
             if state["read"] + skip == self._read:
@@ -112,13 +110,17 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
                 "the function has returned the iterator that it had returned before, which cannot "
                 "go back: it has to make a new one at each call"
             )
-        self._random = list(state["random"])
+        self._random = dict(state["random"])
         if state["own"] is not None and state["kind"] == self._inner.kind:
             self._batches, left = self._inner.resume(state["own"], skip)
         else:
             self._batches, left = self._inner.start(0), state["read"] + skip
         self._read = state["read"] + skip - left
         return self, left
+
+    def can_read_again(self, index: int) -> bool:
+        """Whether a rank alone can begin what the function makes."""
+        return self._inner.can_read_again(0)
 
     def rows(self) -> list[int] | None:
         """The dataset's indices of the batch that was read last, or None if they are unknown."""
@@ -140,18 +142,4 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
         made = self._loader()
         self._made = made
         self._inner = TorchLoader(made) if is_replayable(made) else adapter_for(made)
-
-
-def _random_states() -> list[Any]:
-    """The states of the global generators of Python, NumPy and, where it is imported, torch."""
-    torch = sys.modules.get("torch")
-    of_torch = None if torch is None else torch.get_rng_state()
-    return [random.getstate(), np.random.get_state(), of_torch]  # noqa: NPY002 -- users do
-
-
-def _set_random_states(states: list[Any]) -> None:
-    python, numpy, of_torch = states
-    random.setstate(python)
-    np.random.set_state(numpy)  # noqa: NPY002
-    if of_torch is not None and (torch := sys.modules.get("torch")) is not None:
-        torch.set_rng_state(of_torch)
+        self.draws = self._inner.draws

@@ -9,6 +9,8 @@ Classes of torch are recognized by name.
 from __future__ import annotations
 
 import copy
+import inspect
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -167,9 +169,16 @@ class LoaderAdapter:
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
         why_not: why the loader has no state and cannot be rewound, or None.
+        draws: whether reading a batch may draw from the global random generators of this process.
+        begins_again: whether `start_again` begins an epoch that has begun already.
+        reads_again: whether this rank reads a batch again while other ranks wait for it, so that
+            nothing may be exchanged with them.
     """
 
     kind = "forward"
+    draws = False
+    begins_again = False
+    reads_again = False
 
     def __init__(
         self, loader: Any, *, why_not: str | None = None, first: Iterator[Any] | None = None
@@ -182,6 +191,10 @@ class LoaderAdapter:
         """Begins an epoch; returns its batches."""
         first, self._first = self._first, None
         return iter(self._loader) if first is None else first
+
+    def start_again(self, epoch: int) -> Iterator[Any]:
+        """Begins an epoch from its first batch that `start` has begun, if `begins_again`."""
+        return self.start(epoch)
 
     def state_before(self, index: int) -> Any:
         """The state before a batch of this epoch that was read, or None if it is not known."""
@@ -204,6 +217,34 @@ class LoaderAdapter:
         """The dataset's indices of the batch that was read last, or None if they are unknown."""
         return None
 
+    def can_read_again(self, index: int) -> bool:
+        """Whether a rank alone can read this batch of the epoch again, if it can be rewound."""
+        return True
+
+    def stay(self, batches: Iterator[Any]) -> bool:
+        """Whether the next `next` of an epoch's batches reads the batch that has just raised.
+
+        Only for loaders that cannot be rewound. Most iterators have passed that batch, or have
+        ended, and what a wrapper around another iterator does is unknown. An iterator of the
+        program's own class that holds no other iterator is asked again: a stream that connects
+        again continues where it was.
+        """
+        return connects_again(batches)
+
+
+def connects_again(batches: Iterator[Any]) -> bool:
+    """Whether an iterator is of a class in Python that holds no other iterator.
+
+    Open files and responses of a server are iterators too, and belong to the connection.
+    """
+    if not inspect.isfunction(getattr(type(batches), "__next__", None)):
+        return False  # a generator, a `zip`, a `map`
+    held = getattr(batches, "__dict__", {}).values()
+    return not any(
+        isinstance(each, Iterator) and each is not batches and not isinstance(each, io.IOBase)
+        for each in held
+    )
+
 
 class _StatefulLoader(LoaderAdapter):
     """A loader with `state_dict` and `load_state_dict`: such as torchdata's StatefulDataLoader.
@@ -215,10 +256,22 @@ class _StatefulLoader(LoaderAdapter):
     """
 
     kind = "loader"
+    begins_again = True
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._generators = generators_of(samplers_of(loader))
+        self._at_start: list[Any] = []  # states of the generators before the epoch has begun
+        self.draws = not getattr(loader, "num_workers", 0)
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        self._at_start = [generator.get_state() for generator in self._generators]
+        return super().start(epoch)
+
+    def start_again(self, epoch: int) -> Iterator[Any]:
+        for generator, state in zip(self._generators, self._at_start, strict=True):
+            generator.set_state(state)
+        return self.start(epoch)
 
     def state(self, *, ended: bool) -> Any:
         return {
@@ -244,6 +297,8 @@ class _StatefulIterator(LoaderAdapter):
     """
 
     kind = "iterator"
+    draws = True
+    begins_again = True
 
     def __init__(self, loader: Any, first: Iterator[Any], names: tuple[str, str]) -> None:
         super().__init__(loader, first=first)
@@ -274,7 +329,12 @@ class _IndexedLoader(LoaderAdapter, Iterator[Any]):
     """A sequence, or an object with `__getitem__` only, which is read by index."""
 
     kind = "sequence"
+    begins_again = True
     _next = 0
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.draws = not isinstance(loader, list | tuple | range)
 
     def start(self, epoch: int) -> Iterator[Any]:
         self._next = 0
@@ -303,6 +363,76 @@ class _IndexedLoader(LoaderAdapter, Iterator[Any]):
         return batch
 
 
+class _Replayed(Iterator[Any]):
+    """The samples of a dataset, of which those of the current batch can be read again.
+
+    If a sample of a batch raises, torch drops the samples of the batch before it.
+    """
+
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self.samples = samples
+        self.failure: Exception | None = None  # of the last sample
+        self._of_batch: list[Any] = []
+        self._again: list[Any] = []  # samples to yield again, the last one first
+
+    def __next__(self) -> Any:
+        if self._again:
+            sample = self._again.pop()
+        else:
+            failure, self.failure = self.failure, None
+            try:
+                sample = next(self.samples)
+            except StopIteration:
+                if failure is None:
+                    raise
+                self.failure = failure  # the stream has ended with it, and not with its data
+                raise failure from None
+            except Exception as error:
+                self.failure = error
+                raise
+        self._of_batch.append(sample)
+        return sample
+
+    def end_batch(self) -> None:
+        """Forgets the samples of a batch that was read."""
+        self._of_batch.clear()
+
+    def begin_batch_again(self) -> None:
+        """Yields the samples of a batch that was not read once more."""
+        self._again = [*self._again, *reversed(self._of_batch)]
+        self._of_batch.clear()
+
+
+class _TorchStream(LoaderAdapter, Iterator[Any]):
+    """A torch DataLoader that cannot be rewound, such as one of an IterableDataset.
+
+    Without workers, a dataset that connects again after an exception loses no sample.
+    """
+
+    _batches: Iterator[Any]
+    _samples: _Replayed | None = None
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        self._batches, self._samples = super().start(epoch), None
+        fetcher = getattr(self._batches, "_dataset_fetcher", None)  # in a worker, if there are any
+        samples = getattr(fetcher, "dataset_iter", None)
+        if fetcher is not None and samples is not None and connects_again(samples):
+            self._samples = fetcher.dataset_iter = _Replayed(samples)
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if self._samples is not None:
+            self._samples.end_batch()
+        return batch
+
+    def stay(self, batches: Iterator[Any]) -> bool:
+        if self._samples is None:
+            return False
+        self._samples.begin_batch_again()
+        return True
+
+
 @dataclass
 class UnreadableBatch:
     """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
@@ -329,8 +459,11 @@ def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
 def adapter_for(loader: Any) -> LoaderAdapter:
     """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
 
-    A loader can have an attribute `why_not`: the reason why it cannot be rewound.
+    A loader can have an attribute `why_not`: the reason why it cannot be rewound. A loader of
+    healcore's own, such as `ScanBlocks`, is its own adapter.
     """
+    if isinstance(loader, LoaderAdapter):
+        return loader
     why_not = loader.why_not if hasattr(loader, "why_not") else _why_no_state(loader)
     if why_not is None:
         return _StatefulLoader(loader)
@@ -342,6 +475,8 @@ def adapter_for(loader: Any) -> LoaderAdapter:
     for names in (_GET_STATE, _STATE_DICT):
         if _has_methods(first, names):
             return _StatefulIterator(loader, first, names)
+    if is_type(first, "torch.utils.data", "_BaseDataLoaderIter"):
+        return _TorchStream(loader, why_not=why_not, first=first)
     return LoaderAdapter(loader, why_not=why_not, first=first)
 
 

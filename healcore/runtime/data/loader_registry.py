@@ -10,9 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from healcore.runtime.data.cursor import Cursor
+from healcore.runtime.data.cursor import Cursor, ReadRetries
 from healcore.runtime.data.loader_adapters import BatchId, DataError, decode_position
+from healcore.runtime.data.scan_blocks import ScanBlocks
 
+MODEL_CHANGED = (
+    "the program would change the structure of its model again at the begin of that epoch"
+)
+"""Reason of a rollback after which a loop over `Healer.epochs` does not return."""
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
@@ -47,8 +52,9 @@ class RunLoader(Cursor):
         epochs: int | None,
         skipped_batch_ids: set[BatchId],
         limit: Callable[[int], int] | None,
+        retries: ReadRetries | None = None,
     ) -> None:
-        super().__init__(loader, epochs=epochs)
+        super().__init__(loader, epochs=epochs, retries=retries)
         self.number = number
         self.limit = limit
         self.skipped_batch_ids = skipped_batch_ids
@@ -61,13 +67,22 @@ class RunLoader(Cursor):
         self.substitute: Any = None
 
     @property
+    def is_scan(self) -> bool:
+        """Whether the batches are blocks of `Healer.scan`, of which a rollback skips none."""
+        return isinstance(self.loader, ScanBlocks)
+
+    @property
     def first_pending(self) -> BatchId | None:
         """The first batch that was read since the last step, also if reading it has raised."""
         return self.pending_ids[0] if self.pending_ids else self.unreadable
 
     def next(self) -> tuple[Any, BatchId]:
-        """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs."""
-        if self.exhausted_before:
+        """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs.
+
+        After its last block a scan does not begin another epoch, so that a restart with more
+        updates continues there.
+        """
+        if self.exhausted_before or (self.is_scan and self.loader.is_finished):
             raise StopIteration
         self.in_loop, self.left_by_break = True, False
         return super().next()
@@ -79,6 +94,7 @@ class LoaderRegistry:
     Attributes:
         notices: sentences for the log; the Healer clears them.
         inform: called with lines about the progress of a long read.
+        retries: the attempts to read a batch after failures in the network, or None for one.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
         next_epoch: epoch at which the program's own loop continues after a restart. While the code
@@ -89,11 +105,14 @@ class LoaderRegistry:
             passes of the loaders that were rewound have no further batch.
         crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
             which it does not return, or None.
+        changed_in: epoch in which the program has last changed the structure of its model, or -1. A
+            loop over `Healer.epochs` returns to later epochs only.
     """
 
     def __init__(self) -> None:
         self.notices: list[str] = []
         self.inform: Callable[[str], object] = lambda line: None
+        self.retries: ReadRetries | None = None
         self.last_trained: RunLoader | None = None
         self.next_epoch = 0
         self.names_epochs = self.can_return = False
@@ -102,6 +121,7 @@ class LoaderRegistry:
         self._returned: Mapping[str, Any] = {}
         self._new_in_epoch = 0
         self.crossed: int | None = None
+        self.changed_in = -1
         self._loaders: list[RunLoader] = []  # in the order of their last use
         self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
         self._count = 0
@@ -230,7 +250,7 @@ class LoaderRegistry:
             self._skipped[number] = self._skipped[old.number]
             if epoch == self.next_epoch and str(old.number) in self._returned:
                 self._saved[str(number)] = self._returned[str(old.number)]
-        new = RunLoader(number, loader, epochs, self._skipped[number], limit)
+        new = RunLoader(number, loader, epochs, self._skipped[number], limit, self.retries)
         new.inform = self.inform
         new.first_epoch, new.order = epoch or 0, self._new_in_epoch
         self._new_in_epoch += 1
@@ -374,6 +394,8 @@ class LoaderRegistry:
             loader.skipped_batch_ids.difference_update(again)
         if position is None:
             return "the checkpoint has no position of this loader"
+        if returns and position[_EPOCH] <= self.changed_in:
+            return MODEL_CHANGED
         if returns:  # also the loaders of earlier passes, which the loop will read again
             loaders += [each for each in self if each.trains and each not in loaders]
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
@@ -396,14 +418,19 @@ class LoaderRegistry:
     def _returns_with(self, position: Mapping[str, Any]) -> bool:
         """Whether a loop over `Healer.epochs` has to return after a rewind to this position.
 
-        To an earlier epoch, or to an earlier pass of the same epoch.
+        To an earlier epoch, to an earlier pass of the same epoch, or to an earlier batch of the
+        same pass. In the last case the loop begins the pass again, at this batch: otherwise the
+        program would count more batches than the loader has, and many programs divide by, index
+        with or compare with this length. A stream without a length just continues.
         """
         epoch = position.get(_EPOCH, self.next_epoch)
         trained = self.last_trained
-        earlier_pass = (
-            self.names_epochs and trained is not None and str(trained.number) not in position
-        )
-        return epoch < self.next_epoch or earlier_pass
+        if epoch < self.next_epoch:
+            return True
+        if trained is None:
+            return False
+        is_earlier_pass = self.names_epochs and str(trained.number) not in position
+        return is_earlier_pass or trained.length is not None
 
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""

@@ -98,6 +98,7 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         self._base = _base(self._copy)
         self._order: _Order = getattr(self._base, _order_name(self._base))
         self._accelerated = self._base is not self._copy
+        self.draws = not self._base.num_workers
         self._reading: Iterator[Any] | None = None  # of this epoch; None before its first batch
         self._index = 0  # number of batches read from this epoch
         self._draws_first = False  # whether the samplers draw the order before `iter` is called
@@ -120,8 +121,13 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         return self._state_before(self._index)
 
     def state_before(self, index: int) -> dict[str, Any] | None:
-        """The state before a batch that was read, or None if unknown or reading draws nothing."""
+        """The state before a batch that was read, or None if unknown or reading draws nothing.
+
+        None before the first batch too: the order is drawn together with that batch.
+        """
         order = self._order
+        if index == 0:
+            return None
         known = order.reads_ahead and order.start_states is not None and order.planned is None
         return self._state_before(index) if known and order.knows(index) else None
 
@@ -205,10 +211,28 @@ class TorchLoader(LoaderAdapter, Iterator[Any]):
         if self._accelerated:
             self._copy.iteration = self._loader.iteration
 
+    def can_read_again(self, index: int) -> bool:
+        """False for the first batch of an epoch whose order the ranks have agreed on at its begin.
+
+        Accelerate then sends the state of the sampler's generator to all ranks, and this rank does
+        not know the state that it has received.
+        """
+        distributed = sys.modules["torch"].distributed
+        alone = not distributed.is_initialized() or distributed.get_world_size() == 1
+        return index > 0 or alone or not getattr(self._copy, "rng_types", None)
+
     def _begin(self) -> Iterator[Any]:
         batches = iter(self._copy)
-        # Accelerate begins, and draws numbers, with the first batch.
-        return chain([*islice(batches, 1)], batches) if self._accelerated else batches
+        if not self._accelerated:
+            return batches
+        # Accelerate begins, exchanges and draws numbers, with the first batch.
+        exchanged = vars(self._copy)["rng_types"]
+        if self.reads_again:
+            vars(self._copy)["rng_types"] = None
+        try:
+            return chain([*islice(batches, 1)], batches)
+        finally:
+            vars(self._copy)["rng_types"] = exchanged
 
 
 class _Order:

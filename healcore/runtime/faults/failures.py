@@ -5,7 +5,8 @@ cause. Tests cause each failure in a real run.
 
 An exception is classified by its type, by codes in it, then by the exception that caused it. Types
 are named, not imported, because healcore imports neither a framework nor an HTTP client. A message
-is read only for types with a code at a fixed place in it. Prose is never searched.
+is read only for types with a code at a fixed place in it. Prose is never searched, except the
+messages of operations on arrays, which have no types and no codes (`array_errors`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import enum
 import errno
 import re
+import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from healcore.core.decision import Cause
+from healcore.runtime.faults.array_errors import hint_about
 
 
 class Severity(enum.StrEnum):
@@ -126,8 +129,8 @@ FAILURES: dict[Cause, Failure] = {
         "slow_convergence",
         Severity.WARNING,
         "The loss has stopped moving. If it never moved (0.693 with DPO): the initialisation, ten "
-        "samples of the data, the learning rate, a beta of DPO 2 to 5 times larger. Otherwise the "
-        "schedule, or there is no more to learn.",
+        "samples of the data, a learning rate 2 to 5 times higher, a lower beta of DPO. Otherwise "
+        "the schedule, or there is no more to learn.",
         (_TABLE,),
     ),
     # The default policy does not watch it: it needs an evaluation loss and a person's decision.
@@ -211,6 +214,13 @@ class Fault(NamedTuple):
     """Whether the same call may succeed if it is repeated; True only for NETWORK."""
     retry_after_s: float | None = None
     """Seconds that the server asks to wait, or None if it names no time."""
+    hint: str = ""
+    """What to check if shapes or indices do not fit, or an empty string."""
+
+    @property
+    def advice(self) -> str:
+        """What a person should check: the hint, or else the diagnosis of the cause."""
+        return self.hint or self.failure.diagnosis
 
     @property
     def failure(self) -> Failure:
@@ -287,7 +297,9 @@ _XLA = (
 
 _TORCH = (
     (r"\[enforce fail at \S*alloc_cpu\.cpp:\d+\].*\bError code 12\b", "ENOMEM", _OOM),
-    (r"(CUDA|HIP) error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+    (r"(CUDA|HIP)( driver)? error: out of memory", "cudaErrorMemoryAllocation", _OOM),
+    # Libraries and older versions raise the message of torch.OutOfMemoryError in a RuntimeError.
+    (r"(CUDA|HIP|XPU) out of memory", "CUDA out of memory", _OOM),
     (r"Triton Error \[(CUDA|HIP)\]: out of memory", "Triton out of memory", _OOM),
     (r"(CUDA|HIP) error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED", "ALLOC_FAILED", _OOM),
     (r"cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", _OOM),
@@ -310,12 +322,20 @@ _MESSAGES: dict[str, tuple[tuple[str, str, Fault], ...]] = {
     "jax.errors.JaxRuntimeError": _XLA,
     "jaxlib._jax.XlaRuntimeError": _XLA,
     "torch.distributed.DistBackendError": _NCCL,
-    "builtins.RuntimeError": _TORCH,
+    "builtins.RuntimeError": (*_TORCH, _XLA[1]),
 }
 """Type -> (beginning of a message, sign, kind)."""
 
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """Parts of messages of gloo and the operating system."""
+
+_IN_WORKER = re.compile(r"Caught \w+ in .+\.\nOriginal (Traceback \(most recent call last\):\n)")
+"""Beginning of the message of an exception that a DataLoader has passed on from a worker."""
+_STATUS = re.compile(
+    r"HTTP Error (\d{3}):|(\d{3}) (?:Server|Client) Error|(?:Server|Client) error '(\d{3}) "
+    r"|(\d{3}), message="
+)
+"""Beginning of the messages of urllib, requests (and huggingface_hub), httpx and aiohttp."""
 
 _HTTP_TRANSIENT = frozenset({408, 425, 429})
 _HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
@@ -326,6 +346,7 @@ def classify(error: BaseException) -> Fault:
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
     fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
+    Last come shapes and indices that do not fit (`healcore.runtime.faults.array_errors`).
 
     Args:
         error: any exception.
@@ -333,14 +354,31 @@ def classify(error: BaseException) -> Fault:
     Returns:
         The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
     """
+    chain = [*_chain_of(error)]
+    for find in (_own_fault, _array_fault):
+        for each in chain:
+            if fault := find(each):
+                return fault
+    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
+
+
+def _chain_of(error: BaseException) -> Iterator[Exception]:
+    """An exception, the exception that caused it, and so on; without KeyboardInterrupt."""
     at: BaseException | None = error
     for _ in range(_MAX_CHAIN):
         if not isinstance(at, Exception):
-            break  # KeyboardInterrupt, SystemExit
-        if fault := _own_fault(at):
-            return fault
+            break
+        yield at
         at = _cause_of(at)
-    return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
+
+
+def _array_fault(error: BaseException) -> Fault | None:
+    """The fault of an operation on arrays whose shapes or indices do not fit, or None."""
+    try:
+        sign, hint = hint_about(error)
+    except Exception:  # text runs code of the error's library
+        return None
+    return Fault(Cause.DATA, sign, hint=hint) if hint else None
 
 
 def _own_fault(error: BaseException) -> Fault | None:
@@ -350,7 +388,7 @@ def _own_fault(error: BaseException) -> Fault | None:
         names = {f.f_globals.get("__name__") for f, _ in traceback.walk_tb(error.__traceback__)}
         if isinstance(error, OSError | EOFError) and "multiprocessing.resource_sharer" in names:
             return Fault(Cause.WORKER, "DataLoader worker")
-        return _http_fault(error) or _known_fault(error)
+        return _http_fault(error) or _known_fault(error) or _fault_in_worker(error)
     except Exception:  # attributes and text run code of the error's library
         return None
 
@@ -381,10 +419,70 @@ def _http_fault(error: BaseException) -> Fault | None:
         status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
         return None
-    transient = status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
+    transient = _is_transient(status)
     text = str((headers or {}).get("Retry-After") or "").strip() if transient else ""
     wait = float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None  # RFC 9110
     return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait)
+
+
+def _is_transient(status: int) -> bool:
+    return status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
+
+
+def _fault_in_worker(error: BaseException) -> Fault | None:
+    """The fault of an exception in a DataLoader's worker, by its traceback, or None.
+
+    torch raises an exception of the same type with the worker's traceback as its text. The status
+    of a server, the errno and the exception that caused it are in this text only. A permanent
+    failure in the network, such as a dead link, concerns one row only. So it stays unknown, and the
+    row counts as unreadable.
+    """
+    texts = [str(error), *(each for each in error.args if isinstance(each, str))]
+    found = next(filter(None, map(_IN_WORKER.match, texts)), None)
+    if found is None:
+        return None
+    for name, text, is_cause in reversed(_raised_in(found.string[found.start(1) :])):
+        fault = _fault_by_text(name, text)
+        if fault is not None:
+            permanent = fault.cause is Cause.NETWORK and not fault.transient
+            return None if permanent else fault
+        if not is_cause and name in {bug.__name__ for bug in _BUGS}:
+            return None
+    return None
+
+
+def _raised_in(printed: str) -> list[tuple[str, str, bool]]:
+    """The exceptions of a printed traceback, in their order: (type, message, is_cause).
+
+    `is_cause` is whether the exception before is its direct cause.
+    """
+    found, within_frames, is_cause = [], False, False
+    for line in printed.splitlines():
+        if within_frames and line[:1].strip():  # the first line after the indented lines of frames
+            name, _, text = line.partition(": ")
+            found.append((name, text, is_cause))
+        if line.startswith(("The above exception", "During handling")):
+            is_cause = line.startswith("The above")
+        within_frames = line.startswith("  ")
+    return found
+
+
+def _fault_by_text(name: str, text: str) -> Fault | None:
+    """The fault of an exception whose type and message were printed, or None."""
+    if re.search("HTTP|ClientResponse", name) and (found := _STATUS.match(text)):
+        status = int(next(filter(None, found.groups())))
+        return Fault(Cause.NETWORK, f"HTTP {status}", _is_transient(status))
+    module, _, qualified = name.rpartition(".")
+    cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
+    known = [_name(each) for each in cls.__mro__] if isinstance(cls, type) else [name]
+    for each in known:
+        if (kind := _TYPES.get(each)) is not None:
+            return kind._replace(sign=each.removeprefix("builtins."))
+    if "builtins.OSError" in known and (found := re.match(r"\[Errno (\d{1,4})\]", text)):
+        number = int(found[1])
+        if (kind := _ERRNO.get(number)) is not None:
+            return kind._replace(sign=f"errno {errno.errorcode[number]}")
+    return None
 
 
 def _known_fault(error: BaseException) -> Fault | None:

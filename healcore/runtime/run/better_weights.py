@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
+from healcore.runtime.run.comparisons import LASTING_STEPS
 from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -29,6 +29,8 @@ from healcore.runtime.store.ranks import broadcast
 
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
+INTENDED = f"the program has set this for more than {LASTING_STEPS} steps, so it is intended"
+"""Why a number that was held is used, as a clause."""
 
 
 class BetterWeights:
@@ -50,7 +52,7 @@ class BetterWeights:
         records, taken = step.records, step.records[0].taken
         if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
             return None
-        self.comparisons.steps_are_windows = self._monitor.has_micro_steps
+        self.comparisons.steps_are_windows = self._monitor.state.has_micro_steps
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         norms: dict[str, float] = {}
@@ -102,6 +104,7 @@ class BetterWeights:
             by_host=True,
             better_step=verdict.anchor,
             trial=Trial.ACCEPT,
+            held_before=self.comparisons.state.ranges.held,
         )
         tried = [Trial(each.trial) for each in past]
         if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
@@ -157,7 +160,7 @@ class BetterWeights:
         if not self._data.loaders.can_rewind:
             return new, ()
         skipped = {batch for each in past for batch in each.batches}
-        batches = [each for each in self._monitor.batches_of(unusual) if each not in skipped]
+        batches = [each for each in self._monitor.state.batches_of(unusual) if each not in skipped]
         return new, tuple(batches)
 
     def _accept(
@@ -170,13 +173,7 @@ class BetterWeights:
         ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
         oldest = min((each.target for each in past), default=verdict.anchor)
-        order = replace(
-            order,
-            better_step=min(verdict.anchor, oldest),
-            lr_states=next((each.lr_states for each in past if each.trial == Trial.LIMIT_RATE), {}),
-            read_again=tuple(batch for each in past for batch in each.batches),
-            held=Held() if past and self.comparisons.state.ranges.held else None,
-        )
+        order = _undone(replace(order, better_step=min(verdict.anchor, oldest)), past)
         undone = bool(order.lr_states or order.read_again or order.held is not None)
         # Trials without any effect on the losses need no repeat to be undone.
         repeats = (undone and not verdict.recurred) or verdict.anchor < oldest
@@ -187,13 +184,97 @@ class BetterWeights:
             if order.held is not None:
                 self.comparisons.hold(order.held, until)
         self.comparisons.pause_until(until)
-        why = f"After {counted(len(past), 'rollback')}, the change is taken as intended"
-        if not past:
-            why = f"The last {MAX_ACCEPTED} changes came back after all trials: this is intended"
+        if past:
+            times = "the rollback" if len(past) == 1 else f"each of the {len(past)} rollbacks"
+            why = f"the damage has come back after {times}, so the change is taken as intended"
+        else:
+            why = (
+                f"the last {MAX_ACCEPTED} changes came back after all trials, so this one is taken "
+                "as intended too"
+            )
         changes = "; the trials are undone" if undone else ""
+        if done is None:  # otherwise the line of the rollback has said so
+            better = f"the weights of step {verdict.anchor} are better on the same batches"
+            why = f"{better}, since step {verdict.onset}; {why}"
         self._context.log.warning(
-            f"step {order.index}: the weights of step {verdict.anchor} are better on the same "
-            f"batches, since step {verdict.onset}. {why}{changes}. The run continues without "
-            "another rollback for it"
+            f"step {order.index}: {why}{changes}; the run continues, without another rollback for "
+            "this change"
         )
         return done
+
+    def accept_intended(self, index: int) -> RollbackRecord | None:
+        """Accepts the numbers that are held although the program keeps its own value for long.
+
+        The run goes back to before they were held, undoes the trials, and repeats the steps with
+        the program's values, as it would have trained without healcore. Where this cannot be, or
+        where a later rollback has healed other trouble that would come back, the values are used
+        from now on.
+
+        Args:
+            index: the newest step.
+
+        Returns:
+            The rollback, or None without one.
+        """
+        intended = self.comparisons.take_intended()
+        if not intended:
+            return None
+        until = self._data.step + 1
+        held = self.comparisons.state.ranges.held
+        values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
+        past = self._trials_that_hold(intended)
+        done = None
+        if past:
+            onset = past[-1].onset
+            oldest = min(each.target for each in past)
+            order = Order(
+                index=index,
+                onset=onset,
+                since=onset,
+                by_host=True,
+                better_step=min(oldest, *(held.numbers[name].before for name in intended)),
+                trial=Trial.ACCEPT,
+                intended=values,
+            )
+            self._context.ledger.accepted_until = until
+            done = self._roll_back(_undone(order, past))
+        if done is None:
+            self.comparisons.hold(held.without_numbers(intended), until)
+            self._context.log.warning(
+                f"step {index}: {values}: {INTENDED}, and is used from now on"
+            )
+        self.comparisons.pause_until(until)
+        return done
+
+    def _trials_that_hold(self, names: Container[str]) -> list[RollbackRecord]:
+        """The trials of the trouble for which these numbers are held, oldest first.
+
+        Empty if the steps since then are not repeated by a rollback, or if a later rollback was for
+        other trouble.
+        """
+        ledger, loaders = self._context.ledger, self._data.loaders
+        if not loaders.can_rewind:
+            return []
+        holds = [
+            each
+            for each in ledger.rollbacks
+            if each.held is not None and any(name in names for name in each.held.numbers)
+        ]
+        if not holds:
+            return []
+        trials = ledger.same_trouble(holds[0].onset)
+        if trials[-1] != ledger.rollbacks[-1] or not all(each.trial for each in trials):
+            return []
+        return trials
+
+
+def _undone(order: Order, past: Sequence[RollbackRecord]) -> Order:
+    """The order with everything undone that these trials of one trouble have changed."""
+    limits = [each.lr_states for each in past if each.trial == Trial.LIMIT_RATE]
+    changed = [each for each in past if each.held is not None]
+    return replace(
+        order,
+        lr_states=limits[0] if limits else {},
+        read_again=tuple(batch for each in past for batch in each.batches),
+        held=past[0].held_before or Held() if changed else None,
+    )

@@ -16,8 +16,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from healcore.runtime.driver import LossFn, Rates
+from healcore.runtime.driver import LossFn, NumberRange, Rates
 from healcore.runtime.run.evidence import (
+    FIRST_PAUSE,
     FORWARD_PASS,
     RECENT,
     REGULAR_INTERVAL,
@@ -25,6 +26,7 @@ from healcore.runtime.run.evidence import (
     Anchor,
     ComparisonState,
     Credit,
+    ObservedBatch,
     TrainedStep,
     Verdict,
 )
@@ -39,6 +41,8 @@ from healcore.runtime.run.step_history import (
     StepHistory,
     Suspects,
 )
+from healcore.runtime.store import values
+from healcore.runtime.store.packed_values import PackedValues
 from healcore.runtime.store.ranks import broadcast
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
@@ -55,9 +59,10 @@ RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
 ROUNDING = 1e-6
 """Relative difference up to which two float32 losses are equal."""
-FIRST_PAUSE = RECENT // 2
-"""Steps after a high mean loss without evidence until the next comparison because of the mean. Each
-such comparison doubles the pause, up to `REGULAR_INTERVAL`."""
+MAX_BATCH_BYTES = 16 << 20
+"""Max bytes of the batches in a checkpoint. Others are not saved."""
+_NUMBERS = ("the numbers of the optimizers",)
+_BATCHES = ("the batches of comparisons",)
 
 
 class _Comparison(NamedTuple):
@@ -97,11 +102,9 @@ class Comparisons:
     ) -> None:
         self.state = ComparisonState()
         """What a checkpoint holds."""
-        self.silent_until = 0
-        """Step before which weights are neither compared nor copied."""
         self.steps_are_windows = False
         """Whether each step ends an accumulation. The next accumulation may have begun."""
-        self.loss_function = LossFunction(loss_fn, context.driver, context.ranks, warn)
+        self.loss_function = LossFunction(loss_fn, context, warn)
         self._context, self._interval = context, interval
         self._threshold = context.policy.rollback.evidence
         self._rates_in_force = rates
@@ -117,10 +120,8 @@ class Comparisons:
         """The verdict whose rollback is about to begin, or None."""
         self._withholds = False
         """Whether the next update is withheld, see `Held.withheld`."""
-        self._mean_quiet_until = 0
-        """Step before which a high mean loss is no reason to compare: it was compared."""
-        self._pause = FIRST_PAUSE
-        """Steps of the next such pause."""
+        self._earlier_numbers: Mapping[str, NumberRange] = {}
+        """Ranges of the numbers in earlier processes, since something was last held."""
 
     @property
     def is_enabled(self) -> bool:
@@ -133,9 +134,19 @@ class Comparisons:
         return self.state.anchors
 
     @property
+    def steps_needed(self) -> frozenset[int]:
+        """Steps of the checkpoints that a rollback may need: of anchors, and from before a hold."""
+        held = self.state.ranges.held.numbers.values()
+        return frozenset([*(each.step for each in self.anchors), *(each.before for each in held)])
+
+    @property
     def suspects(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
+
+    def forget_unsaved_anchor(self, step: int) -> None:
+        """Drops the anchor of a step whose checkpoint could not be saved."""
+        self.state.anchors = [anchor for anchor in self.anchors if anchor.step != step]
 
     def add_anchor(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
@@ -150,7 +161,7 @@ class Comparisons:
         if not self.is_enabled:
             self._release_all(step)
             return
-        if self.suspects or step < self.silent_until:
+        if self.suspects or step < self.state.silent_until:
             return
         if self._learn_ranges(step):
             return
@@ -213,15 +224,15 @@ class Comparisons:
             wanted = index >= state.verdict.due
             best = None
         else:
-            wanted = index >= self.silent_until and (wanted or self.suspects)
+            wanted = index >= self.state.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
         if wanted and self._credit.is_regular(index) and not self.suspects:
             self._history.accept_level()
         if wanted and best is not None and best.evidence <= 1:
-            self._mean_quiet_until = index + self._pause
-            self._pause = min(REGULAR_INTERVAL, 2 * self._pause)
-        elif best is None and index > self._mean_quiet_until:
-            self._pause = FIRST_PAUSE
+            self.state.mean_quiet_until = index + self.state.pause
+            self.state.pause = min(REGULAR_INTERVAL, 2 * self.state.pause)
+        elif best is None and index > self.state.mean_quiet_until:
+            self.state.pause = FIRST_PAUSE
         if trained:
             for anchor in self.anchors:
                 anchor.add(step, is_usual=not signs.high and not self.suspects)
@@ -299,11 +310,23 @@ class Comparisons:
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`."""
-        self.silent_until = max(self.silent_until, step)
+        self.state.silent_until = max(self.state.silent_until, step)
         self.state.repeated = self._expected = None
         self.anchors.clear()
         self._forget_trouble()
         self._history.forget()
+
+    def on_structure_change(self) -> None:
+        """Drops all anchors and the evidence, because the program has changed its model.
+
+        Parameters that are new, gone or resized cannot be compared. The rest alone is no measure:
+        old layers work together with the old other layers only. The losses stay, so that damage
+        soon after the change is a reason to compare. What was learnt about the numbers and rates of
+        the optimizers stays too, because a new group has new names.
+        """
+        self.state.repeated = self._expected = None
+        self.anchors.clear()
+        self._forget_trouble()
 
     def expect_again(self, verdict: Verdict) -> None:
         """Call it before the rollback of a verdict, to recognise the trouble in the repeat."""
@@ -347,18 +370,18 @@ class Comparisons:
     def _learn_ranges(self, step: int) -> bool:
         """Learns the rates and numbers at a healthy checkpoint, and releases what is back.
 
-        Returns whether a change of the program is accepted, after which older weights are no
-        measure any more.
+        Returns whether a number has turned out to be intended, see `take_intended`. Then neither
+        older nor present weights are a measure any more.
         """
-        ranges, driver = self.state.ranges, self._context.driver
-        seen = broadcast(self._context.ranks, driver.numbers())
+        ranges = self.state.ranges
+        seen = broadcast(self._context.ranks, self._numbers())
         self._history.learn_doubtful_norms(step)
         # No step has been trained at the rates of the very first weights.
         rates = self._rates() if step > self._context.record.first_step else {}
         ranges.learn(self._history.healthy_rates(rates), seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
-        accepted = ranges.accept_lasting(step, seen, after=LASTING_STEPS)
+        self.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
         ranges.follow_norms(step, self._history.typical_norms())
         if before := ranges.release_start_rates(step):
             self._restore_start_rates(before)
@@ -373,14 +396,12 @@ class Comparisons:
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
-        if accepted:
-            text = ", ".join(f"{name} of {value:.4g}" for name, value in accepted.items())
-            self._context.log.warning(
-                f"step {step}: {text}: the program has set this for more than {LASTING_STEPS} "
-                "steps, so it is intended, and is used from now on"
-            )
-            self.pause_until(step + 1)
-        return bool(accepted)
+        return bool(self.state.intended)
+
+    def take_intended(self) -> dict[str, float]:
+        """Name -> value of each held number that has turned out to be intended. Once each."""
+        intended, self.state.intended = self.state.intended, {}
+        return intended
 
     def hold(self, held: Held, step: int) -> None:
         """Holds this from `step` on, which is the next step, and nothing else."""
@@ -391,6 +412,7 @@ class Comparisons:
         limits, withhold = held.norm_limits, self._withholds
         driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
         driver.hold_numbers(held.number_ranges)
+        self._earlier_numbers = {}
 
     def withholding_changes(self, step: int) -> bool:
         """Whether `step` is the first step whose update is withheld, or the first after these."""
@@ -409,9 +431,10 @@ class Comparisons:
         """What was outside of its healthy range at the trouble of a verdict."""
         suspects = self._suspects(verdict)
         found = self._healthy_at(verdict.anchor).outside(
-            broadcast(self._context.ranks, self._context.driver.numbers()),
+            broadcast(self._context.ranks, self._numbers()),
             {} if suspects is None else suspects.largest_norms(),
             intervals=(verdict.onset - verdict.anchor) / self._interval,
+            before=verdict.anchor,
         )
         return replace(found, until=verdict.index + 1)
 
@@ -469,8 +492,51 @@ class Comparisons:
     def _suspects(self, verdict: Verdict) -> Suspects | None:
         return self._history.suspects(verdict.onset, verdict.found)
 
+    # -- checkpoints and restarts ---------------------------------------------------------------
+
+    def to_save(self) -> ComparisonState:
+        """What a record holds. The batches of the steps are not in it, see `batches_to_save`."""
+        return replace(
+            self.state,
+            anchors=[anchor.to_save() for anchor in self.anchors],
+            gives_loss=self.loss_function.gives_loss,
+            credit=self._credit.left,
+            history=self._history.to_text(),
+            numbers=values.dumps({n: tuple(e) for n, e in self._numbers().items()}, _NUMBERS),
+        )
+
+    def batches_to_save(self) -> PackedValues | None:
+        """The batches of the steps that a later comparison may evaluate, by step, or None.
+
+        Without batches of types that have no plain form, and without those for which no room is
+        left: a checkpoint must not grow much beyond the state.
+        """
+        if not self.is_enabled:
+            return None
+        sampled = [step for each in self.anchors for step in (*each.sample, *each.usual)]
+        packed = PackedValues(MAX_BATCH_BYTES)
+        for step in (*sampled, *self._history.steps_with_batches()):
+            if step.batches and step.index not in packed:
+                parts = [(batch.content, batch.weight) for batch in step.batches]
+                packed.add(step.index, parts, _BATCHES)
+        return packed
+
+    def _numbers(self) -> dict[str, NumberRange]:
+        """`Driver.numbers`, with their ranges in earlier processes since something was held."""
+        seen = dict(self._context.driver.numbers())
+        for name, earlier in self._earlier_numbers.items():
+            now = seen.get(name, earlier)
+            low, high = min(now.low, earlier.low), max(now.high, earlier.high)
+            seen[name] = NumberRange(low, high, now.last)
+        return seen
+
     def continue_from(
-        self, saved: ComparisonState, weights: Mapping[int, Any], *, step: int
+        self,
+        saved: ComparisonState,
+        weights: Mapping[int, Any],
+        *,
+        step: int,
+        batches: Mapping[int, Any] | None = None,
     ) -> None:
         """Continues an earlier process at a checkpoint, and holds what is held from there on.
 
@@ -479,22 +545,39 @@ class Comparisons:
             weights: copies of weights, by the step of their checkpoint. An anchor without weights
                 is dropped, and with it a verdict about it.
             step: step of the checkpoint.
+            batches: the values that `batches_to_save` has packed for this checkpoint, or None.
         """
         verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
         self._history.forget(self.state.ranges.values.norms)
         self._history.norm_limits = self.state.ranges.held.norm_limits
+        observed = {
+            index: tuple(ObservedBatch(*part) for part in parts)
+            for index, parts in (batches or {}).items()
+            if self.is_enabled
+        }
+        steps = {index: TrainedStep(index, each) for index, each in observed.items()}
+        if saved.history:
+            steps |= self._history.restore(saved.history, observed)
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
+            anchor.restore_samples({i: each for i, each in steps.items() if each.batches})
+        self.loss_function.gives_loss |= saved.gives_loss
+        if saved.credit is not None:
+            self._credit.left = saved.credit
         if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
             self.hold(self.state.ranges.held, step)
+        if saved.numbers and self._context.driver.state_is_in_place:
+            found = values.loads(saved.numbers, _NUMBERS)
+            self._earlier_numbers = {name: NumberRange(*each) for name, each in found.items()}
 
     def _anchor_of(self, step: int) -> Anchor | None:
         return next((anchor for anchor in self.anchors if anchor.step == step), None)
 
     def _forget_trouble(self) -> None:
         self.state.verdict = None
+        self.state.intended = {}
         self.state.rates.clear()
         self.state.bursts.clear()
         self._credit.refill()
@@ -510,7 +593,7 @@ class Comparisons:
 
         None for some steps after such a comparison without evidence, see `FIRST_PAUSE`.
         """
-        if index < self._mean_quiet_until or (mean := self._history.mean()) is None:
+        if index < self.state.mean_quiet_until or (mean := self._history.mean()) is None:
             return None
         best = min(self.anchors, key=lambda anchor: anchor.level_or_inf, default=None)
         if best is None or index - best.step < SAMPLE_SIZE:

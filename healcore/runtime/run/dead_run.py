@@ -20,6 +20,7 @@ from enum import IntEnum
 
 from healcore.core.decision import StepRecord
 from healcore.runtime.driver import Rates
+from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.story.diagnosis import IN_A_ROW
 
@@ -72,9 +73,9 @@ class TrainedRates:
     The rate at the newest step says little: the program may have lowered it since the damage.
     """
 
-    def __init__(self) -> None:
-        self.highest: dict[str, float] = {}
-        """Engine name -> rate. An engine whose rate is unknown has none."""
+    def __init__(self, state: MonitorState) -> None:
+        """Keeps the rates in `state.rates`, which a rollback clears."""
+        self._state = state
 
     def add(self, records: Sequence[StepRecord]) -> None:
         """Adds the rates of one step."""
@@ -82,14 +83,13 @@ class TrainedRates:
             rate = float(record.lr) * float(record.lr_scale)
             # A record has 0 or 1 for an unknown rate.
             if record.judged and not record.skip and record.lr not in (0.0, 1.0):
-                self.highest[record.engine] = max(rate, self.highest.get(record.engine, 0.0))
+                self._raise(record.engine, rate)
 
     def add_rates(self, rates: Rates) -> None:
         """Adds rates in force, by engine. Not every record has the rate of its step."""
         for name, rate in rates.items():
             if rate is not None:
-                self.highest[name] = max(rate, self.highest.get(name, 0.0))
+                self._raise(name, rate)
 
-    def forget(self) -> None:
-        """Forgets the steps that a rollback has undone."""
-        self.highest.clear()
+    def _raise(self, name: str, rate: float) -> None:
+        self._state.rates[name] = max(rate, self._state.rates.get(name, 0.0))

@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pydantic import ConfigDict
@@ -24,8 +24,14 @@ STAKE = 0.6
 evidence is multiplied by 0.4 to 1.6, and 20 times 1.6 in a row exceeds 1e4."""
 RECENT = 20
 """Number of recent comparisons whose rises give the usual rise, and of losses in a mean loss."""
+_64_BITS = (1 << 64) - 1
 SAMPLE_SIZE = 8
 """Steps whose batches each anchor keeps: a uniform sample of the steps trained since the anchor."""
+
+
+FIRST_PAUSE = RECENT // 2
+"""Steps after a high mean loss without evidence until the next comparison because of the mean. Each
+such comparison doubles the pause, up to `REGULAR_INTERVAL`."""
 
 
 class ObservedBatch(NamedTuple):
@@ -76,15 +82,30 @@ class Anchor:
     """By how much the current weights were better at the last comparisons without evidence."""
     healthy: HealthyValues = field(default_factory=HealthyValues)
     """What was known as healthy when the copy was made."""
+    trained: int = 0
+    """Number of steps trained since."""
+    usual_seen: int = 0
+    """Number of these at which nothing was unusual."""
+    drawn: int = 0
+    """Number of calls of `draw`."""
+    sampled: tuple[list[int], list[int]] = ([], [])
+    """The steps of `sample` and of `usual`, in a record."""
 
     def __post_init__(self) -> None:
         self.weights: Any = None
         self.sample: list[TrainedStep] = []
-        self.trained = 0
-        self._random = random.Random(self.step)  # the same on every rank
         self.usual: list[TrainedStep] = []
-        self._usual_seen = 0
-        self._usual_random = random.Random(self.step)
+
+    def to_save(self) -> Anchor:
+        """A copy for a record, with the numbers of the sampled steps."""
+        numbers = [each.index for each in self.sample], [each.index for each in self.usual]
+        return replace(self, sampled=numbers)
+
+    def restore_samples(self, steps: Mapping[int, TrainedStep]) -> None:
+        """Takes the sampled steps of a record, as far as their batches are known."""
+        of_sample, of_usual = self.sampled
+        self.sample = [steps[index] for index in of_sample if index in steps]
+        self.usual = [steps[index] for index in of_usual if index in steps]
 
     @property
     def level_or_inf(self) -> float:
@@ -94,10 +115,10 @@ class Anchor:
     def add(self, step: TrainedStep, *, is_usual: bool = True) -> None:
         """Adds a later step that the model has trained on."""
         self.trained += 1
-        _add_to_sample(self.sample, step, self.trained, self._random)
+        _add_to_sample(self.sample, step, self.trained, self.step)
         if is_usual:
-            self._usual_seen += 1
-            _add_to_sample(self.usual, step, self._usual_seen, self._usual_random)
+            self.usual_seen += 1
+            _add_to_sample(self.usual, step, self.usual_seen, self.step)
 
     def draw(self, number: int) -> list[TrainedStep]:
         """Draws that many past steps, or one if there are fewer; [] without any.
@@ -110,7 +131,8 @@ class Anchor:
             return []
         if number > len(steps):
             number = 1
-        return self._random.sample(steps, number)
+        self.drawn += 1
+        return random.Random(_mixed(self.step, self.drawn)).sample(steps, number)
 
     def learn(self, index: int, rise: float, *, is_retest: bool = False) -> None:
         """Updates the evidence with the comparison at step `index`.
@@ -151,19 +173,29 @@ class Anchor:
         self.sample = [each for each in self.sample if each.index < target]
         self.trained = max(target - self.step, len(self.sample))
         self.usual = [each for each in self.usual if each.index < target]
-        self._usual_seen = max(min(self._usual_seen, target - self.step), len(self.usual))
+        self.usual_seen = max(min(self.usual_seen, target - self.step), len(self.usual))
 
 
-def _add_to_sample(
-    sample: list[TrainedStep], step: TrainedStep, seen: int, random: random.Random
-) -> None:
-    """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R)."""
+def _add_to_sample(sample: list[TrainedStep], step: TrainedStep, seen: int, seed: int) -> None:
+    """Adds the step number `seen` to a uniform sample (reservoir sampling, algorithm R).
+
+    The place follows from the two numbers. So a restart has nothing to restore but these, and every
+    rank samples the same steps.
+    """
     if len(sample) < SAMPLE_SIZE:
         sample.append(step)
         return
-    place = random.randrange(seen)
+    place = _mixed(seed, seen) % seen
     if place < SAMPLE_SIZE:
         sample[place] = step
+
+
+def _mixed(seed: int, number: int) -> int:
+    """64 bits that look random, of two whole numbers (the finalizer of SplitMix64)."""
+    bits = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03) & _64_BITS
+    bits = ((bits ^ bits >> 30) * 0xBF58476D1CE4E5B9) & _64_BITS
+    bits = ((bits ^ bits >> 27) * 0x94D049BB133111EB) & _64_BITS
+    return bits ^ bits >> 31
 
 
 class Verdict(NamedTuple):
@@ -227,11 +259,26 @@ class ComparisonState:
     """The pending verdict, until the run rolls back or recovers, or None."""
     repeated: Verdict | None = None
     """The verdict whose rollback has led to the current repeat, or None."""
+    silent_until: int = 0
+    """Step before which weights are neither compared nor copied."""
+    mean_quiet_until: int = 0
+    """Step before which a high mean loss is no reason to compare: it was compared."""
+    pause: int = FIRST_PAUSE
+    """Steps of the next such pause."""
+    intended: dict[str, float] = field(default_factory=dict)
+    """Name -> value of each number that has turned out to be intended, until it is taken."""
+    gives_loss: bool = False
+    """See `LossFunction`."""
+    credit: float | None = None
+    """`Credit.left`, in a record."""
+    history: str = ""
+    """Text of `StepHistory.to_text`, in a record."""
+    numbers: str = ""
+    """Text of the ranges of the optimizers' numbers since something was last held, in a record."""
 
     def needed(self) -> list[int]:
-        """Steps of the weights that a restart loads: with evidence, or with the lowest mean."""
-        best = min(self.anchors, key=lambda each: each.level_or_inf, default=None)
-        return [each.step for each in self.anchors if each.evidence > 1 or each is best]
+        """Steps of the weights that a restart loads."""
+        return [each.step for each in self.anchors]
 
 
 REGULAR_INTERVAL = 100

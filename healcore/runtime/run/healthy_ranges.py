@@ -93,6 +93,8 @@ class HealthyValues:
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
         intervals: float = 1.0,
+        *,
+        before: int = 0,
     ) -> Held:
         """What was outside of its healthy range, to be held in it. Unknown names never are.
 
@@ -100,6 +102,7 @@ class HealthyValues:
             seen: result of `Driver.numbers`.
             norms: engine name -> largest gradient norm at the trouble.
             intervals: checkpoint intervals since these values were learnt.
+            before: step of the checkpoint at which these values were known.
         """
         numbers = {}
         for name, each in seen.items():
@@ -109,7 +112,7 @@ class HealthyValues:
             value = each.high if each.high > bounds.high else each.low
             if not bounds.low <= value <= bounds.high:
                 program = value if math.isfinite(value) else None
-                numbers[name] = HeldNumber(bounds, program)
+                numbers[name] = HeldNumber(bounds, program, before)
         limits = {}
         for name, norm in norms.items():
             if self.is_unusual_norm(name, norm):
@@ -144,6 +147,8 @@ class HeldNumber(NamedTuple):
     bounds: NumberRange
     program: float | None
     """The value outside of the range that the program has set; None for NaN and Inf."""
+    before: int = 0
+    """Step of the checkpoint from before the program set it."""
 
 
 class HeldNorm(NamedTuple):
@@ -287,10 +292,10 @@ class HealthyRanges:
             self.held = self.held.without(Held(numbers=released))
         return released
 
-    def accept_lasting(
+    def lasting_numbers(
         self, step: int, seen: Mapping[str, NumberRange], *, after: int
     ) -> dict[str, float]:
-        """Releases the numbers that the program has kept outside of their range for long.
+        """The numbers that the program has kept outside of their range for long.
 
         Such a value is intended: a regulariser that is switched on late makes the training loss
         worse, so the run looks better for as long as the number is held, and held it would be to
@@ -302,14 +307,12 @@ class HealthyRanges:
             after: steps after the trouble from which on a value counts as intended.
 
         Returns:
-            Name -> the program's value, of the numbers that are not held any more.
+            Name -> the program's value. It is finite: NaN and Inf are never intended.
         """
         if step < self.held.until + after:
             return {}
-        accepted = {n: seen[n].last for n in self.held.numbers if n in seen}
-        accepted = {n: value for n, value in accepted.items() if math.isfinite(value)}
-        self.held = self.held.without_numbers(accepted)
-        return accepted
+        lasting = {n: seen[n].last for n in self.held.numbers if n in seen}
+        return {n: value for n, value in lasting.items() if math.isfinite(value)}
 
     def release_start_rates(self, step: int) -> Mapping[str, dict[str, Any]]:
         """Ends the limit of the rate after a rollback to the start of the run.

@@ -5,16 +5,14 @@ Its values are plain, so that reading them runs no code.
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from healcore.runtime.data.random_states import random_states, set_random_states
 from healcore.runtime.store import values
 from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.store.packed_values import PackedValues
 
 HOST_ITEM = "healcore"
 """Name of the item in a checkpoint."""
@@ -28,6 +26,7 @@ class HostParts(NamedTuple):
     framework: Any
     at_pass: dict[str, Any]  # random states before the pass over the data
     data: dict[str, Any]  # positions of the loaders
+    batches: Mapping[int, Any]  # by step, see `Comparisons.batches_to_save`
 
 
 class HostState:
@@ -44,6 +43,8 @@ class HostState:
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
         """Takes a function that returns the loaders' positions."""
         self._position = position
+        self.pack_batches: Callable[[], PackedValues | None] = lambda: None
+        """Returns the batches that comparisons may evaluate, see `Comparisons.batches_to_save`."""
         self._after_step: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None
         self.begin_pass()
@@ -64,6 +65,16 @@ class HostState:
         """Keeps the random states after a step."""
         self._after_step = random_states()
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the random states after the last step are kept."""
+        return self._after_step is not None
+
+    def put_back_after_step(self) -> None:
+        """Sets the random states after the last step, from which a loader reads its next batch."""
+        assert self._after_step is not None
+        set_random_states(self._after_step)
+
     @contextmanager
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
         """Within the block `state_dict` returns the state of the last `after_step`.
@@ -80,7 +91,9 @@ class HostState:
 
     def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         states = {**states, "at_pass": self._at_pass}
-        return {n: values.dumps(v, (HOST_ITEM, n)) for n, v in states.items()} | {"data": data}
+        texts = {n: values.dumps(v, (HOST_ITEM, n)) for n, v in states.items()}
+        batches = self.pack_batches()
+        return {**texts, "data": data, "batches": None if batches is None else batches.state()}
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """Decodes a checkpoint's item, or returns None if it is missing. Sets nothing.
@@ -89,9 +102,11 @@ class HostState:
         """
         if state is None:
             return None
-        *generators, _ = HostParts._fields
+        *generators, _, _ = HostParts._fields
         states = {name: values.loads(state[name], (HOST_ITEM, name)) for name in generators}
-        return HostParts(**states, data=dict(state["data"]))
+        packed = state["batches"]
+        batches = {} if packed is None else PackedValues.read(packed, (HOST_ITEM, "batches"))
+        return HostParts(**states, data=dict(state["data"]), batches=batches)
 
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators, except those without a state.
@@ -101,50 +116,3 @@ class HostState:
         self._after_step = None
         self._at_pass = parts.at_pass or self._at_pass
         set_random_states(parts._asdict())
-
-
-def random_states() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy and torch."""
-    numpy = np.random.get_state()  # noqa: NPY002 -- users do
-    return {"python": random.getstate(), "numpy": numpy, "framework": torch_states()}
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators, except those whose state is None."""
-    if states["python"] is not None:
-        random.setstate(states["python"])
-    if states["numpy"] is not None:
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-    set_torch_states(states["framework"] or {})
-
-
-def torch_states() -> dict[str, Any]:
-    """Torch's states, arrays of NumPy: `{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`.
-
-    Empty in a program without torch. A JAX run may read from a shuffled loader of torch. Reading
-    the states is no sync: a CUDA generator's seed and offset are on the host.
-    """
-    if (torch := sys.modules.get("torch")) is None:
-        return {}
-    # get_rng_state_all would initialise CUDA in a process that only uses the CPU.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {"cpu": torch.get_rng_state().numpy(), "cuda": [each.numpy() for each in cuda]}
-
-
-def set_torch_states(states: Mapping[str, Any]) -> None:
-    """Sets torch's generators, if the program uses torch, on the devices that it has."""
-    if (torch := sys.modules.get("torch")) is None or not states:
-        return
-    torch.set_rng_state(torch.as_tensor(states["cpu"]))
-    for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-        torch.cuda.set_rng_state(torch.as_tensor(state), device)
-
-
-@contextmanager
-def isolated() -> Iterator[None]:
-    """Restores all generators after the block."""
-    states = random_states()
-    try:
-        yield
-    finally:
-        set_random_states(states)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from healcore.console import first_of, passes_power_of_ten
 from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
+from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.run_record import StructureChange
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import AlreadyCompleted, EndRequests, IncompleteRun
 from healcore.runtime.store.claim import Claim
@@ -20,8 +23,11 @@ from healcore.runtime.store.claim import Claim
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
+MAX_CHANGES = 100
+"""Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 _MAX_ITERATIONS = 1000
-"""Iterations of `steps` without a step that end the run: more than any gradient accumulation."""
+"""Iterations of `steps` without a step that end a run that trains: more than any gradient
+accumulation."""
 
 
 class Loop:
@@ -29,19 +35,23 @@ class Loop:
 
     The parts hold the state: `driver` (the framework), `data` (steps and batches), `saver`
     (checkpoints), `recovery` (incidents and rollbacks), `end_requests`, `log` (files and console),
-    `claim` (the lock of the store's directory). With `has_trainer` a trainer owns the loop, so that
-    an early end is not a `break`.
+    `claims` (the locks of the store's directories). With `has_trainer` a trainer owns the loop, so
+    that an early end is not a `break`.
     """
 
     def __init__(
-        self, recovery: Recovery, end_requests: EndRequests, claim: Claim | None, has_trainer: bool
+        self,
+        recovery: Recovery,
+        end_requests: EndRequests,
+        claims: Sequence[Claim],
+        has_trainer: bool,
     ) -> None:
         self.recovery, self.data, self.saver = recovery, recovery.data, recovery.saver
         context = recovery.context
         self.policy, self.driver = context.policy, context.driver
-        self.log, self.record = context.log, context.record
+        self.log, self.record, self.parts = context.log, context.record, context.parts
         self.end_requests = end_requests
-        self.claim = claim
+        self.claims = claims
         self.ranks = context.ranks
         self.guard = HangGuard(self.policy, self.ranks, self.log)
         self.out_of_memory = OutOfMemory(recovery)
@@ -56,6 +66,9 @@ class Loop:
         self.has_trainer = has_trainer
         self.after_update = False
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
+        self.is_trial = False
+        """Whether a trainer begins again with a smaller batch if memory runs out. The run then ends
+        without a trace: it has taken no step."""
         self.own_count_error = ""
         """Error of a loop that counts steps itself, after a snapshot was replaced, or ""."""
         self._loop_begun = False  # whether a loop has begun since the start
@@ -64,7 +77,15 @@ class Loop:
         self._yielded_step = math.inf
         """Number of the step whose body of a loop over `steps` runs, or Inf outside of a body."""
         self._has_stepped = False  # since the last `_between_steps`
+        self._waiting_weights = ""
+        """Digest of the weights in the middle of a long wait of `steps` for a step."""
         self._step_is_epoch = False  # in `epochs`
+        self._changes = 0  # of the structure of the model, in this process
+
+    def on_step(self) -> None:
+        """Called by the driver after each optimizer step."""
+        self.guard.on_step()
+        self.saver.keep_weight_sample()
 
     def begin(self) -> None:
         """Begins or continues a loop that has data of its own and knows the number of the step."""
@@ -100,6 +121,7 @@ class Loop:
                 if loaders.returns_to is None:
                     epoch = loaders.next_epoch = epoch + 1
                     self.saver.keep_random_states()
+                    self.saver.keep_weight_sample()
                 else:
                     epoch = self._return_to_epoch()
             self.reached_end = True
@@ -122,10 +144,11 @@ class Loop:
         """Whether the rest of this epoch is dropped, because the run was rolled back before it."""
         return self.data.loaders.returns_to is not None
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, warmup: int | None = None) -> Iterator[int]:
         """See `Healer.steps`."""
         without_step = 0
-        last = -1
+        last = begun_at = -1
+        allowed = max(_MAX_ITERATIONS, total) if warmup is None else warmup
         self._loop_begun = False
         self.recovery.counts_steps = True
         if self.is_complete:
@@ -136,11 +159,10 @@ class Loop:
             rolled_back = self.after_step()
             without_step = without_step + 1 if self.data.step == last and not rolled_back else 0
             last = self.data.step
-            if without_step > _MAX_ITERATIONS:
-                raise IncompleteRun(
-                    f"healcore: step {self.data.step} was not taken in {_MAX_ITERATIONS} "
-                    "iterations of healer.steps: a loop with fewer steps calls healer.after_step()"
-                )
+            begun_at = last if begun_at < 0 else begun_at
+            if last != begun_at or rolled_back:
+                allowed = _MAX_ITERATIONS  # the warm-up is over
+            self._check_without_step(without_step, allowed)
             if self.data.step < total:
                 self._yielded_step = self.data.step
                 self.in_body = True
@@ -150,6 +172,32 @@ class Loop:
             elif not self.after_step(last=True):
                 self.reached_end = True
                 return
+
+    def _check_without_step(self, iterations: int, allowed: int) -> None:
+        """Raises IncompleteRun if a loop over `steps` trains nothing that the Healer sees.
+
+        A loop may fill a replay buffer before its first step, so `allowed` is higher then. Without
+        a limit, a program that never steps would run for ever: its number does not grow.
+        """
+        if iterations in (_MAX_ITERATIONS // 2, _MAX_ITERATIONS) and self.driver.state_is_in_place:
+            before, self._waiting_weights = self._waiting_weights, self.driver.settings()[WEIGHTS]
+            if iterations == _MAX_ITERATIONS and before != self._waiting_weights:
+                raise IncompleteRun(
+                    f"healcore: the weights change, and the Healer has seen no step in "
+                    f"{iterations} iterations of healer.steps: the state needs the optimizer whose "
+                    "step() the loop calls"
+                )
+        if iterations > allowed:
+            raise IncompleteRun(
+                f"healcore: step {self.data.step} was not taken in {allowed} iterations of "
+                "healer.steps: for a longer warm-up write healer.steps(n, warmup=iterations), and "
+                "a loop with fewer steps calls healer.after_step()"
+            )
+        if iterations == _MAX_ITERATIONS + 1:
+            self.log.info(
+                f"step {self.data.step}: {_MAX_ITERATIONS} iterations without an optimizer step, "
+                f"as in a warm-up; after {allowed} of them the run ends with an error"
+            )
 
     def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
         """See `Healer.batches`; `args` as for `RunBatches.begin`."""
@@ -164,8 +212,11 @@ class Loop:
         acts = not self._is_evaluation(known)
         begun = data.begin(loader, *args)
         self._loop_begun = True
+        if known is not None and known.trains:  # what the code before this pass has changed
+            self.saver.keep_weight_sample()
         if acts:  # after a `break` the loop continues from `begun`
             self.after_step()
+        counted = False
         while True:
             if self.returns_to_epoch and begun.trains:
                 guard.pause()
@@ -173,11 +224,12 @@ class Loop:
                 return
             try:
                 guard.watch()
-                batch = data.next(begun)
+                batch = data.next(begun, directly_after_step=counted)
             except StopIteration:
                 guard.pause()
                 if not self._roll_back_at_end(begun):
                     break
+                counted = False
                 continue
             finally:
                 data.log_skipped(begun)
@@ -194,10 +246,24 @@ class Loop:
                 raise
             finally:
                 begun.in_use = False
+            steps = data.step
             self.queue_dispatch()
+            counted = data.step > steps
             if not self._is_evaluation(begun):
                 self.after_step()
         data.end(begun, evaluates=self._is_evaluation(begun))
+
+    def scan(self, blocks: ScanBlocks, run: Callable[[int, int, int], None]) -> None:
+        """See `Healer.scan`. `run` dispatches a block.
+
+        It takes the number of the block's first update, the number of updates in the block, and
+        the number of updates in the next block, or 0.
+        """
+        loaders = self.data.loaders
+        epoch = loaders.next_epoch if loaders.can_return else None
+        for _ in self.batches(blocks, 1, epoch):
+            run(blocks.first, blocks.count, blocks.next_count)
+        self.reached_end = True
 
     def _is_evaluation(self, loader: RunLoader | None) -> bool:
         """Whether an evaluation in the body of a training loop reads this loader.
@@ -233,11 +299,14 @@ class Loop:
         if self.own_count_error or not self._loop_begun:
             self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
+        if has_stepped:  # what the rest of the body has changed belongs to the step
+            self.saver.keep_weight_sample()
         self.after_update = False
         if last:
             return self._roll_back_at_end()
         data = self.data
         if has_stepped:
+            self._note_structure()
             if self.read_and_act() or self._save_when_due():
                 return True
             if self.recovery.comparisons.withholding_changes(data.step):
@@ -260,6 +329,27 @@ class Loop:
         self.end_requests.raise_if_asked(may_end=may_end)
         return False
 
+    def _note_structure(self) -> None:
+        """Asks for a checkpoint soon after the program has changed the structure of its model."""
+        changes = self.driver.structure_changes()
+        if not changes:
+            return
+        step, place = self.data.step, self.data.loaders.place
+        self.record.changes.append(StructureChange(max(step - 1, 0), place.epoch))
+        del self.record.changes[:-MAX_CHANGES]
+        self.record.param_groups = self.driver.param_groups()
+        self.data.loaders.changed_in = place.epoch
+        self.recovery.comparisons.on_structure_change()
+        self.saver.schedule.after_change = True
+        self.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
+        self._changes += 1
+        if passes_power_of_ten(self._changes - 1, self._changes):
+            again = f" ({self._changes} times so far)" if self._changes > 1 else ""
+            self.log.info(
+                f"step {step}: the program has changed the structure of its model{again}: "
+                f"{first_of(changes)}. A checkpoint follows, because earlier ones do not fit it"
+            )
+
     def queue_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
         pending = self.driver.take_dispatch()
@@ -278,7 +368,7 @@ class Loop:
         if self._step_is_epoch:
             self.data.loaders.next_epoch = self.data.step
         if loader != self.data.loaders.last_trained:
-            self.recovery.monitor.loader_start = first.index
+            self.record.monitor.loader_start = first.index
         self.recovery.reader.push(pending, first)
         self.guard.stepped(self.data.step)
         self.saver.keep_random_states()

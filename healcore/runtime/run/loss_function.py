@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
+from healcore.core.errors import HealcoreError
 from healcore.core.signals import SignalError, check_scalar
-from healcore.runtime.driver import Driver, LossFn, WeightsChanged
+from healcore.runtime.data.random_states import isolated
+from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.microbatches import clear_frames
 from healcore.runtime.run.evidence import TrainedStep
-from healcore.runtime.run.host_state import isolated
-from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.run.run_context import RunContext
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
@@ -34,10 +36,25 @@ def loss_of(result: Any) -> Any:
     return result
 
 
+class NotComparable(HealcoreError, ValueError):
+    """Raised by a `loss_fn` that healcore has made from a trainer's step and cannot use.
+
+    The run continues without comparisons.
+    """
+
+
+class _Overrun(NamedTuple):
+    """An evaluation that did not fit into memory."""
+
+    samples: int  # of its largest part
+
+
 class LossFunction:
     """The `loss_fn` of a Healer, evaluated on all ranks.
 
-    A `loss_fn` that raises is not called again: it must not end the run that it protects.
+    A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
+    runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
+    same parts, so that their losses can be compared even if a loss of parts is another loss.
 
     Attributes:
         function: the `loss_fn`, or None if it cannot be used.
@@ -50,12 +67,12 @@ class LossFunction:
     """
 
     def __init__(
-        self, function: LossFn | None, driver: Driver, ranks: Ranks, warn: Callable[[str], object]
+        self, function: LossFn | None, context: RunContext, warn: Callable[[str], object]
     ) -> None:
         self.function = None if function is None else lambda *given: loss_of(function(*given))
         self.gives_loss = self.draws = self.is_checked = False
-        self._driver = driver
-        self._ranks = ranks
+        self._driver, self._ranks = context.driver, context.ranks
+        self._parts, self._log = context.parts, context.log
         self._warn = warn
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
@@ -91,16 +108,21 @@ class LossFunction:
             ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
             then `function` is None.
         """
-        mine: tuple[list[float], list[float]] | str | None
-        failure = None
-        try:
-            now = known or self._evaluated(steps, None)
-            mine = (now, self._evaluated(steps, weights))
-        except WeightsChanged:
-            mine = None
-        except Exception as error:
-            mine, failure = f"{type(error).__name__}: {error}", error
-        everyone = self._gather(mine, failure)
+        while True:
+            mine: tuple[list[float], list[float]] | _Overrun | str | None
+            failure = None
+            try:
+                now = known or self._evaluated(steps, None)
+                mine = (now, self._evaluated(steps, weights))
+            except WeightsChanged:
+                mine = None
+            except Exception as error:
+                batches = [batch.content for step in steps for batch in step.batches]
+                mine, failure = self._overrun(batches, error), error
+                mine = mine or f"{type(error).__name__}: {error}"
+            everyone = self._gather(mine, failure)
+            if not self._shrink(everyone):
+                break
         if None in everyone:
             return None
         failed = [item for item in everyone if isinstance(item, str)]
@@ -123,30 +145,91 @@ class LossFunction:
 
     def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
         """The mean loss of each step over its batches."""
-        assert self.function is not None
         batches = [batch.content for step in steps for batch in step.batches]
-        with isolated():
-            losses = iter(self._driver.losses_of(self.function, batches, weights))
+        losses = iter(self._losses_of(batches, weights))
         means = []
         for step in steps:
-            parts = [(batch.weight, _checked_loss(next(losses))) for batch in step.batches]
+            parts = [(batch.weight, next(losses)) for batch in step.batches]
             total = sum(weight * loss for weight, loss in parts)
             means.append(total / sum(weight for weight, _ in parts))
         return means
+
+    def _losses_of(
+        self, batches: Sequence[Any], weights: Any = None, *, redraw: bool = False
+    ) -> list[float]:
+        """The loss of each batch, which is evaluated in the parts that fit into memory."""
+        assert self.function is not None
+        in_parts = [self._parts.to_evaluate(batch) for batch in batches]
+        contents = [part for parts in in_parts for part, _ in parts]
+        with isolated():
+            found = self._driver.losses_of(self.function, contents, weights, redraw=redraw)
+        of_parts = map(_checked_loss, found)
+        losses = []
+        for parts in in_parts:
+            if len(parts) == 1:  # not multiplied, so that no bit of the loss changes
+                losses.append(next(of_parts))
+            else:
+                losses.append(sum(weight * next(of_parts) for _, weight in parts))
+        return losses
+
+    def _overrun(self, batches: Sequence[Any], error: Exception) -> _Overrun | None:
+        """The size that has to be halved, or None if the exception is about something else."""
+        if classify(error).cause is not Cause.OOM:
+            return None
+        size = max(map(self._parts.size_to_evaluate, batches))
+        if size <= 1:
+            return None
+        clear_frames(error)  # the tensors of the pass that failed
+        return _Overrun(size)
+
+    def _shrink(self, everyone: Sequence[Any]) -> bool:
+        """Halves the parts if memory ran out on some rank, and no rank has another problem.
+
+        The ranks have the same items, so they take the same way.
+        """
+        sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
+        if not sizes or any(isinstance(item, str) for item in everyone):
+            return False
+        self._parts.largest_evaluated = -(-min(sizes) // 2)
+        self._log.info(
+            f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
+            f"{self._parts.largest_evaluated} at a time"
+        )
+        return True
 
     def _check(self, batch: Any) -> bool:
         """Calls `loss_fn` twice with the same random numbers, and once with others.
 
         Returns whether it can be used, and has returned numbers on every rank.
         """
-        assert self.function is not None
+        while True:
+            found, failure = self._tried(batch)
+            everyone = self._gather(found, failure)
+            if not self._shrink(everyone):
+                break
+        # An overrun is left only if another rank has a problem, which counts.
+        everyone = [item for item in everyone if not isinstance(item, _Overrun)]
+        self.draws = any(draws for *_, draws in everyone)
+        problems = {kind: text for kind, text, _ in reversed(everyone)}
+        if "mistake" in problems:
+            raise SignalError(problems["mistake"]) from failure
+        if "state" in problems:
+            self.function = None
+        problem = problems.get("state", problems.get("problem"))
+        if problem:
+            self._warn(problem)
+        return not problem
+
+    def _tried(self, batch: Any) -> tuple[_Overrun | tuple[str, str, bool], Exception | None]:
+        """The result of `_check` on this rank, and the exception of the call or None.
+
+        The result is an `_Overrun`; or the kind of problem, or "" without a problem, its text, and
+        whether the function draws random numbers.
+        """
         kind, text, draws, failure = "", "", False, None
-        losses: list[Any] = []
         try:
-            for redraw in (False, False, True):
-                with isolated():
-                    losses += self._driver.losses_of(self.function, [batch], redraw=redraw)
-            first, second, third = map(_checked_loss, losses)
+            first, second = (self._losses_of([batch])[0] for _ in range(2))
+            (third,) = self._losses_of([batch], redraw=True)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
                 kind = "state"
@@ -155,27 +238,23 @@ class LossFunction:
                     "it keeps state or draws from a generator of its own: no weights are compared. "
                     "Change such state in the loop, and draw from the global generators"
                 )
+        except NotComparable as error:
+            kind, text, failure = "state", f"{error}, so no weights are compared", error
         except SignalError as error:
             kind, text, failure = "mistake", str(error), error
         except Exception as error:
+            if overrun := self._overrun([batch], error):
+                return overrun, error
             kind, failure = "problem", error
             text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
-            if classify(error).cause is Cause.UNKNOWN:
+            fault = classify(error)
+            if fault.cause is Cause.UNKNOWN or fault.hint:  # shapes: a wrong function
                 kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
                 text += (
                     f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
                     "and expects one number: correct the function, or pass loss_fn=None"
                 )
-        everyone = self._gather((kind, text, draws), failure)
-        self.draws = any(draws for *_, draws in everyone)
-        problems = {kind: text for kind, text, _ in reversed(everyone)}
-        if "mistake" in problems:
-            raise SignalError(problems["mistake"]) from failure
-        if "state" in problems:
-            self.function = None
-        if problem := problems.get("state", problems.get("problem")):
-            self._warn(problem)
-        return not problem
+        return (kind, text, draws), failure
 
 
 def _checked_loss(loss: Any) -> float:

@@ -54,7 +54,8 @@ class RunMetrics:
 
     def _compare(self, record: StepRecord, eval_loss: float | None) -> StepRecord:
         mean, count = self._means.get(record.engine, (record.loss, 0))
-        is_known = record.judged and mean != 0 and not record.cause & Cause.NONFINITE_LOSS
+        has_loss = not (record.cause and record.cause & Cause.NONFINITE_LOSS)
+        is_known = record.judged and mean != 0 and has_loss
         if is_known and not record.cause:
             count = min(count + 1, _MEAN_STEPS)
             self._means[record.engine] = mean + (record.loss - mean) / count, count

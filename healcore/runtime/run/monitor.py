@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -10,8 +11,9 @@ from operator import or_
 from typing import Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
-from healcore.core.decision import NONFINITE, Action, Cause, StepRecord, names
+from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.incidents import incident_causes
+from healcore.core.engine.state import RuleConfig
 from healcore.events.schema import sentence
 from healcore.history.run import MOST_ALARMS, Counts
 from healcore.runtime.data import BatchId
@@ -23,11 +25,11 @@ from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
+from healcore.runtime.story import diagnosis
+from healcore.runtime.story.program_clip import ProgramClip
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
-_LASTING = Cause.PLATEAU | Cause.OVERFIT | Cause.GRAD_VANISHING
-"""Causes that raise an alarm at every step until they end, also if the policy only alerts."""
 _MIN_STEPS_REMEMBERED = 1000
 """Min number of steps whose batch ids are kept; more if the policy's region is longer."""
 _MIN_INTERVALS_REMEMBERED = 5
@@ -41,6 +43,8 @@ class _Judged(NamedTuple):
     step: StepResult
     record: StepRecord
     incident: IncidentRecord | None
+    alert: Cause = Cause(0)
+    """Causes of an alert, or 0 without one."""
 
     @property
     def number(self) -> int:
@@ -52,13 +56,8 @@ class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
     Attributes:
-        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or -1
-            if no step was read.
+        state: what a checkpoint holds.
         nonfinite_record: newest record of a step that was not finite, or None.
-        never_finite: whether no step of the run was finite.
-        has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
-        last_trained: the last step that was not skipped, or -1 if there is none since a start or
-            rollback.
     """
 
     def __init__(self, context: RunContext, hooks: Hooks, every: int) -> None:
@@ -67,51 +66,66 @@ class IncidentMonitor:
         config = self.context.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
+        self._alert_steps = self.context.policy.incident.alert_steps
+        """Steps without a cause after which it is alerted again, or 0 for `quiet_steps`."""
         per_tensor, observes = self.context.policy.engine.per_tensor, self.context.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.nonfinite_streak = -1
+        self.state = context.record.monitor
         self.nonfinite_record: StepRecord | None = None
-        self.never_finite = True
-        self.has_micro_steps = False
-        self.last_trained = -1
         several = _MIN_INTERVALS_REMEMBERED * every
         self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
-        self._batches: dict[int, tuple[BatchId, ...]] = {}
-        self.loader_start = 0
-        """First step of the current loader: ids of earlier loaders have no meaning in it."""
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
         self._alarms_outside = 0
         self._unclosed: list[IncidentRecord] = []
-        """Incidents of this process without an event `over`."""
+        """Incidents without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
         self._explained: set[str] = set()
         """Diagnoses on the console so far."""
         self._alerts: set[tuple[int, Cause]] = set()
         """Number of an incident, and causes, of the events `alert` within incidents."""
-        self._faults = 0
-        """Steps with an alert outside of incidents."""
+        self._alerting = _alerting_causes((*config.rules, *self.context.policy.rules))
+        self._faults: Counter[str] = Counter()
+        """Name of a cause -> steps with an alert about it outside of incidents."""
+        self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
+        """Engine -> whether the program clips its gradients itself."""
         self._highest: dict[str, float] = {}
         """Engine -> the highest loss of an alert outside of incidents that had a line."""
+
+    def continue_incidents(self) -> None:
+        """Continues the incidents of an earlier process, after its ledger was read."""
+        incidents = self.context.ledger.incidents
+        self._unclosed = [each for each in incidents if not each.reported_over]
 
     def process(self, step: StepResult) -> Order | None:
         """Processes one step. Returns an order if the host has to act, or None."""
         records = step.records
         order = None
-        self._batches[step.index] = step.batches
-        self._batches.pop(step.index - self._kept, None)
+        self.state.add_batches(step.index, step.batches, kept=self._kept)
         self._count_nonfinite(step)
         incident = self.context.ledger.add_step(step.index, records, self._causes)
         if any(record.judged and not record.skip for record in records):
-            self.last_trained = step.index
-        self.has_micro_steps |= not any(record.judged for record in records)
+            self.state.last_trained = step.index
+        self.state.has_micro_steps |= not any(record.judged for record in records)
         begins = incident is not None and incident.alarms == 1
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
         self._report_over(step)
+        for record in records:
+            if record.judged and not record.skip:
+                line = self._program_clips[record.engine].add(record.grad_norm)
+                if line:
+                    self.context.log.warning(f"step {step.index}: {line}")
+        if not any(record.cause or record.action for record in records):
+            self._newest_causes = 0
+            for record in records:
+                self._log_lr_change(step.index, record)
+            return None
         self._newest_causes = reduce(or_, (int(record.cause) for record in records), 0)
         judged = [_Judged(step, record, incident) for record in records]
+        if self._newest_causes:
+            judged = [self._with_alert(each) for each in judged]
         lead = max(judged, key=_weight)
         # Alerts come with a cause. Most steps have none, and cost nothing here.
         has_line = bool(lead.record.cause) and (
@@ -124,6 +138,29 @@ class IncidentMonitor:
             if result.record.action:
                 order = _merge(order, self._order(result, has_line=has_line))
         return order
+
+    def _with_alert(self, judged: _Judged) -> _Judged:
+        """Adds the causes of the step's alert, and orders an alert on a cause that begins.
+
+        The engine orders an alert once per rule. A rule names several causes, and one of them may
+        last for the rest of the run. A cause begins if `quiet_steps` steps, or the policy's own
+        `alert_steps`, had no alarm with it.
+        """
+        record, index = judged.record, judged.step.index
+        last, begins = self.context.ledger.last_alarms, Cause(0)
+        for name in names(record.cause):
+            key = f"{record.engine}/{name}"
+            gap = self._alert_steps or self._quiet_steps
+            if index - last.get(key, -gap - 1) > gap:
+                begins |= Cause[name]
+            last[key] = index
+        if record.action & Action.ALERT:
+            return judged._replace(alert=Cause(record.cause))
+        begins &= self._alerting
+        if not begins:
+            return judged
+        record = record._replace(action=Action(record.action) | Action.ALERT)
+        return judged._replace(record=record, alert=begins)
 
     def counts(self) -> Counts:
         """Counts of the whole run."""
@@ -141,7 +178,12 @@ class IncidentMonitor:
         """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
         ledger = self.context.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
-        return ledger.open or last_unhealthy or bool(self._newest_causes & _LASTING)
+        return ledger.open or last_unhealthy or bool(self.lasting_causes)
+
+    @property
+    def lasting_causes(self) -> Cause:
+        """Lasting causes of the newest step; they open no incident if the policy only alerts."""
+        return Cause(self._newest_causes) & LASTING
 
     # -- batches --------------------------------------------------------------------------------
 
@@ -151,21 +193,6 @@ class IncidentMonitor:
         alarms = [i for i, step in enumerate(later) if any(record.cause for record in step.records)]
         last = max(alarms, default=-1)
         return [batch for step in later[: last + 1] for batch in step.batches]
-
-    def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
-        """Batches of some steps, as far as their ids are kept."""
-        return [batch for step in steps for batch in self._batches.get(step, ())]
-
-    def batches_between(self, first: int, last: int) -> list[BatchId]:
-        """Batches of the steps from `first` to `last`, of the current loader."""
-        first = max(first, self.loader_start)
-        return self.batches_of(step for step in sorted(self._batches) if first <= step <= last)
-
-    def on_rollback(self, target: int) -> None:
-        """Forgets the batches of the steps from `target` on, which are repeated."""
-        self._batches = {index: ids for index, ids in self._batches.items() if index < target}
-        self.loader_start = min(self.loader_start, target)
-        self.last_trained = -1
 
     # -- the learning rate ----------------------------------------------------------------------
 
@@ -192,6 +219,8 @@ class IncidentMonitor:
         the schedule is above a limit.
         """
         now, before = record.lr_scale, self.lr_scales.get(record.engine, 1.0)
+        if now == before and not record.action:
+            return
         self.lr_scales[record.engine] = now
         cut = bool(record.action & Action.CUT_LR)
         if cut and now < before:
@@ -217,14 +246,16 @@ class IncidentMonitor:
 
     def _count_nonfinite(self, step: StepResult) -> None:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
-        if self.nonfinite_streak < 0:  # a resumed run counts the steps of its checkpoint
-            self.never_finite = self.context.ledger.untrained >= step.index
-            self.nonfinite_streak = step.index if self.never_finite else 0
+        state = self.state
+        if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
+            state.never_finite = self.context.ledger.untrained >= step.index
+            state.nonfinite_streak = step.index if state.never_finite else 0
         counted = [record for record in step.records if record.judged or not record.taken]
-        if any(record.judged and not record.cause & NONFINITE for record in counted):
-            self.nonfinite_streak, self.never_finite = 0, False
+        if any(r.judged and not (r.cause and r.cause & NONFINITE) for r in counted):
+            state.nonfinite_streak, state.never_finite = 0, False
         elif counted:
-            self.nonfinite_streak, self.nonfinite_record = self.nonfinite_streak + 1, counted[-1]
+            state.nonfinite_streak += 1
+            self.nonfinite_record = counted[-1]
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""
@@ -251,6 +282,7 @@ class IncidentMonitor:
             return
         begun, self._unclosed = self._unclosed, []
         for incident in begun:
+            incident.reported_over = True
             event = self.context.log.event(
                 "over",
                 step=step.index,
@@ -288,20 +320,25 @@ class IncidentMonitor:
     def _has_alert_to_log(self, judged: list[_Judged]) -> bool:
         """Whether a step has an alert outside of incidents that has a console line.
 
-        Such an alert reports a fault about which nothing is decided yet. The engine gives it once
-        per fault, after `quiet_steps` steps without one. Lines have the first ten, then each power
-        of two, the first of each optimizer, and one with twice the highest loss of earlier lines.
+        Such an alert reports a fault about which nothing is decided yet. There is one per fault,
+        after `quiet_steps` steps without its cause. The first ten faults of each cause have a line,
+        then each power of two; also the first of each optimizer, and one with twice the highest
+        loss of earlier lines.
         """
-        alerts = [e.record for e in judged if e.incident is None and e.record.action & Action.ALERT]
-        self._faults += bool(alerts)
-        highest = self._highest
+        alerts = [each for each in judged if each.incident is None and each.alert]
+        if not alerts:
+            return False
+        new = names(reduce(or_, (each.alert for each in alerts)))
+        self._faults.update(new)
+        records, highest = [each.record for each in alerts], self._highest
         higher = any(
             each.engine not in highest or each.loss >= 2 * highest[each.engine] > 0
-            for each in alerts
+            for each in records
         )
-        if not (higher or (alerts and is_logged(self._faults))):
+        counted = self._alert_steps or any(is_logged(self._faults[name]) for name in new)
+        if not (higher or counted):
             return False
-        for each in alerts:
+        for each in records:
             highest[each.engine] = max(each.loss, highest.get(each.engine, each.loss))
         return True
 
@@ -318,15 +355,27 @@ class IncidentMonitor:
         return None
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
-        step, record, incident = judged
+        step, record, incident = judged[:3]
         policy = self.context.policy
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
-        if number > MOST_ALARMS and not has_line:
+        if number == MOST_ALARMS + 1 and incident is None:
+            self.context.log.info(
+                f"step {step.index}: more than {MOST_ALARMS} alarms outside of incidents: from now "
+                "on only those with an alert or a line have an event; the metrics file has them all"
+            )
+        if number > MOST_ALARMS and not has_line and not judged.alert:
             return
         rate = None
         if has_line:
             rate = self._rate_of(record)
+        explanation = failures_of(record.cause)[0].diagnosis
+        by_optimizer = None
+        if record.by_optimizer:
+            numbers: list[str] = []
+            with suppress(RuntimeError):  # as in `_rate_of`
+                numbers = self.context.driver.suspect_numbers()
+            explanation = by_optimizer = diagnosis.by_optimizer_text(numbers)
         event = self.context.log.event(
             "alarm",
             step=step.index,
@@ -341,23 +390,23 @@ class IncidentMonitor:
             action=record.action,
             readings=record.readings,
             evidence=record.evidence,
+            diagnosis=by_optimizer,
             observed=policy.observes,
             **_data_of(step),
         )
         if has_line:
             which = f"incident {incident.number}: " if incident else ""
             line = f"step {step.index}: {which}{sentence(event)}"
-            failure = failures_of(record.cause)[0]
-            is_error = failure.severity is Severity.ERROR
-            if is_error and failure.diagnosis not in self._explained:
-                self._explained.add(failure.diagnosis)
-                line += f". {failure.diagnosis}"
+            is_error = failures_of(record.cause)[0].severity is Severity.ERROR
+            if is_error and explanation not in self._explained:
+                self._explained.add(explanation)
+                line += f". {explanation}"
             (self.context.log.error if is_error else self.context.log.warning)(line)
 
     # -- orders ---------------------------------------------------------------------------------
 
     def _order(self, judged: _Judged, *, has_line: bool) -> Order | None:
-        step, record, incident = judged
+        step, record, incident = judged[:3]
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
@@ -392,13 +441,13 @@ class IncidentMonitor:
             action=int(action),
             cause=int(record.cause),
             depth=max(depth, 1),
-            batches=tuple(self.batches_between(since, step.index)),
+            batches=tuple(self.state.batches_between(since, step.index)),
             by_host=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
         )
 
     def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        step, record, _ = judged
+        step, record, _ = judged[:3]
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         about = record.cause, record.decision, record.readings, record.engine, record.evidence
         context = IncidentContext(judged.number, step.index, onset, *about, batches)
@@ -413,23 +462,35 @@ class IncidentMonitor:
 
     def _alert(self, judged: _Judged, action: Action, *, has_line: bool) -> None:
         """Writes the event of an alert: once per incident and cause, else if it has a line."""
-        key = judged.number, judged.record.cause
-        if key in self._alerts if judged.number else not has_line:
+        cause = judged.alert or Cause(judged.record.cause)  # a hook may alert too
+        key = judged.number, cause
+        again = bool(self._alert_steps and judged.alert)
+        if not again and (key in self._alerts if judged.number else not has_line):
             return
         self._alerts.add(key)
-        rows = failures_of(judged.record.cause)
+        rows = failures_of(cause)
         self.context.log.event(
             "alert",
             step=judged.step.index,
             incident=judged.number,
             engine=judged.record.engine,
-            cause=judged.record.cause,
+            cause=cause,
             action=action,
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
             observed=self.context.policy.observes,
         )
+
+
+def _alerting_causes(rules: Iterable[RuleConfig]) -> Cause:
+    """The causes on which a rule alerts at their first step."""
+    found = Cause(0)
+    for rule in rules:
+        at_once = (rule.sustained, rule.consecutive, rule.within) == (False, 1, 0)
+        if at_once and rule.action & Action.ALERT:
+            found |= Cause(rule.causes)
+    return found
 
 
 def _data_of(step: StepResult) -> dict[str, Any]:

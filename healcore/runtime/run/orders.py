@@ -47,13 +47,22 @@ class Order:
     lr_at_fault: Mapping[str, float] | None = None
     """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
     limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
+    is_last: bool = False
+    """Whether the next order for the same trouble stops the run. The rate is then limited to the
+    rate of the restored step: a factor may not be enough, and there is no other attempt."""
     attempt: int = 0  # to bring back a dead run, see `dead_run.Attempt`, or 0
     trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
     held: Held | None = None
     """What is held in its healthy range from now on, or None to change nothing that is held."""
+    held_before: Held | None = None
+    """What was held before a trial; restored by `Trial.ACCEPT`."""
+    intended: str = ""
+    """The held numbers that have turned out to be intended, and their values; or empty."""
     read_again: tuple[BatchId, ...] = ()  # skipped by earlier trials
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial; restored by `Trial.ACCEPT`."""
+    lr_scale_before: float = 1.0
+    """The lowest learning-rate multiplier when the order was carried out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +76,25 @@ class RollbackRecord(Order):
     repeated: int = 0  # undone steps that the run repeats
     lost: int = 0  # undone steps that the run does not repeat, because the data was not rewound
     why_lost: str = ""  # why the data was not rewound, in short, or empty if no step is lost
+    why_forward: str = ""  # why the data continues forward, or empty if it was rewound
+    weights_of: Step | None = None
+    """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""  # optimizer of the next three: lowest multiplier, preferably with a limit
     lr: float | None = None  # the schedule's rate when it began, or None if unknown
     lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
     lr_scale: float = 1.0  # the multiplier at `target`: 1 where the schedule is below the limit
 
+    @property
+    def checkpoint(self) -> int:
+        """Step of the restored checkpoint."""
+        return self.target if self.weights_of is None else self.weights_of
+
     def outline(self) -> RollbackRecord:
-        """A copy for the ledger: only the batches of a trial are needed, to undo the trial."""
+        """A copy without what only the newest rollback needs.
+
+        The batches of a trial are needed to undo the trial. The batches of the newest rollback are
+        needed if the process was killed before it wrote the event of the rollback.
+        """
         return self if self.trial else replace(self, batches=())
 
 

@@ -5,8 +5,9 @@ A step of one rank is also repeated, unchanged, after a transient failure in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from healcore.core.decision import Cause
@@ -22,8 +23,12 @@ from healcore.runtime.faults.microbatches import (
     split,
 )
 from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
+from healcore.runtime.story.postmortem import path_of
 
+MAX_PROFILE_BYTES = 16 << 20
+"""A larger profile is not written: a snapshot grows with the recorded history."""
 _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 
 
@@ -40,9 +45,8 @@ class _Overrun(NamedTuple):
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
-    The parts of a batch are halved, and never grow again. Their number is a power of two, so that a
-    compiled step sees few shapes. Every rank changes the size by the reports of all ranks, so that
-    the size is equal on all ranks. The run's `RunRecord` has it for the next process.
+    `BatchParts` has the parts. Every rank changes the size by the reports of all ranks, so that the
+    size is equal on all ranks. The run's `RunRecord` has it for the next process.
 
     Attributes:
         part: the current part, or None.
@@ -84,7 +88,9 @@ class OutOfMemory:
                 the change: the parts are then repeated. Returns "" without a change.
         """
         self._last_resort = last_resort
-        self._begin(split_obstacle)
+        self._context.parts.count, self._context.parts.obstacle = count, split_obstacle
+        if self._begin(split_obstacle):
+            self._try_larger(batch)
         self._batches.append((batch, count))
         done = len(self._batches) - 1  # number of earlier batches of this window
         try:
@@ -111,25 +117,77 @@ class OutOfMemory:
         finally:
             self.part = None
 
-    def largest_owner(self) -> str:
-        """A sentence about what holds most of the memory."""
+    def profile(self) -> str:
+        """Writes the memory profiles. Returns a sentence about what holds most of the memory."""
         try:
             sizes = self._context.driver.memory()
         except Exception as error:  # the device may fail again
             return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
-        return f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+        text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
+        if self._context.log.events.path is None:  # on rank 0 only
+            return text
+        try:
+            names = self._write_profiles(self._context.log.events.path, sizes)
+        except Exception as error:  # also of a full disk
+            return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
+        return f"{text}; memory profile: {', '.join(names)}"
 
-    def _begin(self, split_obstacle: str) -> None:
-        """Begins a new window, unless the current window still waits for its optimizer step."""
+    def _write_profiles(self, events: Path, sizes: Mapping[str, int]) -> list[str]:
+        """Writes the profiles next to the events. Returns the names of the files.
+
+        The files of a later failure of the same process replace these.
+        """
+        profiles = self._context.driver.memory_profiles()
+        owners = "".join(f"{size:>20,} bytes  {name}\n" for name, size in sizes.items())
+        profiles[".txt"] = owners.encode() + b"\n" + profiles.get(".txt", b"")
+        written = []
+        for suffix, content in sorted(profiles.items()):
+            if len(content) <= MAX_PROFILE_BYTES:
+                path = path_of(events, self._context.log.events.run, "memory", suffix)
+                files.replace(path, content)
+                written.append(path.name)
+        return written
+
+    def _begin(self, split_obstacle: str) -> bool:
+        """Begins a new window, unless the current window still waits for its optimizer step.
+
+        Returns whether a window begins.
+        """
         accumulating = self._gradients.is_accumulating()
         if accumulating and self._batches and not self._gradients.has_stepped():
-            return
+            return False
         self._batches.clear()
         self._gradients.begin_window()
         self._owns_gradients = not accumulating
         self._split_obstacle = split_obstacle
         self._repeat_obstacle = split_obstacle or self._find_obstacle()
+        return True
+
+    def _try_larger(self, batch: Any) -> None:
+        """Begins the window with larger parts, if it is time to try them, see `PartGrowth`.
+
+        A trial needs a window that can be repeated on every rank, and a first batch that is split
+        into fewer parts than before on some rank. The ranks decide together, because all of them
+        have the same size. They ask each other only when a trial is due, which is the same step on
+        all ranks.
+        """
+        step, record, ranks = self._data.step, self._context.record, self._context.ranks
+        size, growth = record.part_limit, record.part_growth
+        if size is None:
+            return
+        if growth.ends_trial(step):
+            self._context.log.info(
+                f"step {growth.since}: up to {size} samples at a time fit into memory again"
+            )
+        if not growth.is_due(step):
+            return
+        vote = not self._repeat_obstacle, self._context.parts.gains_from(batch, 2 * size)
+        votes = [vote] if self._joint is None else ranks.gather(vote)
+        if all(can for can, _ in votes) and any(gains for _, gains in votes):
+            record.part_limit = growth.begin_trial(step, size)
+        else:
+            growth.postpone(step)
 
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
@@ -157,7 +215,7 @@ class OutOfMemory:
 
     def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
         for number, (batch, count) in enumerate(batches, 1):
-            parts = self._number_of_parts(batch)
+            parts = 1 if self._split_obstacle else self._context.parts.number(batch)
             pieces = split(batch, parts)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             weights = part_weights(pieces, count)
@@ -170,19 +228,6 @@ class OutOfMemory:
                 on_exit = partial(self._leave, batch, parts, ends)
                 yield Microbatch(piece, weight, first, last, on_exit)
                 first = False
-
-    def _number_of_parts(self, batch: Any) -> int:
-        limit = self._context.record.part_limit
-        if limit is None or self._split_obstacle:
-            return 1
-        try:
-            samples = count_samples(batch)
-        except UnsplittableBatch:
-            return 1  # the whole batch may fit
-        parts = 1
-        while -(-samples // parts) > limit:
-            parts = min(2 * parts, samples)
-        return parts
 
     def _leave(self, batch: Any, parts: int, ends: bool, error: BaseException | None) -> bool:
         """Ends one of the `parts` of a batch. Returns whether to repeat the window.
@@ -241,20 +286,26 @@ class OutOfMemory:
             except UnsplittableBatch as reason:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if not obstacle:
-            line += f". {self.largest_owner()}"
+        if not obstacle and not self._context.record.part_growth.trying:
+            line += f". {self.profile()}"  # a failed trial keeps the profile of the failure before
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
-        """Halves the parts, and reports it. Raises RunStopped if there is no smaller part."""
+        """Makes the parts smaller, and reports it. Raises RunStopped if there is no smaller part.
+
+        Parts that were larger than before on trial return to the size that fits, which costs no
+        budget. So does a size that an earlier part of the run has had.
+        """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
         step, record = self._data.step, self._context.record
-        limit = self._context.policy.budget.shrinks
+        growth, limit = record.part_growth, self._context.policy.budget.shrinks
         before = -(-samples // parts)
+        after = -(-samples // min(2 * parts, samples))
+        goes_back = growth.smaller is not None and growth.smaller < before
         why = ""
         if before == 1:
             why = "a single sample does not fit into memory"
-        elif record.shrinks >= limit:
+        elif record.shrinks >= limit and growth.is_new(after) and not goes_back:
             why = (
                 f"{before} samples do not fit into memory, and the batch is not halved again: the "
                 f"policy permits it {limit} times ([budget] shrinks)"
@@ -265,15 +316,21 @@ class OutOfMemory:
                 self._recovery.stop(prefix + why, error, Cause.OOM)
             self._context.log.fault(step, fault, f"{prefix}{why}: {changed}", answer="clear_cache")
             return
-        record.shrinks += 1
-        record.part_limit = -(-samples // min(2 * parts, samples))
+        then = ""
+        if goes_back:
+            after = growth.go_back(step)
+            then = f", and larger parts are tried again after {growth.wait} steps"
+        else:
+            record.shrinks += growth.is_new(after)
+            growth.shrink(step, after)
+        record.part_limit = after
         self._context.log.fault(
             step,
             fault,
             f"{prefix}{before} of {samples} samples do not fit into memory, the step is repeated "
-            f"with {record.part_limit} at a time: {overrun.line}",
+            f"with {after} at a time{then}: {overrun.line}",
             answer="shrink_microbatch",
             samples=samples,
             size_before=before,
-            size=record.part_limit,
+            size=after,
         )

@@ -7,12 +7,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from healcore.console import counted, passes_power_of_ten
+from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names, sentence
 from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.run.better_weights import BetterWeights
+from healcore.runtime.run.better_weights import INTENDED, BetterWeights
 from healcore.runtime.run.dead_run import (
     STEPS_TO_REVIVE,
     Attempt,
@@ -40,6 +40,9 @@ from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 _SERIOUS = Action.ROLLBACK | Action.STOP
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
+STEPS_TO_CHECK = 10
+"""Steps in a row without a finite one after which the weights are checked, as in `default`."""
+
 
 class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
@@ -51,13 +54,14 @@ class Recovery:
         self.reader = DelayedReader()
         self.comparisons = self.saver.comparisons
         self.better_weights = BetterWeights(restorer, monitor, self.roll_back)
-        self._host_rules = HostRules(self.context.policy.rules, self.context.policy.engine.config)
+        policy, state = self.context.policy, monitor.state
+        self._host_rules = HostRules(policy.rules, policy.engine.config, state)
         self.counts_steps = False
         """Whether the loop asks for the number of each step, so that a rollback repeats steps also
         where healcore reads no data for the loop."""
         self.ends_by_steps = False
         """Whether a trainer takes a given number of steps, from as many batches as they need."""
-        self._trained_rates = TrainedRates()
+        self._trained_rates = TrainedRates(state)
         self._answered_nonfinite = 0
         """Number of saves with NaN or Inf in this attempt that have led to an order."""
         self._declined: Counter[str] = Counter()
@@ -69,10 +73,10 @@ class Recovery:
         self.data.step += self.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
         step = step._replace(records=self.monitor.metrics.with_loss_ratios(records))
-        self.context.log.records(step.index, step.records)
+        self.context.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
         self._trained_rates.add(step.records)
         order = self.monitor.process(step)
-        if self.monitor.nonfinite_streak == 1:
+        if self.monitor.state.nonfinite_streak == 1:
             self._trained_rates.add_rates(self.monitor.rates_in_force())
         return order
 
@@ -81,6 +85,8 @@ class Recovery:
 
         Returns the rollback, or None. Raises RunStopped if the order stops the run.
         """
+        if order is None:
+            order = self._order_for_damage(step)
         revived = self.revive(step)
         if revived is not None:
             return revived
@@ -88,14 +94,42 @@ class Recovery:
         verdict = self.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
-        return None if verdict is None else self.better_weights.carry_out(verdict)
+        if verdict is not None:
+            return self.better_weights.carry_out(verdict)
+        return self.better_weights.accept_intended(step.index)
+
+    def _order_for_damage(self, step: StepResult) -> Order | None:
+        """The order for weights with NaN or Inf under a policy without a rule for them. Collective.
+
+        Such weights make every step not finite. A policy that only skips these steps would skip on
+        until the next save shows the damage.
+        """
+        policy, streak = self.context.policy, self.monitor.state.nonfinite_streak
+        action = _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
+        if streak != STEPS_TO_CHECK or policy.observes or not action & _SERIOUS:
+            return None
+        rules = (*policy.engine.config.rules, *policy.rules)
+        if any(rule.action & _SERIOUS and rule.causes & NONFINITE for rule in rules):
+            return None  # the policy decides itself
+        if self.weights_are_finite():
+            return None
+        since = step.index - streak + 1
+        return Order(
+            index=step.index,
+            onset=self.context.ledger.first_consecutive(step.index),
+            since=since,
+            action=int(action),
+            cause=int(step.records[0].cause),
+            batches=tuple(self.monitor.state.batches_between(since, step.index)),
+            by_host=True,
+        )
 
     def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
         """Ends a run that trains nothing: no finite step since the start, or for many steps.
 
         With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
         """
-        streak, from_start = self.monitor.nonfinite_streak, self.monitor.never_finite
+        streak, from_start = self.monitor.state.nonfinite_streak, self.monitor.state.never_finite
         longest = FROM_START if from_start else IN_A_ROW
         due = streak >= longest or (at_end and from_start and streak > 0)
         ordered = order is not None and order.action & _SERIOUS
@@ -110,13 +144,15 @@ class Recovery:
 
         See `dead_run` for when and how. Returns the rollback, or None without one. Collective.
         """
-        streak, record = self.monitor.nonfinite_streak, self.monitor.nonfinite_record
+        streak, record = self.monitor.state.nonfinite_streak, self.monitor.nonfinite_record
+        if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
+            return None
         policy, ledger = self.context.policy, self.context.ledger
         decides = policy.rolls_back and policy.rollback.confirm  # else only the policy's own rules
         # A run without any finite step has nothing to go back to.
-        if not decides or self.monitor.never_finite or record is None:
+        if not decides or self.monitor.state.never_finite or record is None:
             return None
-        if streak not in (STEPS_TO_REVIVE, IN_A_ROW) or not self.weights_are_finite():
+        if not self.weights_are_finite():
             return None
         onset = max(ledger.first_consecutive(step.index) - 1, 0)
         is_sound = self._earlier_weights_are_sound(step, onset)
@@ -126,7 +162,6 @@ class Recovery:
         suspicion = self.comparisons.suspicion(step.index)
         better = suspicion and self.better_weights.carry_out(suspicion)
         if better is not None:
-            self.monitor.nonfinite_streak = 0
             return better
         loaders = self.data.loaders
         repeats = loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
@@ -135,10 +170,7 @@ class Recovery:
         )
         if attempt is None:
             return None
-        done = self.roll_back(self._order_to_revive(step, onset, attempt))
-        if done is not None:
-            self.monitor.nonfinite_streak = 0
-        return done
+        return self.roll_back(self._order_to_revive(step, onset, attempt))
 
     def _earlier_weights_are_sound(self, step: StepResult, onset: int) -> bool | None:
         """Whether weights from before `onset` have a finite loss on the batch of a step.
@@ -155,7 +187,7 @@ class Recovery:
 
     def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
-        streak = self.monitor.nonfinite_streak
+        streak = self.monitor.state.nonfinite_streak
         order = Order(
             index=step.index,
             onset=onset,
@@ -167,7 +199,7 @@ class Recovery:
             attempt=attempt,
         )
         if attempt == Attempt.LIMIT_RATE and self.context.policy.may_limit_lr:
-            rates = broadcast(self.context.ranks, dict(self._trained_rates.highest))
+            rates = broadcast(self.context.ranks, dict(self.monitor.state.rates))
             return replace(
                 order, lr_at_fault=rates, lr_states=lr_states(self.context.driver.engines())
             )
@@ -185,11 +217,11 @@ class Recovery:
         now. Raises RunStopped if the run has to stop.
         """
         damaged, needs_evidence = self._is_damaged(order), self._needs_evidence(order)
-        first = self.monitor.last_trained
+        first = self.monitor.state.last_trained
         # NaN in an accumulator comes from the batches of the bad update itself.
-        if damaged and 0 <= first < order.since and not self.monitor.has_micro_steps:
+        if damaged and 0 <= first < order.since and not self.monitor.state.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
-            batches = tuple(self.monitor.batches_between(first, order.index))
+            batches = tuple(self.monitor.state.batches_between(first, order.index))
             onset = min(order.onset, first)
             order = replace(order, onset=onset, sound_until_onset=True, batches=batches)
         if needs_evidence and damaged:
@@ -214,9 +246,14 @@ class Recovery:
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
         # refund it, and rollbacks by a hook do not use it.
         reach = max(self.context.policy.budget.refund_after, 1)
-        count = len(self.context.ledger.same_trouble(order.onset, reach))
-        if count < max(self.context.policy.budget.recoveries, 1):
-            return self.roll_back(self._with_depth_and_limit(order))
+        ledger = self.context.ledger
+        count = len(ledger.same_trouble(order.onset, reach))
+        if order.onset <= self.context.record.first_step + reach:
+            count += ledger.spent  # by a run in another framework, whose engine was ported
+        budget = max(self.context.policy.budget.recoveries, 1)
+        if count < budget:
+            order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
+            return self.roll_back(order)
         if not needs_evidence or not self.weights_are_finite():
             self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
@@ -239,7 +276,11 @@ class Recovery:
         if not self.weights_are_finite():
             return True
         judges = self.context.policy.rollback.nonfinite_state == "rollback"
-        return judges and not self.monitor.has_micro_steps and bool(self.saver.nonfinite_in_state())
+        return (
+            judges
+            and not self.monitor.state.has_micro_steps
+            and bool(self.saver.nonfinite_in_state())
+        )
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
@@ -294,14 +335,15 @@ class Recovery:
         action = _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
         since = max((each for each in self.saver.known.restorable if each < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
-        if since <= self.monitor.last_trained < bad[0]:
-            bad.insert(0, self.monitor.last_trained)  # no step has been trained after the damage
+        last_trained = self.monitor.state.last_trained
+        if since <= last_trained < bad[0]:
+            bad.insert(0, last_trained)  # no step has been trained after the damage
         order = Order(
             index=step - 1,
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
             action=int(action),
-            batches=tuple(self.monitor.batches_of(bad)),
+            batches=tuple(self.monitor.state.batches_of(bad)),
             by_host=True,
             sound_until_onset=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(nonfinite[first]),
@@ -337,30 +379,42 @@ class Recovery:
         if order.better_step is None and not order.attempt:
             late = self.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
+        order = replace(order, lr_scale_before=self.monitor.lr_scale)
         try:
-            done, why_not = self.restorer.restore(order, self._lost_steps)
+            done = self.restorer.restore(order, self._lost_steps)
         except StoreError as error:
             is_optional = order.better_step is not None or order.attempt
-            if not is_optional or not isinstance(error, NoGoodCheckpoint | StateMismatch):
+            may_continue = isinstance(error, StateMismatch)
+            may_continue |= bool(is_optional) and isinstance(error, NoGoodCheckpoint)
+            if not may_continue:
                 self.stop(str(error))
-            why = f"the weights of step {order.better_step} are better"
-            if order.attempt:
-                why = no_finite_step(order)
-            problem = f"{why}, but {error}; the run continues without a rollback"
-            self.context.log.problem(self.data.step, problem)
+            self._report_impossible(order, error)
             self.context.ledger.skips -= skips
             for late in unread:
                 self.process(late)
             return None
-        self.report(done, why_not)
+        self.report(done)
         self.data.on_rollback(done.target)
-        self.monitor.on_rollback(done.target)
         self.reader.forget_accumulation()
-        self._trained_rates.forget()
         self._answered_nonfinite = 0
-        self._host_rules.restart()
         self.monitor.read_engines()
         return done
+
+    def _report_impossible(self, order: Order, error: StoreError) -> None:
+        """Logs that no checkpoint can be restored for an order, and that the run continues.
+
+        Where every step orders a rollback, only the 1st, 10th, 100th, ... has a line.
+        """
+        why = reason_of(order)
+        self._declined[why] += 1
+        times = self._declined[why]
+        if passes_power_of_ten(times - 1, times):
+            reason = str(error)
+            if isinstance(error, StateMismatch):  # its advice is for a start
+                reason = f"the checkpoint of step {error.step} does not fit: "
+                reason += first_of(error.differences, separator="; ")
+            problem = f"{why}, but {reason}; the run continues without a rollback"
+            self.context.log.problem(self.data.step, problem)
 
     def _lost_steps(self, target: int, why_not: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
@@ -369,7 +423,7 @@ class Recovery:
         """
         if not why_not or self.counts_steps or self.ends_by_steps:
             return 0
-        end = self.monitor.loader_start if why_not == EPOCH_LOST else self.data.step
+        end = self.monitor.state.loader_start if why_not == EPOCH_LOST else self.data.step
         return max(end - target, 0)
 
     def count_last_steps(self) -> None:
@@ -380,24 +434,39 @@ class Recovery:
             self.monitor.metrics.add(step.records)
             self.context.ledger.skips += any(each.skip for each in step.records)
 
-    def report(self, done: RollbackRecord, why_not: str) -> None:
+    def report_before_kill(self, resumed: int) -> None:
+        """Reports the last rollback if the process was killed after its commit, before its event.
+
+        Then the run resumes from the target of this rollback, which is step `resumed`. Without the
+        events of earlier processes it is not known whether the rollback was reported.
+        """
+        run = self.context.log.run
+        known = max((each.number or 0 for each in run.rollbacks), default=0)
+        for done in self.context.ledger.rollbacks[-1:]:
+            is_new = done.number > known and done.target == resumed
+            if is_new and len(run.processes) > 1 and self.context.ranks.rank == 0:
+                self.report(done)
+
+    def report(self, done: RollbackRecord) -> None:
         """Writes the events and the console line of a rollback."""
         by = None if done.better_step is None else "earlier_weights"
         if done.attempt:
             by = "nonfinite_steps"
+        elif done.intended:
+            by = "intended_numbers"
         rollback = self.context.log.event(
             "rollback",
             step=done.step,
             number=done.number,
             onset=done.onset,
             cause=Cause(done.cause),
-            checkpoint=done.target,
+            checkpoint=done.checkpoint,
             by=by,
             outcome="done",
             lr=done.lr,
             lr_limit=done.lr_limit,
             lr_at_fault=None if done.lr is None else (done.lr_at_fault or {}).get(done.engine),
-            lr_scale_before=self.monitor.lr_scale,
+            lr_scale_before=done.lr_scale_before,
             lr_scale=done.lr_scale,
             batches=[list(each) for each in done.batches],
             steps_repeated=done.repeated or None,
@@ -406,18 +475,13 @@ class Recovery:
             held=None if done.held is None else done.held.sentences() or None,
             moments_reset=self.context.policy.rollback.reset_moments or None,
         )
+        why_not = done.why_forward
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.context.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         of_data = "" if done.lost else f", data {data}"
-        cause = flag_names(names(Cause(done.cause))) or "ordered by a hook"
-        if done.arrays:
-            cause = nonfinite_save(done)
-        if done.better_step is not None:
-            cause = f"the weights of step {done.better_step} are better on the same batches"
-        if done.attempt:
-            cause = no_finite_step(done)
+        since = "" if done.intended else f", since step {done.since}"
         self.context.log.warning(
-            f"step {done.index}: {cause}, since step {done.since}; {sentence(rollback)}{of_data}"
+            f"step {done.index}: {reason_of(done)}{since}; {sentence(rollback)}{of_data}"
         )
 
     def stop(
@@ -450,6 +514,7 @@ class Recovery:
             self.monitor.counts(),
             why,
             open=self.monitor.is_unhealthy,
+            lasting=self.monitor.lasting_causes,
             lr_scale=self.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
@@ -467,6 +532,19 @@ class Recovery:
             return self.saver.known.listed()
         except StoreError:
             return []
+
+
+def reason_of(order: Order) -> str:
+    """Why a rollback is ordered, as a clause."""
+    if order.attempt:
+        return no_finite_step(order)
+    if order.intended:
+        return f"{order.intended}: {INTENDED}"
+    if order.better_step is not None:
+        return f"the weights of step {order.better_step} are better on the same batches"
+    if order.arrays:
+        return nonfinite_save(order)
+    return flag_names(names(Cause(order.cause))) or "ordered by a hook"
 
 
 def nonfinite_save(order: Order) -> str:

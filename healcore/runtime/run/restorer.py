@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from healcore.console import counted, first_of
 from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
@@ -46,6 +47,8 @@ from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each, run
 from healcore.runtime.store.values import attribute
 
 T = TypeVar("T")
+MODEL_CHANGED_SINCE = "the program has changed the structure of its model since"
+"""Reason of a rollback that restores weights, and not the place in the run."""
 
 
 class _Checkpoint(NamedTuple):
@@ -72,16 +75,16 @@ class Restorer:
 
     def restore(
         self, order: Order, lost_steps: Callable[[int, str], int] = lambda target, why_not: 0
-    ) -> tuple[RollbackRecord, str]:
-        """Restores a checkpoint for an order. Also returns why the data were not rewound, or "".
+    ) -> RollbackRecord:
+        """Restores a checkpoint for an order.
 
-        `lost_steps` takes the restored step and this reason. It returns the number of undone steps
-        that the run does not repeat.
+        `lost_steps` takes the restored step, and why the data were not rewound or "". It returns
+        the number of undone steps that the run does not repeat.
 
         Raises NoGoodCheckpoint if no checkpoint is usable (a failed load may have changed a part of
         the live state), StateMismatch if the state differs, or another StoreError.
         """
-        saver, step = self.saver, self.data.step
+        saver = self.saver
         saver.wait()
         saver.known.end_probation(before=order.onset)
         self.find_damage()
@@ -89,7 +92,12 @@ class Restorer:
         live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
         order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
         load = partial(self._load_target, order, live, rates)
-        done, saved = self._load_first_intact(steps, load, step)
+        try:
+            done, saved = self._load_first_fitting(order, steps, load)
+        except StateMismatch as mismatch:
+            if order.better_step is not None or order.attempt:
+                raise  # the weights are finite: what fits only in part is no remedy
+            return self._restore_common(order, steps, mismatch)
         extra = self.context.policy.rollback.skip_batches
         why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
@@ -98,9 +106,105 @@ class Restorer:
             self.data.host.put_back(saved.host)
         saver.comparisons.state.ranges.held = self._held_after(order)
         saver.comparisons.on_rollback(done.target)
+        self.context.record.monitor.on_rollback(done.target)
+        self.context.record.part_growth.on_rollback(done.target)
+        self._forget_changes(since=done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
-        return done, why_not
+        return done
+
+    def _load_first_fitting(
+        self, order: Order, steps: Sequence[int], load: Callable[[_Checkpoint], T]
+    ) -> tuple[T, _Checkpoint]:
+        """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
+
+        If the best one is from before a change of the model's structure, checkpoints from after the
+        change are tried before older ones. Raises StateMismatch of the best one if none fits.
+        """
+        mismatch: StateMismatch | None = None
+        remaining = [*steps]
+        while remaining:
+            try:
+                return self._load_first_intact(remaining, load, self.data.step)
+            except StateMismatch as error:
+                if error.step is None or error.step not in remaining:
+                    raise
+                older = remaining[remaining.index(error.step) + 1 :]
+                newer = () if mismatch else self._after_change(order, error.step)
+                remaining = [*newer, *older]
+                mismatch = mismatch or error
+            except NoGoodCheckpoint:
+                if mismatch is None:
+                    raise
+                break
+        assert mismatch is not None
+        raise mismatch
+
+    def _after_change(self, order: Order, change: int) -> list[int]:
+        """Steps of the finite checkpoints that are newer than `change`, the best first.
+
+        The newest one up to the onset; then, as a last resort, the oldest one after the onset,
+        whose arrays are finite at least. Without those that were tried for the same trouble.
+        """
+        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        tried = {each.checkpoint for each in past}
+        usable = [
+            each.step
+            for each in self.saves()
+            if each.finite and each.status != "abandoned" and each.step > change
+        ]
+        fresh = sorted(step for step in usable if step not in tried)
+        before = [step for step in fresh if step <= order.onset]
+        return [*reversed(before), *(step for step in fresh if step > order.onset)]
+
+    def _restore_common(
+        self, order: Order, steps: Sequence[int], mismatch: StateMismatch
+    ) -> RollbackRecord:
+        """Restores what a checkpoint has in common with a model whose structure has changed since.
+
+        The run keeps its place. At an earlier place the program would change its model once more,
+        which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
+        checkpoint has enough in common.
+        """
+        driver, saver, step = self.context.driver, self.saver, self.data.step
+        live = driver.engines()
+        found = None
+        for each in steps if self.context.ranks.world == 1 else ():
+            try:
+                driver.load_common(saver.store.restore_common(each, saver.items()))
+            except StateMismatch as error:
+                mismatch = replace(error, step=each)
+            except (CheckpointNotFound, CheckpointDamaged):
+                continue
+            else:
+                found = each
+                break
+        if found is None:
+            raise mismatch
+        driver.load(None, engines_after_rollback(self.context.policy.engine, live, {}))
+        done = RollbackRecord(
+            **vars(order),
+            number=len(self.context.ledger.rollbacks) + 1,
+            step=step,
+            target=step,
+            weights_of=found,
+            lost=step - found,
+            why_lost=MODEL_CHANGED_SINCE,
+            why_forward=MODEL_CHANGED_SINCE,
+        )
+        self.context.ledger.on_rollback(done, None)
+        saver.comparisons.on_rollback(step)
+        self.context.record.monitor.on_rollback(step)
+        saver.comparisons.on_structure_change()
+        saver.begin_attempt(step)
+        saver.write(step, "rollback")
+        return done
+
+    def _forget_changes(self, *, since: int) -> None:
+        """Forgets the program's changes of the model in steps that are undone."""
+        record = self.context.record
+        record.changes = [each for each in record.changes if each.step < since]
+        self.data.loaders.changed_in = max((each.epoch for each in record.changes), default=-1)
 
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
@@ -114,7 +218,7 @@ class Restorer:
             self.saves(),
             onset=order.onset,
             depth=order.depth,
-            tried=[each.target for each in past],
+            tried=[each.checkpoint for each in past],
             initial=(self.context.record.first_step, self.saver.known.started_from),
             sound_until_onset=order.sound_until_onset,
         )
@@ -138,8 +242,9 @@ class Restorer:
             engines = with_lr_states(engines, order.lr_states)
         self._load_state(saved.state, engines, reset=self.context.policy.rollback.reset_moments)
         now = self.context.driver.learning_rates()  # the schedules are at the restored step
-        # No step has been trained at the rate of the very first state.
-        trained = saved.step > self.context.record.first_step
+        # No step has been trained at the rate of the very first state: it may be the start of a
+        # warm-up, so it limits only the last rollback that the budget allows.
+        trained = saved.step > self.context.record.first_step or order.is_last
         engines, limits, scales = limit_rates(
             engine,
             engines,
@@ -172,7 +277,8 @@ class Restorer:
         skipped = self.data.steps_of(len({*done.batches}))
         why, _, _ = why_not.partition(": ")  # without the advice
         repeated = max(done.step - done.target - lost - skipped, 0)
-        return replace(done, repeated=repeated, lost=lost, why_lost=why if lost else "")
+        why_lost = why if lost else ""
+        return replace(done, repeated=repeated, lost=lost, why_lost=why_lost, why_forward=why_not)
 
     def _held_after(self, order: Order) -> Held:
         """What is held in its healthy range after the rollback of an order."""
@@ -219,8 +325,13 @@ class Restorer:
                 engines = limit_norms(self.context.policy.engine, engines, {})
             self._load_state(saved.state, engines, reset=reset and repeats)
             if own.comparisons is not None:
-                comparisons.continue_from(own.comparisons, weights, step=saved.step)
+                if comparisons.is_enabled and saved.step in own.comparisons.needed():
+                    weights[saved.step] = self.context.driver.copy_weights()
+                batches = None if saved.host is None else saved.host.batches
+                at = saved.step
+                comparisons.continue_from(own.comparisons, weights, step=at, batches=batches)
             self.context.ledger.continue_from(own.ledger, saved.step)
+            vars(self.context.record.monitor).update(vars(own.monitor))
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}
             places = saved.position or {}
@@ -231,14 +342,35 @@ class Restorer:
             self.data.loaders.resume({**places, **forward}, own.skipped)
             return own
 
+        self._add_param_groups(steps)
         try:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
-            raise replace(error, where=str(self.saver.store.root or "")) from None
+            where = self.saver.store.place
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
         record = self.context.record
-        vars(record).update(vars(newest or own), completed=False, ledger=record.ledger)
+        live = {"ledger": record.ledger, "monitor": record.monitor}
+        vars(record).update(vars(newest or own), completed=False, **live)
+        record.part_growth.on_rollback(own.step)
+        self._forget_changes(since=own.step)
+        self.context.driver.structure_changes()  # those of the restart itself
         self.saver.begin_attempt(own.step)
         return own.step, saved.host
+
+    def _add_param_groups(self, steps: Sequence[int]) -> None:
+        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
+        stored = self.saver.store.records() if self.context.ranks.rank == 0 else {}
+        stored = broadcast(self.context.ranks, stored.get(max(steps, default=-1), {}))
+        groups: dict[str, list[list[str]]] = {}
+        with suppress(Exception):  # the resume reports a malformed record
+            groups = RunRecord.of(stored).param_groups
+        added = self.context.driver.add_param_groups(groups) if groups else []
+        if added:
+            self.context.log.info(
+                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
+                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
+                "finds the group there"
+            )
 
     def load_state_of(self, step: int) -> None:
         """Loads the user's state of a checkpoint, without healcore's record."""
@@ -260,7 +392,15 @@ class Restorer:
             return driver.state_is_in_place
 
         self.saver.wait()
-        _, saved = self._load_first_intact([step], load)
+        try:
+            _, saved = self._load_first_intact([step], load)
+        except StateMismatch as error:
+            self.context.log.problem(
+                step,
+                "the program has changed the structure of its model after a pass over the data "
+                f"that a rollback has ended early, and the change stays: {error}",
+            )
+            return
         if saved.position is not None:
             self.data.loaders.rewind(saved.position, (), 0)
         if saved.host is not None:
@@ -419,7 +559,20 @@ class Restorer:
         if parts[0] is None:
             return saved._replace(host=None)
         moved = {n: position_of_other_ranks(at, saved_by) for n, at in _places(parts[0]).items()}
-        return saved._replace(host=HostParts(None, None, None, {}, {**parts[0], **moved}))
+        return saved._replace(host=HostParts(None, None, None, {}, {**parts[0], **moved}, {}))
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model."""
+    changes = [] if newest is None else newest.changes
+    if not changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )
 
 
 def _places(position: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from healcore.console import counted
+from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
@@ -31,6 +32,7 @@ class RunBatches:
         steps_taken: steps of this process, including steps that a rollback has undone.
         had_completed: whether the run in the store had completed, and this process has its last
             state.
+        last_ids: ids of the batches of the last step.
         last_read: the loader of the last batch, or None before the first batch.
     """
 
@@ -44,10 +46,12 @@ class RunBatches:
         self.last_read: RunLoader | None = None
         self._context = context
         self._signals = signals
+        if "retry" in context.policy.answers(Cause.NETWORK):
+            self.loaders.retries = self.retries("reading a batch")
         self._reader = BatchReader(context, signals)
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
-        self._last_ids: list[BatchId] = []  # of the last step's batches
+        self.last_ids: list[BatchId] = []
         # Largest number of batches of a step so far. No more contents are kept, because an
         # evaluation takes no step.
         self._most_per_step = 1
@@ -114,9 +118,15 @@ class RunBatches:
         self.loaders.notices.clear()
         return begun
 
-    def next(self, loader: RunLoader) -> Any:
-        """Reads the next batch of a loader. Raises StopIteration after the last epoch."""
+    def next(self, loader: RunLoader, *, directly_after_step: bool = False) -> Any:
+        """Reads the next batch of a loader. Raises StopIteration after the last epoch.
+
+        `directly_after_step` is whether nothing of the program has run since the last step was
+        counted. Then the random states are those that `HostState` may have kept after the step.
+        """
         alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
+        kept = directly_after_step and self.host.keeps_states
+        loader.put_back_random_states = self.host.put_back_after_step if kept else None
         with alone:
             batch, batch_id = self._reader.read(loader, self.step)
         self.last_read = loader
@@ -202,15 +212,17 @@ class RunBatches:
         loader = self.last_read
         if loader is not None:
             if loader.pending_ids or not loader.in_use:
-                self._last_ids = loader.pending_ids
+                self.last_ids = loader.pending_ids
                 self._usual_updates, self._updates = self._updates, 0
             self._updates += 1  # more than 1: another update on the same batch
             self.loaders.last_trained = loader
         for each in self.loaders:  # a `break` has ended an evaluation
             each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
         self._generators = None  # random numbers continue from this step
-        self._most_per_step = max(self._most_per_step, len(self._last_ids))
-        first = StepResult(self.step, [], tuple(self._last_ids), tuple(self._contents))
+        self._most_per_step = max(self._most_per_step, len(self.last_ids))
+        # The update of a scan reads no data that a rollback could skip.
+        ids = () if loader is not None and loader.is_scan else tuple(self.last_ids)
+        first = StepResult(self.step, [], ids, tuple(self._contents))
         self._forget_pending()  # a step may take batches of several loaders
         self.step += pending.count
         self.steps_taken += pending.count
@@ -219,7 +231,7 @@ class RunBatches:
     def on_rollback(self, target: int) -> None:
         """Forgets the batches of the steps from `target` on."""
         self.step = target
-        self._last_ids = []
+        self.last_ids = []
         self._forget_pending()
 
     def _forget_pending(self) -> None:
@@ -263,4 +275,4 @@ class RunBatches:
 
     def steps_of(self, batches: int) -> int:
         """Number of steps that take so many batches, if each takes as many as the last step."""
-        return batches // max(1, len(self._last_ids))
+        return batches // max(1, len(self.last_ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from healcore.runtime.driver import Driver
+from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.ranks import Ranks
@@ -22,6 +23,8 @@ class RunContext(NamedTuple):
     log: RunLog
     record: RunRecord
     """The facts of the run, without the facts at a step."""
+    parts: BatchParts
+    """How batches are split since memory ran out."""
 
     @property
     def ledger(self) -> Ledger:

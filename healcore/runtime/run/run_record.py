@@ -12,13 +12,15 @@ import bisect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.part_growth import PartGrowth
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000
@@ -41,6 +43,8 @@ class IncidentRecord:
     alarms: int = 0
     skips: int = 0
     over: bool = False
+    reported_over: bool = False
+    """Whether its event `over` was written."""
     number_in_engine: int = 0
     """The engine's number of this incident, or -1 if the engine's count has restarted since."""
 
@@ -74,7 +78,11 @@ class Ledger:
     untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
     open: bool = False  # whether an incident with more than skipped non-finite steps is open
     accepted: int = 0  # troubles accepted in a row, see `Trial.ACCEPT`
+    spent: int = 0
+    """Rollbacks that the engine had made before this run, in another framework."""
     accepted_until: int = 0  # step before which no comparison rolls back again
+    last_alarms: dict[str, int] = field(default_factory=dict)
+    """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
     def add_step(
         self, index: int, records: Sequence[StepRecord], opening: int = -1
@@ -165,7 +173,9 @@ class Ledger:
 
     def on_rollback(self, rollback: RollbackRecord, saved: Ledger | None) -> None:
         """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
-        self.rollbacks.append(rollback.outline())
+        if self.rollbacks:
+            self.rollbacks[-1] = self.rollbacks[-1].outline()
+        self.rollbacks.append(rollback)
         self._rewind(rollback.target, saved)
 
     def forget(self, before: int) -> None:
@@ -182,13 +192,24 @@ class Ledger:
         self.next_step = step
         self.open = False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
+        # A cause that lasted until the rollback still lasts, if it comes again.
+        self.last_alarms = {name: min(last, step - 1) for name, last in self.last_alarms.items()}
         if self.incidents:
             self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
         if saved is not None:
             self.untrained = saved.untrained
 
 
-SCHEMA = 5
+class StructureChange(NamedTuple):
+    """A change of the structure of the model or of its optimizers, by the program."""
+
+    step: int
+    """The first step with the new structure. Checkpoints up to it have the old one."""
+    epoch: int
+    """Epoch of this step."""
+
+
+SCHEMA = 6
 _Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
 _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
@@ -211,14 +232,19 @@ class RunRecord:
     """Names of arrays that were not finite in the first snapshot."""
     part_limit: Annotated[int, Field(ge=1)] | None = None
     """Largest number of samples of a micro-batch, or None while all batches have fitted."""
-    shrinks: _Step = 0  # how often the micro-batches were halved after running out of memory
+    shrinks: _Step = 0  # how often memory ran out with parts smaller than all parts before
+    part_growth: PartGrowth = field(default_factory=PartGrowth)
     passes: _Step = 0  # most calls of `batches` in a process of the run
+    changes: list[StructureChange] = field(default_factory=list)  # oldest first
+    param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
+    """Optimizer -> names of the parameters of each group, after a change; else empty."""
 
     # -- at the step of the checkpoint
     step: _Step = 0
     world: Annotated[int, Field(ge=1)] = 1  # number of ranks
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `Engine.to_dict`
     ledger: Ledger = field(default_factory=Ledger)
+    monitor: MonitorState = field(default_factory=MonitorState)
     skipped: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)

@@ -28,6 +28,8 @@ class SaveSchedule:
         """Steps between two saves."""
         self.last_saved = -1
         """Step of the last checkpoint or of the start."""
+        self.after_change = False
+        """Whether no checkpoint has the structure that the program has given to its model."""
         self._context, self._data = context, data
         self._time = _SavingTime(context.ranks)
         self._limits_time = every is None
@@ -42,7 +44,8 @@ class SaveSchedule:
         if self._data.step - self.last_saved >= self._next_warning:
             self._next_warning *= 2
             self._warn()
-        if self._missed_saves < 1 or self.delayed or not self.may_save:
+        wanted = self._missed_saves >= 1 or self.after_change
+        if not wanted or self.delayed or not self.may_save:
             return False
         return not (self._limits_time and self._time.exceeds_limit(self._data.step // self.every))
 
@@ -89,6 +92,7 @@ class SaveSchedule:
         """A context for the save of the current step. The time of a `regular` save counts."""
         began = time.monotonic()
         self.last_saved = self._data.step
+        self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
         self._time.total_s += time.monotonic() - began if regular else 0.0

@@ -48,6 +48,8 @@ class Saver:
         self.context, self.data, self.store = context, data, context.store
         self.schedule = schedule
         self.comparisons = comparisons
+        if self.store.arrays_by_rank:
+            data.host.pack_batches = comparisons.batches_to_save
         self.known = KnownCheckpoints(context)
         self.resumes_exactly = context.store.durable and context.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
@@ -70,7 +72,7 @@ class Saver:
             engines=self.context.driver.engines(),
             skipped=self.data.loaders.skipped_by_loader(),
             forward=self.data.loaders.forward_positions(),
-            comparisons=self.comparisons.state if self.comparisons.is_enabled else None,
+            comparisons=self.comparisons.to_save() if self.comparisons.is_enabled else None,
         ).to_dict()
 
     def replace_record(self, step: int) -> None:
@@ -88,17 +90,27 @@ class Saver:
         if self.resumes_exactly:
             self.data.host.after_step()
 
+    def keep_weight_sample(self) -> None:
+        """Keeps a sample of the weights, to notice at an exception that they were replaced."""
+        if self.resumes_exactly:
+            self.context.driver.keep_weight_sample()
+
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step, for the reason `why`."""
         with self.schedule.saving(regular=why == "regular"):
-            self.write(self.data.step, why)
-            if why in ("first", "regular"):
+            step = self.data.step
+            if why in ("first", "regular") and self.store.trainer_save is None:
+                # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
+            self.write(step, why)
+            if step not in self.known.restorable:
+                self.comparisons.forget_unsaved_anchor(step)
 
     def add_anchor(self) -> None:
-        """Adds the current weights as an anchor, and protects the anchors' checkpoints."""
-        self.comparisons.add_anchor(self.data.step, self.known.restorable)
-        self.store.ring.protected = frozenset(each.step for each in self.comparisons.anchors)
+        """Adds the current weights as an anchor, and protects checkpoints that may be needed."""
+        step = self.data.step
+        self.comparisons.add_anchor(step, {*self.known.restorable, step})
+        self.store.ring.protected = self.comparisons.steps_needed
 
     def write(self, step: int, why: str) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
@@ -148,12 +160,13 @@ class Saver:
                 self.known.report_damage(error)
                 self.context.log.warning(f"{error}; another copy was used")
             else:
-                self.context.log.problem(self.data.step, f"{error}; the copies in memory are used")
+                self.context.log.problem(self.data.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        if step not in self.store.ring.copies:
-            self.known.remove({step})
-        self.unsaved[step] = str(error)
+        if not (isinstance(error, SaveFailed) and error.elsewhere):
+            if step not in self.store.ring.copies:
+                self.known.remove({step})
+            self.unsaved[step] = str(error)
         self._failures += 1
         self.context.log.event("save_failed", step=step, problem=str(error))
         if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
@@ -189,10 +202,11 @@ class Saver:
         with nullcontext() if completed else self._before_batches():
             self.save("last")
 
-    def save_emergency(self) -> str:
+    def save_emergency(self, replaced: str) -> str:
         """Saves before an exception ends the run. Returns the reason if it could not, or "".
 
-        A restart resumes from this checkpoint, which has passed no probation.
+        A restart resumes from this checkpoint, which has passed no probation. `replaced` is the
+        reason if the program has replaced the weights, or an empty string.
         """
         if self.context.ledger.open or self.schedule.recent_alarm:
             return "the last steps had an alarm"
@@ -201,6 +215,8 @@ class Saver:
         if self.data.within_batch:
             return "the updates on this batch have not ended"
         if self.data.step != self.schedule.last_saved:
+            if replaced:
+                return replaced
             with self._before_batches():
                 self.save("emergency")
         return ""

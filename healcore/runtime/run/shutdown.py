@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.core.decision import Cause
-from healcore.core.errors import error_text
+from healcore.core.errors import HealcoreError, error_text, with_short_arrays
 from healcore.events.models import Ending
+from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
+from healcore.runtime.faults.nan_checks import nan_variables
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.termination import (
     AlreadyCompleted,
@@ -29,7 +31,7 @@ from healcore.runtime.run.termination import (
 )
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, last_line
+from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, advice, last_line, lasting_text
 
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
@@ -76,6 +78,8 @@ class Shutdown:
             self.raised = None  # not an error of the loop
         self.fault: Fault | None = None
         self.problems: list[str] = []
+        self.replaced: list[str] = []
+        """Names of weights that the program has replaced since the last step: not to be saved."""
         self.memory_text = ""  # sentence about an out-of-memory error
 
     def close(self) -> BaseException | None:
@@ -87,6 +91,11 @@ class Shutdown:
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
+        if loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
+            self.discard()
+            return None
+        if not self.completed:
+            self.collect("the weights could not be read", self.find_replaced_weights)
         if together:
             self.read_last_steps()
         if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
@@ -98,6 +107,10 @@ class Shutdown:
             self.collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
+        if may_save and self.replaced and self.data.step != saver.schedule.last_saved:
+            may_save = False
+            if self.fault is None:  # otherwise `save_and_log_fault` has said so
+                loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
         left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
         if left_in_body and self.saver.resumes_exactly and not loop.after_update:
             # As at an exception: the batches that were read come again.
@@ -109,6 +122,7 @@ class Shutdown:
         if self.ending == Ending.COMPLETED and not loop.is_complete:
             loop.record.completed = True
             self.collect("the record of the end", partial(saver.replace_record, self.data.step))
+        self.collect("the values at the exception could not be read", self.explain_nan)
         for problem in self.problems:
             loop.warn(problem)
         loop.log.report_trackers(self.data.step)
@@ -119,12 +133,23 @@ class Shutdown:
         self.close_parts()
         return self.error if self.error is not given else None
 
+    def discard(self) -> None:
+        """Ends a run that has taken no step, and deletes its first snapshot.
+
+        The next run then starts again, instead of from a snapshot for another batch size.
+        """
+        self.collect("", self.saver.wait)
+        self.collect("", partial(self.saver.store.delete, self.loop.record.first_step))
+        self.loop.log.info(
+            "memory ran out before the first step: the trainer begins again with a smaller batch"
+        )
+        self.close_parts()
+
     def close_parts(self) -> None:
         """Closes the parts of the run. It is too late to report their errors."""
         loop, signals = self.loop, self.loop.end_requests.signals
         parts = [loop.guard.close, signals.stop, self.saver.store.join, loop.driver.close]
-        if loop.claim is not None:
-            parts.append(loop.claim.release)
+        parts += [claim.release for claim in loop.claims]
         for close_part in (*parts, loop.log.close):
             self.collect("", close_part)
 
@@ -160,12 +185,61 @@ class Shutdown:
         loop = self.loop
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
+
+            def act() -> None:
+                if loop.count_last_step():
+                    # An order may compare the weights, which are not those of the training now.
+                    _ = loop.report_last_steps() if self.replaced else loop.read_and_act(all=True)
+
             try:
-                self.collect(failed, lambda: loop.count_last_step() and loop.read_and_act(all=True))
+                self.collect(failed, act)
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
             self.collect(failed, loop.report_last_steps)
+
+    def explain_nan(self) -> None:
+        """Says what to do about a program that raises at NaN itself, before the policy can skip."""
+        loop, data, error = self.loop, self.data, self.raised
+        if error is None or not loop.policy.skips_nonfinite or isinstance(error, HealcoreError):
+            return
+        if not (isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code)):
+            return
+        if self.fault is not None and self.fault.cause != Cause.UNKNOWN:
+            return
+        names = nan_variables(error)
+        if not names:
+            return
+        batches = data.pending_ids or data.last_ids
+        places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
+        step = data.step if data.pending_ids else max(0, data.step - 1)
+        where = ", ".join(filter(None, [f"step {step}", first_of(places)]))
+        again = ""
+        if (events := loop.log.events.path) is not None:
+            again = postmortem.same_end_before(events, data.step, type(error).__name__)
+            again = again and f"An earlier start has ended at this step in the same way ({again}). "
+        loop.warn(
+            f"{first_of(names)} had NaN at {where}, and the program itself raised "
+            f"{type(error).__name__}. {again}If that is a check for NaN, remove this check: "
+            "healcore skips the step, and the run continues. set_detect_anomaly and the "
+            "validate_args of a distribution are such checks too"
+        )
+
+    def find_replaced_weights(self) -> None:
+        """Finds whether the program has replaced weights, so that they must not be saved."""
+        if not self.loop.driver.is_interrupted():
+            self.replaced = self.loop.driver.replaced_weights()
+
+    def replaced_text(self) -> str:
+        """Reason why replaced weights are not saved, or an empty string."""
+        if not self.replaced:
+            return ""
+        return (
+            f"the program has replaced weights since step {self.data.step} "
+            f"({first_of(self.replaced)}), as for an evaluation of averaged weights, and a restart "
+            "must not train on from them; it resumes from the checkpoint of step "
+            f"{self.saver.schedule.last_saved}"
+        )
 
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
         """Saves the last state, and sets the ending of a loop that has ended by itself."""
@@ -187,7 +261,7 @@ class Shutdown:
 
     def save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step."""
-        if why_not := self.saver.save_emergency():
+        if why_not := self.saver.save_emergency(self.replaced_text()):
             self.loop.warn(f"no checkpoint was saved at the end: {why_not}")
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
@@ -196,13 +270,17 @@ class Shutdown:
         why_not = ""
         answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
-        if self.saver.resumes_exactly and "save" in loop.policy.answers(fault.cause):
+        answers = loop.policy.answers(fault.cause)
+        if fault.hint:  # an error of the program, which a rule for unknown errors may save
+            answers |= loop.policy.answers(Cause.UNKNOWN)
+        if self.saver.resumes_exactly and "save" in answers:
             why_not = "the exception interrupted the updates of a step"
             try:
                 if loop.count_last_step():
                     loop.report_last_steps()
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
-                    why_not = why_not if loop.after_update else self.saver.save_emergency()
+                    if not loop.after_update:
+                        why_not = self.saver.save_emergency(self.replaced_text())
             except StoreError as problem:
                 why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
@@ -210,7 +288,7 @@ class Shutdown:
             answer = None if why_not else "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory_text = f". {loop.out_of_memory.largest_owner()}"
+            self.memory_text = f". {loop.out_of_memory.profile()}"
             problem += self.memory_text
         loop.log.fault(self.data.step, fault, problem, answer=answer)
         if why_not:
@@ -256,9 +334,11 @@ class Shutdown:
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = self.exception_text(error)
-            trace = "".join(traceback.format_exception(error))
-        cause = Cause(0) if self.fault is None else self.fault.cause
-        end = loop.recovery.run_end(ending, why, exception=exception, fault=cause)
+            trace = with_short_arrays("".join(traceback.format_exception(error)))
+        fault = self.fault or Fault(Cause(0), "")
+        end = loop.recovery.run_end(
+            ending, why, exception=exception, fault=fault.cause, hint=fault.hint
+        )
         events = loop.log.events
         is_complete = loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
         if events.path is not None and not is_complete:
@@ -298,6 +378,9 @@ class Shutdown:
         else:
             log = loop.log.error if ending in (Ending.EXCEPTION, Ending.STOPPED) else loop.log.info
             log(last_line(end, newest))
+        if end.lasting:
+            hints = " ".join(advice(end.lasting))
+            loop.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
 
 
 def _incomplete_run_error(loop: Loop) -> BaseException | None:

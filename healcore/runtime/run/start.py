@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.run import run_settings
+from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -29,8 +30,10 @@ from healcore.runtime.run.termination import EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
+from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
+from healcore.runtime.store.several import SeveralStores
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog
@@ -65,7 +68,7 @@ def open_run(options: Options) -> Loop:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     policy = options.policy
     driver = driver_for(options.state, policy.engine, options.attach)
-    own_claim: Claim | None = None
+    claims: list[Claim] = []
     try:
         resets = policy.rollback.reset_moments and not policy.observes
         if obstacle := driver.moments_obstacle() if resets else "":
@@ -85,51 +88,60 @@ def open_run(options: Options) -> Loop:
                     f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
                     "same arguments to Healer(...) on every rank"
                 )
-        own_claim, warning = _claim(options.store, ranks)
-        loop = _construct(options, driver, ranks, own_claim)
-        _start(loop, options, warning)
+        places = options.store if isinstance(options.store, tuple) else (options.store,)
+        warnings = [warning for each in places if (warning := _claim(each, ranks, claims))]
+        loop = _construct(options, driver, ranks, claims)
+        _start(loop, options, warnings)
     except BaseException:
-        if own_claim is not None:
-            own_claim.release()
+        for each in claims:
+            each.release()
         driver.close()
         raise
     return loop
 
 
-def _claim(given: Any, ranks: Ranks) -> tuple[Claim | None, str | None]:
-    """Claims the store's directory for this run, and removes partial files of killed processes.
+def _claim(given: Any, ranks: Ranks, claims: list[Claim]) -> str | None:
+    """Claims a store's directory for this run, and removes partial files of killed processes.
 
-    Returns the claim and a warning for the log; both are None without a directory. Raises
-    StoreInUse if another run is using the directory.
+    Adds the claim to `claims`. Returns a warning for the log, or None. Raises StoreInUse if another
+    run is using the directory.
     """
     folder: Path | None = None
     if given is not None:
         folder = given.root if isinstance(given, CheckpointStore) else Path(given)
-    own_claim: Claim | None = None
 
     def take() -> str | None:
-        nonlocal own_claim
         assert folder is not None
-        folder.mkdir(parents=True, exist_ok=True)
+        make_directory(folder)
         own_claim = claim(folder)
+        claims.append(own_claim)
         if isinstance(given, CheckpointStore):
             given.join()  # its temporary files are in use
         sweep(folder)
         return own_claim.warning
 
     try:
-        warning = None if folder is None else run_on_first(ranks, take)
+        return None if folder is None else run_on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
-        warning = None  # the store raises a better message
-    return own_claim, warning
+        return None  # the store raises a better message
 
 
-def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim | None) -> Loop:
-    policy, store = options.policy, options.store
-    if store is None or isinstance(store, str | os.PathLike):
-        store = driver.store(store)
+def _open_store(given: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
+    """The store of the run."""
+    if isinstance(given, tuple):
+        store = SeveralStores([_open_store(each, driver, ranks) for each in given])
+        run_on_first(ranks, store.check_run)
+        return store
+    if given is None or isinstance(given, str | os.PathLike):
+        return driver.store(given)
+    return given
+
+
+def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Loop:
+    policy = options.policy
+    store = _open_store(options.store, driver, ranks)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
     end_requests = EndRequests(ranks, driver, StopFile(options.stop_file))
     events = Log(None) if ranks.rank else _events(options.logging.events, store.root)
@@ -144,7 +156,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
         hooks=options.hooks,
     )
     loss_fn = options.loss_fn if policy.rolls_back else None
-    context = RunContext(policy, driver, store, ranks, log, RunRecord())
+    record = RunRecord()
+    context = RunContext(policy, driver, store, ranks, log, record, BatchParts(record))
     data = RunBatches(context, end_requests.signals, keeps_batches=loss_fn is not None)
     schedule = SaveSchedule(context, data, options.checkpoints.every)
     monitor = IncidentMonitor(context, options.hooks, schedule.every)
@@ -160,7 +173,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, own_claim: Claim 
     recovery = Recovery(Restorer(saver), monitor)
     of_trainer = run_settings.trainer_settings(options.state)
     recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
-    return Loop(recovery, end_requests, own_claim, has_trainer=bool(of_trainer))
+    return Loop(recovery, end_requests, claims, has_trainer=bool(of_trainer))
 
 
 def _events(given: Any, folder: Path | None) -> Log:
@@ -189,17 +202,19 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
     return path
 
 
-def _start(loop: Loop, options: Options, warning: str | None) -> None:
+def _start(loop: Loop, options: Options, warnings: Sequence[str]) -> None:
     """Checks `resume`, logs the start, and resumes or takes the first snapshot.
 
-    `warning` is the problem of the directory's claim, or None.
+    `warnings` are the problems of the claims of directories.
     """
     log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
     stop_file = loop.end_requests.stop_file
     restorer = loop.recovery.restorer
     events = log.events.path
     previous = None if events is None else postmortem.read_last_run(events)
-    after_kill = bool(events and previous and postmortem.write_for_killed(events, previous))
+    after_kill = False
+    if events and previous:
+        after_kill = postmortem.write_for_killed(events, previous, log.metrics.path)
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
@@ -218,7 +233,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
     if saves and previous is not None:
         log.run = previous
     _log_start(loop, settings, resumes=bool(saves))
-    if warning is not None:
+    for warning in warnings:
         log.problem(None, warning)
     if after_kill:
         log.warning("the previous run was killed; its postmortem was written")
@@ -242,7 +257,7 @@ def _start(loop: Loop, options: Options, warning: str | None) -> None:
         _warn_of_snapshot(loop, settings, saved)
     log.trackers.start(loop.record.run or log.events.run)
     loop.guard.start()
-    loop.driver.on_step = loop.guard.on_step
+    loop.driver.on_step = loop.on_step
     if store.root is not None:
         _records[store.root.resolve()] = loop.record
 
@@ -282,7 +297,7 @@ def _check_resume(
 ) -> None:
     """Raises if a run with checkpoints up to step `last` must not be resumed."""
     root = loop.saver.store.root
-    where = root or "the store"
+    where = loop.saver.store.place or "the store"
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
@@ -301,23 +316,36 @@ def _check_resume(
         )
 
 
+def _spent_before(loop: Loop) -> int:
+    """Rollbacks that the engines of a new run have made already: their state was ported."""
+    budget = loop.policy.engine.config.budget
+    engines = loop.driver.engines().values()
+    left = min((engine["state"]["budget"]["recoveries"] for engine in engines), default=0)
+    return max(int(budget.recoveries) - int(left), 0) if engines else 0
+
+
 def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, data, recovery, record = loop.saver, loop.data, loop.recovery, loop.record
     recovery.restorer.find_damage()
     if resume:
         _resume(loop, newest)
+        recovery.monitor.continue_incidents()
     else:
         if saver.known.damage:
             raise _no_usable_checkpoint(loop, {})
         record.run = broadcast(loop.ranks, loop.log.events.run)
         record.first_step = data.step
+        record.ledger.spent = _spent_before(loop)
         saver.begin_attempt(data.step)
     record.settings = record.settings or settings
     recovery.monitor.read_engines()
-    recovery.comparisons.silent_until = loop.record.ledger.accepted_until
+    comparisons = recovery.comparisons.state
+    comparisons.silent_until = max(comparisons.silent_until, loop.record.ledger.accepted_until)
     if resume:  # otherwise the first save does it
-        saver.add_anchor()
+        if not comparisons.anchors:
+            saver.add_anchor()
+        saver.store.ring.protected = recovery.comparisons.steps_needed
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
         saver.store.nonfinite_ok += tuple(record.nonfinite_ok)
@@ -342,6 +370,7 @@ def _resume(loop: Loop, newest: RunRecord | None) -> None:
     completed = newest is not None and newest.completed and newest.step == step
     loop.data.resume(step, generators, completed=completed)
     loop.log.event("resume", step=step, checkpoint=step)
+    loop.recovery.report_before_kill(step)
     abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
     lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)
     lost = {at: why for at, why in sorted(lost.items()) if at > step}
@@ -361,7 +390,7 @@ def _damage(loop: Loop) -> dict[int, str]:
 
 def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
     """The error that names the problem of each checkpoint, newest first, and what to do."""
-    where = loop.saver.store.root or "the store"
+    where = loop.saver.store.place or "the store"
     wrong = {**wrong, **_damage(loop)}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
@@ -377,7 +406,7 @@ def _log_first_lines(
     policy, store, step = loop.policy, loop.saver.store, loop.data.step
     where = "by the trainer only" if store.trainer_save else "in host memory only"
     if store.durable:
-        where = f"in {type(store).__name__ if store.root is None else store.root}"
+        where = f"in {store.place or type(store).__name__}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
     rate = next(iter(loop.driver.learning_rates().values()))  # of the first optimizer
     size = run_settings.named(settings, rate).get("batch_size")
@@ -395,6 +424,8 @@ def _log_first_lines(
         )
         return
     loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
+    for line in loop.driver.start_lines:
+        loop.log.info(line)
     if text := run_settings.changes_text(changes):
         loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "

@@ -8,12 +8,13 @@ import math
 import statistics
 import struct
 from collections import deque
-from collections.abc import Container, Mapping
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM, HealthyValues
+from healcore.runtime.store import values
 
 STEPS_BEFORE_SIGN = 8
 """Steps before the first sign of trouble that may have caused it."""
@@ -24,6 +25,8 @@ MAX_HIGH_STEPS = 8 * SAMPLE_SIZE
 """Later steps with a high loss or unusual norm that are remembered, as far as memory allows."""
 _UNTIL_HEALTHY = STEPS_BEFORE_SIGN + STEPS_AFTER_SIGN
 """Steps without an alarm or a high loss after which the norm of a step counts as healthy."""
+_TEXT = ("the last steps",)
+"""Place of the text of a history, for error messages."""
 WINDOWS = 4
 """Signs of trouble, and bursts of high steps, that are remembered to date its onset."""
 _NORMS = 500
@@ -83,23 +86,23 @@ class _Window(NamedTuple):
 class _LastValues:
     """The last values of a series, with their largest at no cost in most steps."""
 
-    def __init__(self, length: int) -> None:
-        self._values: deque[float] = deque(maxlen=length)
-        self.largest = -math.inf
+    def __init__(self, length: int, values: Iterable[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=length)
+        self.largest = max(self.values, default=-math.inf)
 
     def add(self, value: float) -> None:
         """Adds a value. Drops the oldest one of a full series."""
-        dropped = self._values[0] if self.is_full else -math.inf
-        self._values.append(value)
+        dropped = self.values[0] if self.is_full else -math.inf
+        self.values.append(value)
         if value >= self.largest:
             self.largest = value
         elif dropped == self.largest:
-            self.largest = max(self._values)
+            self.largest = max(self.values)
 
     @property
     def is_full(self) -> bool:
         """Whether there are as many values as the series holds."""
-        return len(self._values) == self._values.maxlen
+        return len(self.values) == self.values.maxlen
 
     def is_exceeded_by(self, value: float) -> bool:
         """Whether a value is above each of a full series."""
@@ -153,6 +156,63 @@ class StepHistory:
         """Steps with a sign of trouble shortly after them."""
         self._last_sign = self._last_alarm = -STEPS_AFTER_SIGN - 1  # none
         self._last_norms: dict[str, deque[float]] = {}
+
+    def steps_with_batches(self) -> list[TrainedStep]:
+        """The steps whose batches may be compared."""
+        windows = [step for window in self._windows for step in window.steps]
+        return [*self._last, *windows, *self._high]
+
+    def to_text(self) -> str:
+        """Everything but the batches of the steps, as text."""
+        kept = [*self.steps_with_batches(), *self._young, *self._doubtful]
+        found = {
+            "steps": {each.index: (dict(each.norms), dict(each.rates)) for each in kept},
+            "norms": {name: each.values for name, each in self._norms.items()},
+            "rates": {name: tuple(each) for name, each in self._rates.items()},
+            "losses": self._losses.values,
+            "usual": self._usual.values,
+            "newest": self._newest,
+            "were_high": self._were_high,
+            "recent": self._recent,
+            "last": [each.index for each in self._last],
+            "windows": [(w.start, [each.index for each in w.steps]) for w in self._windows],
+            "high": [each.index for each in self._high],
+            "young": [each.index for each in self._young],
+            "doubtful": [each.index for each in self._doubtful],
+            "signs": (self._last_sign, self._last_alarm),
+            "last_norms": self._last_norms,
+        }
+        return values.dumps(found, _TEXT)
+
+    def restore(self, text: str, contents: Mapping[int, Any]) -> dict[int, TrainedStep]:
+        """Takes what `to_text` has saved, with the batches by step as far as they are known.
+
+        Returns the steps by number.
+        """
+        found = values.loads(text, _TEXT)
+        steps = {
+            index: TrainedStep(index, contents.get(index, ()), norms, rates)
+            for index, (norms, rates) in found["steps"].items()
+        }
+        self._norms = {name: _LastValues(_NORMS, each) for name, each in found["norms"].items()}
+        self._rates = {name: NumberRange(*each) for name, each in found["rates"].items()}
+        self._losses = _LastValues(REGULAR_INTERVAL, found["losses"])
+        self._usual = _LastValues(REGULAR_INTERVAL, found["usual"])
+        self._newest.extend(found["newest"])
+        self._were_high.extend(found["were_high"])
+        self._recent.extend(found["recent"])
+        for name, own in (
+            ("last", self._last),
+            ("high", self._high),
+            ("young", self._young),
+            ("doubtful", self._doubtful),
+        ):
+            own.extend(steps[index] for index in found[name])
+        for start, indices in found["windows"]:
+            self._windows.append(_Window(start, [steps[index] for index in indices]))
+        self._last_sign, self._last_alarm = found["signs"]
+        self._last_norms = dict(found["last_norms"])
+        return steps
 
     def add(self, step: TrainedStep, loss: float, *, alarm: bool, healthy: bool) -> Signs:
         """Adds a step.

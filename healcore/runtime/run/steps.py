@@ -18,6 +18,7 @@ from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.run.monitor_state import MonitorState
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
@@ -33,6 +34,8 @@ class StepResult(NamedTuple):
     contents: tuple[Any, ...] = ()
     """Content of the batches if weights are compared on them. The last step of a dispatch has the
     batches of all its steps, and the other steps have none."""
+    steps_at_once: int = 1
+    """Number of steps of its dispatch."""
     vote_requested: bool = False  # of `PendingDispatch`, in the last step of a dispatch
 
 
@@ -88,6 +91,7 @@ class DelayedReader:
                 records,
                 batches if has_stepped else (),
                 contents if is_last and has_stepped else (),
+                len(steps),
                 pending.vote_requested and is_last,
             )
 
@@ -99,35 +103,44 @@ class DelayedReader:
 class HostRules:
     """Counts the hits of the rules, separately for each optimizer."""
 
-    def __init__(self, rules: tuple[RuleConfig, ...], config: EngineConfig) -> None:
-        """`rules` are the policy's `host_rules`; `config` has the depth and the quiet steps."""
+    def __init__(
+        self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
+    ) -> None:
+        """Counts in `state`.
+
+        Args:
+            rules: the policy's `host_rules`.
+            config: has the depth and the quiet steps.
+            state: has the hits, which a rollback forgets.
+        """
         self._configs = rules
         self._depth = config.rollback.depth
         self._quiet_steps = config.incident.quiet_steps
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets all hits, after a rollback."""
-        self._states: dict[tuple[str, int], RuleState] = {}
-        self._fired: dict[str, int] = {}
+        self._state = state
 
     def with_rollback_order(self, record: StepRecord) -> StepRecord:
         """The record of a judged step, with a rollback if a rule orders one."""
         fired = False
-        is_counted = record.judged and (record.cause or self._states)
+        hits = self._state.rule_hits
+        is_counted = record.judged and (record.cause or hits)
         for number, config in enumerate(self._configs if is_counted else ()):
-            key = record.engine, number
-            state = self._states.get(key)
+            key = f"{number}/{record.engine}"
+            saved = hits.get(key)
             hit = np.bool_(record.cause & config.causes)
-            if state is None and not hit:
+            if saved is None and not hit:
                 continue
-            state = state or init_rule(config)
-            step = np.int32(record.step)
-            self._states[key], firing = update_rule(config, state, hit, step, 0, xp=np)
+            state = init_rule(config)
+            # The window of another policy may have another length: it counts from the start.
+            if saved is not None and len(saved) == 2 + config.within:
+                run, age, *window = map(np.int32, saved)
+                state = RuleState(run, np.array(window, np.int32), age)
+            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=np)
+            hits[key] = [int(state.run), int(state.age), *map(int, state.window)]
             fired |= bool(firing.fired)
         if not fired:
             return record
-        before, self._fired[record.engine] = self._fired.get(record.engine), record.step
+        last = self._state.rule_fired
+        before, last[record.engine] = last.get(record.engine), record.step
         if before is not None and record.step - before <= self._quiet_steps:
             return record
         return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)

@@ -68,6 +68,8 @@ class SaveFailed(StoreError):
     step: int
     doing: str
     error: BaseException
+    elsewhere: str = ""
+    """Another directory of the run, which has the checkpoint, or an empty string."""
 
     def _message(self) -> str:
         # torch hides the error of the system behind an error of its own.
@@ -76,7 +78,8 @@ class SaveFailed(StoreError):
             system = system.__cause__ or system.__context__
         reason = f" ({system})" if system not in (None, self.error) else ""
         error = f"{type(self.error).__name__}: {self.error}"
-        return f"step {self.step} was not saved, {self.doing}: {error}{reason}"
+        but = f"; {self.elsewhere} has this checkpoint" if self.elsewhere else ""
+        return f"step {self.step} was not saved, {self.doing}: {error}{reason}{but}"
 
 
 @dataclass(eq=False, repr=False)
@@ -86,16 +89,18 @@ class StateMismatch(StoreError):
     step: int | None
     differences: Sequence[str]
     where: str = ""
+    advice: str = ""
+    """What to do instead, or an empty string for the general advice."""
 
     def _message(self) -> str:
         shown = first_of(self.differences, separator="; ")
         which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
         place = f" in {self.where}" if self.where else ""
         otherwise = ", or an empty directory to begin a new run" if self.where else ""
-        return (
-            f"{which}{place} does not fit: {shown}. Pass the state as it was saved, with all "
-            f"parameters that the run had added by then{otherwise}"
+        advice = self.advice or (
+            "Pass the state as it was saved, with all parameters that the run had added by then"
         )
+        return f"{which}{place} does not fit: {shown}. {advice}{otherwise}"
 
 
 # -- the list of checkpoints -----------------------------------------------------------------------
@@ -147,6 +152,15 @@ class Restored(NamedTuple):
     `state_dict`."""
     record: dict[str, Any] | None
     """The record of the run, or None if the checkpoint has none."""
+
+
+class CommonState(NamedTuple):
+    """The result of `restore_common`, in fresh memory."""
+
+    state: dict[str, Any]
+    """As in `Restored`, with the structure of the checkpoint."""
+    identities: dict[str, Mapping[str, str]]
+    """Name of an optimizer in torch -> part -> saved place of each of its parameters."""
 
 
 class AttemptHistory(NamedTuple):

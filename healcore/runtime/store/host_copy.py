@@ -143,6 +143,8 @@ class ArrayFormat(ABC):
 
     name: str
     """Format of the files, for the manifest."""
+    arrays_by_rank: bool = True
+    """Whether each rank may save arrays of its own, those of objects with `per_rank = True`."""
     _spare: FlatState | None = None
 
     @abstractmethod
@@ -240,19 +242,27 @@ class ArrayFormat(ABC):
         finally:
             self.release(copy)  # the first save reuses it
 
-    def match(self, step: int, saved: Entries, like: Mapping[str, Any]) -> Target:
+    def match(
+        self, step: int, saved: Entries, like: Mapping[str, Any], *, common: bool = False
+    ) -> Target:
         """The part of the saved entries for the live values `like`.
 
         Without optional values that the checkpoint lacks. JAX trees must have the same arrays. For
         objects with `state_dict` only names and identities are compared: a fresh optimizer has no
         moments yet, and `load_state_dict` checks the rest.
 
+        With `common`, the structures may differ: every value that both sides have by its name.
+
         Raises:
             StateMismatch: the checkpoint of `step` does not fit.
         """
         optional = [name for name in like if getattr(like[name], "optional", False) is True]
         live = {name: like[name] for name in like if name in saved or name not in optional}
+        if common:
+            live = {name: each for name, each in live.items() if name in saved}
         flat = self.flatten(live) if live else FlatState()
+        if common and not any("leaves" in entry for entry in flat.entries.values()):
+            return Target({name: saved[name] for name in live}, live, flat)
         wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
         for name, entry in flat.entries.items():
             if name not in saved:
@@ -291,14 +301,18 @@ class ArrayFormat(ABC):
                 state[name] = values.decode(entry["tree"], fetch)
         return state
 
-    def restore(self, copy: HostCopy, like: Mapping[str, Any]) -> dict[str, Any]:
+    def restore(
+        self, copy: HostCopy, like: Mapping[str, Any], *, common: bool = False
+    ) -> dict[str, Any]:
         """The state of an inspected copy in fresh memory, on the devices of `like`.
+
+        `common` is as for `match`.
 
         Raises:
             StateMismatch: the state does not fit.
             CheckpointDamaged: a digest differs.
         """
-        target = self.match(copy.step, copy.flat.entries, like)
+        target = self.match(copy.step, copy.flat.entries, like, common=common)
 
         def verified_copy(leaf: Leaf) -> Leaf:
             parts = {}

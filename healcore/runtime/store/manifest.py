@@ -20,9 +20,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -193,6 +194,17 @@ class Scan(NamedTuple):
     damaged: list[CheckpointDamaged]
     """The errors of directories that have the name of a checkpoint and are not complete. A crash
     leaves none: a save gets its name last, a deletion removes it first."""
+    twins: Mapping[int, Sequence[StoredCheckpoint]] = MappingProxyType({})
+    """The same saves as in `complete` in other directories of the run; see `merge`."""
+
+    def copies_of(self, step: int) -> list[StoredCheckpoint]:
+        """The save of a step in each directory that has it, in the order in which to try them."""
+        return [self.complete[step], *self.twins.get(step, ())] if step in self.complete else []
+
+    def without(self, folders: Collection[Path]) -> Scan:
+        """The scan without the checkpoints in some folders."""
+        left = {at: each for at, each in self.complete.items() if each.folder not in folders}
+        return self._replace(complete=left)
 
 
 def scan(root: Path | None) -> Scan:
@@ -217,6 +229,36 @@ def scan(root: Path | None) -> Scan:
                 damaged.append(error)
     found.sort(key=lambda each: (each.manifest.step, each.manifest.attempt))
     return Scan({each.manifest.step: each for each in found}, records, damaged)
+
+
+def merge(scans: Sequence[Scan]) -> Scan:
+    """One scan of several directories of one run, in the order of preference.
+
+    A directory may have missed saves and replacements of records, because its disk was full or
+    away. So the save of the latest attempt counts, and of equal saves first the one whose record is
+    the newest. A step is damaged only if no directory has a complete checkpoint of it.
+    """
+    found: dict[int, list[StoredCheckpoint]] = {}
+    records: dict[int, dict[str, Any]] = {}
+    for scan in scans:
+        for step, stored in scan.complete.items():
+            found.setdefault(step, []).append(stored)
+        for step, record in scan.records.items():
+            records[step] = max(records.get(step, record), record, key=_age)
+    complete, twins = {}, {}
+    for step in sorted(found):
+        found[step].sort(key=lambda each: (each.manifest.attempt, _age(each.record)), reverse=True)
+        complete[step], *others = found[step]
+        attempt = complete[step].manifest.attempt
+        twins[step] = [each for each in others if each.manifest.attempt == attempt]
+    damaged = [error for scan in scans for error in scan.damaged if error.step not in complete]
+    return Scan(complete, records, damaged, twins)
+
+
+def _age(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+    """Compares records of one checkpoint: the larger, the later it was written."""
+    history = AttemptHistory.of(record)
+    return len(history.starts), history.known_good_up_to, bool((record or {}).get("completed"))
 
 
 def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
     CheckpointNotFound,
+    CommonState,
     Keep,
     Restored,
     SaveFailed,
@@ -92,13 +93,13 @@ class CheckpointStore(Writer):
         self._written.set()
         self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
         self._last_step = -1  # of the last copy
-        self._scan_error = ""
+        self._reported: set[str] = set()  # keys of `_report_once`
         self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            files.make_directory(self.root)
             os.listdir(self.root)
         except OSError as error:
             raise StoreError(
@@ -110,6 +111,16 @@ class CheckpointStore(Writer):
     def durable(self) -> bool:
         """Whether the checkpoints outlive the process."""
         return self.root is not None
+
+    @property
+    def arrays_by_rank(self) -> bool:
+        """Whether each rank may save arrays of its own."""
+        return self.format.arrays_by_rank
+
+    @property
+    def place(self) -> str:
+        """Where the checkpoints are, for messages; an empty string without a directory."""
+        return str(self.root or "")
 
     def save(self, step: int, state: Mapping[str, Any], *, record: Record | None = None) -> None:
         """Copies the state and returns; the copy is inspected and written in the background.
@@ -184,12 +195,12 @@ class CheckpointStore(Writer):
 
     def steps_on_disk(self) -> list[int]:
         """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
-        return [*manifest.scan(self.root).complete]
+        return [*self._scan().complete]
 
     def records(self) -> dict[int, dict[str, Any]]:
         """The intact records by step, also of checkpoints whose arrays are damaged."""
         self._wait_for_inspection()
-        return manifest.scan(self.root).records | self.ring.records()
+        return self._scan().records | self.ring.records()
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
@@ -199,8 +210,8 @@ class CheckpointStore(Writer):
             CheckpointNotFound: the step has no checkpoint.
         """
         copy, stored = self._locate(step)
-        if stored is not None:
-            self._check_files(stored)
+        if stored:
+            self._first_intact(stored)
         elif copy is not None:
             ranks.run_on_each(self.ranks, lambda: self.format.check(copy))
 
@@ -218,28 +229,48 @@ class CheckpointStore(Writer):
             StateMismatch: the checkpoint was saved from another state.
             CheckpointNotFound: the step has no checkpoint.
         """
+        state, record, _ = self._restore(step, like, common=False)
+        return Restored(state, record)
+
+    def restore_common(self, step: int, like: Mapping[str, Any]) -> CommonState:
+        """Verifies a checkpoint and reads what has the names of `like`, whatever its structure.
+
+        For a live state whose structure has changed since the save. Errors are those of `restore`;
+        StateMismatch only for pytrees of JAX, which cannot be read in part.
+        """
+        state, _, entries = self._restore(step, like, common=True)
+        identities = {n: e["identity"] for n, e in entries.items() if "identity" in e}
+        return CommonState(state, identities)
+
+    def _restore(
+        self, step: int, like: Mapping[str, Any], *, common: bool
+    ) -> tuple[dict[str, Any], dict[str, Any] | None, Mapping[str, Any]]:
+        """The state, the record and the entries of a checkpoint. See `restore`."""
         copy, stored = self._locate(step)
         if copy is not None:
             try:
-                state = ranks.run_on_each(self.ranks, lambda: self.format.restore(copy, like))
-                return Restored(state, copy.unsealed_record)
+                state = ranks.run_on_each(
+                    self.ranks, lambda: self.format.restore(copy, like, common=common)
+                )
+                return state, copy.unsealed_record, copy.flat.entries
             except CheckpointDamaged as error:
                 self.ring.forget(step)
-                if stored is None:
+                if not stored:
                     raise
                 self._failures.append(error)
-        assert stored is not None, "a checkpoint is in memory or on disk"
-        self._check_files(stored)
+        intact = self._first_intact(stored)
 
         def match() -> Target:
-            with stored.only_written_by_healcore():
-                return self.format.match(step, stored.entries(self.ranks.rank), like)
+            with intact.only_written_by_healcore():
+                entries = intact.entries(self.ranks.rank)
+                return self.format.match(step, entries, like, common=common)
 
         # All ranks raise or none: the others would wait for a rank that raised.
         target = ranks.run_on_each(self.ranks, match)
-        with stored.only_written_by_healcore():
-            arrays = self.format.read(stored, target)
-            return Restored(self.format.assemble(target, arrays), stored.record)
+        with intact.only_written_by_healcore():
+            arrays = self.format.read(intact, target)
+            state = self.format.assemble(target, arrays)
+            return state, intact.record, target.entries
 
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
@@ -253,10 +284,10 @@ class CheckpointStore(Writer):
         if (copy := self.ring.copies.get(step)) is not None:
             copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
-        if stored is not None:
-            file = stored.folder / manifest.RECORD
-            failure = f"the record of step {step} cannot be written"
-            self._change(failure, lambda: files.replace(file, sealed))
+        failure = f"the record of step {step} cannot be written"
+        self._change_each(
+            failure, stored, lambda each: files.replace(each / manifest.RECORD, sealed)
+        )
 
     def delete(self, step: int) -> None:
         """Removes a checkpoint, atomically.
@@ -266,12 +297,11 @@ class CheckpointStore(Writer):
         """
         _, stored = self._locate(step)
         self.ring.forget(step)
-        if stored is not None:
-            self._change(f"step {step} cannot be deleted", lambda: manifest.remove(stored.folder))
+        self._change_each(f"step {step} cannot be deleted", stored, manifest.remove)
 
     def damaged(self) -> list[CheckpointDamaged]:
         """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays."""
-        return manifest.scan(self.root).damaged
+        return self._scan().damaged
 
     def _wait_for_inspection(self) -> None:
         """Waits until the last copy is inspected, and in the ring."""
@@ -352,45 +382,70 @@ class CheckpointStore(Writer):
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.run_on_each(self.ranks, fail)
 
+    def _scan(self) -> manifest.Scan:
+        """The checkpoints on disk; StoreError if they cannot be read."""
+        return manifest.scan(self.root)
+
     def _on_disk(self) -> manifest.Scan:
         """The checkpoints in the directory; nothing if only memory can be read."""
         try:
-            return manifest.scan(self.root)
+            return self._scan()
         except StoreError as error:
             if not self.ring.copies:
                 raise
-            if str(error) != self._scan_error:  # once, not at each listing
-                self._scan_error = str(error)
-                self._failures.append(error)
+            self._report_scan(error, "the copies in memory are used")
             return manifest.scan(None)
 
-    def _locate(self, step: int) -> tuple[HostCopy | None, StoredCheckpoint | None]:
-        """The copy in memory if every rank has one, and the same save on disk.
+    def _report_scan(self, error: StoreError, instead: str) -> None:
+        """Reports once that a directory cannot be read."""
+        self._report_once(str(error), StoreError(f"{error}; {instead}"))
+
+    def _report_once(self, key: str, error: StoreError) -> None:
+        """Reports an error, unless an error with this key was reported."""
+        if key not in self._reported:
+            self._reported.add(key)
+            self._failures.append(error)
+
+    def _locate(self, step: int) -> tuple[HostCopy | None, list[StoredCheckpoint]]:
+        """The copy in memory if every rank has one, and the same save in each directory.
 
         If any rank has lost its copy, no rank uses one, and any save on disk counts. At least one
-        result is not None. Raises CheckpointNotFound, or CheckpointDamaged for an incomplete
+        result is there. Raises CheckpointNotFound, or CheckpointDamaged for an incomplete
         directory.
         """
         step = checked_step(step)
         self.join()
         copy = self.ring.copies.get(step)
 
-        def find_stored() -> StoredCheckpoint | StoreError:
+        def find_stored() -> list[StoredCheckpoint] | StoreError:
             found = self._on_disk()
             existing = sorted({*found.complete, *self.ring.copies})
-            missing = CheckpointNotFound(step, existing, str(self.root or MEMORY))
+            missing = CheckpointNotFound(step, existing, self.place or MEMORY)
             incomplete = (error for error in found.damaged if error.step == step)
-            return found.complete.get(step) or next(incomplete, missing)
+            return found.copies_of(step) or next(incomplete, missing)
 
         stored = ranks.run_on_first(self.ranks, find_stored)
         in_memory = all(self.ranks.gather(copy is not None))
         if isinstance(stored, StoreError):
             if not in_memory:
                 raise stored
-            return copy, None
+            return copy, []
         if copy is None or not in_memory:
             return None, stored
-        return copy, stored if copy.path == str(stored.folder) else None
+        same = any(copy.path == str(each.folder) for each in stored)
+        return copy, stored if same else []
+
+    def _first_intact(self, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+        """The first of equal saves whose digests are right; CheckpointDamaged if there is none."""
+        assert stored, "a checkpoint is in memory or on disk"
+        for each in stored[:-1]:
+            try:
+                self._check_files(each)
+                return each
+            except CheckpointDamaged as error:
+                self._failures.append(error)
+        self._check_files(stored[-1])
+        return stored[-1]
 
     def _check_files(self, checkpoint: StoredCheckpoint) -> None:
         """Recomputes the digests of the files, shared among the ranks; CheckpointDamaged."""
@@ -402,9 +457,21 @@ class CheckpointStore(Writer):
 
         ranks.run_on_each(self.ranks, check)
 
-    def _change(self, failure: str, action: Callable[[], None]) -> None:
-        """Changes something on disk, from rank 0; StoreError if that fails."""
-        try:
-            ranks.run_on_first(self.ranks, action)
-        except OSError as error:
-            raise StoreError(f"{failure} in {self.root}: {error.strerror or error}") from error
+    def _change_each(
+        self, failure: str, stored: Sequence[StoredCheckpoint], action: Callable[[Path], None]
+    ) -> None:
+        """Changes the folder of a checkpoint in each directory, from rank 0.
+
+        If that fails everywhere, raises StoreError. A directory that fails alone is reported, and
+        does not stop the others.
+        """
+        errors = []
+        for each in stored:
+            try:
+                ranks.run_on_first(self.ranks, partial(action, each.folder))
+            except OSError as error:
+                root, why = each.folder.parent, error.strerror or error
+                errors.append((StoreError(f"{failure} in {root}: {why}"), error))
+        if errors and len(errors) == len(stored):
+            raise errors[0][0] from errors[0][1]
+        self._failures += [error for error, _ in errors]

@@ -32,6 +32,8 @@ Path = tuple[Any, ...]
 """The keys that lead to a value, for its name and for errors."""
 Special = Callable[[Path, Any], Node | None]
 """Encodes a value that this module cannot, such as an array. Returns None for an unknown value."""
+Keep = Callable[[np.ndarray], Any]
+"""Keeps the bytes of an array, uint8 (n,). Returns what the JSON holds in their place."""
 Fetch = Callable[[str, Any], Any]
 """Decodes the tag and the content of a node whose tag this module does not know."""
 
@@ -199,26 +201,51 @@ def to_json(node: Node) -> bytes:
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
-def dumps(value: Any, path: Path) -> str:
+def base64_text(data: np.ndarray) -> str:
+    """Bytes as text."""
+    return base64.b64encode(data.tobytes()).decode()
+
+
+def base64_bytes(text: str) -> np.ndarray:
+    """The bytes of `base64_text`."""
+    return np.frombuffer(base64.b64decode(text), np.uint8)
+
+
+def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     """Converts the state of a loader or a random generator to text, with its arrays.
 
-    The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader. `path` is the
-    place of the value in the state, for error messages.
+    The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader.
+
+    Args:
+        value: the value.
+        path: its place in the state, for error messages.
+        keep: keeps the bytes of the arrays elsewhere. By default they are in the text.
 
     Raises:
         UnsavableState: a part has no plain form.
     """
-    return to_json(encode(value, path, lambda _, part: _inline(part))).decode()
+    return to_json(encode(value, path, lambda _, part: _inline(part, keep))).decode()
 
 
-def loads(text: str, path: Path) -> Any:
+def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_bytes) -> Any:
     """Converts text of `dumps` back to the value, and calls no function that the text names.
+
+    Args:
+        text: the text.
+        path: place of the value in the state, for error messages.
+        bytes_at: the bytes of what `keep` has returned.
 
     Raises:
         StoreError: the text is malformed.
     """
+
+    def fetch(tag: str, content: Any) -> Any:
+        if isinstance(content, dict) and "bytes" in content:
+            content = {**content, "bytes": bytes_at(content["bytes"])}
+        return decode_other(tag, content)
+
     try:
-        return decode(json.loads(text), decode_other)
+        return decode(json.loads(text), fetch)
     except StoreError as error:
         raise StoreError(f"{path_text(path)}: {error}") from error
     except Exception as error:  # crafted or damaged text may raise anything
@@ -229,7 +256,10 @@ def loads(text: str, path: Path) -> Any:
 
 
 def decode_other(tag: str, content: Any) -> Any:
-    """Decodes an array or another value of NumPy, torch or JAX. For `decode`."""
+    """Decodes an array or another value of NumPy, torch or JAX. For `decode`.
+
+    The bytes of an array are uint8 (n,), or text of `base64_text`.
+    """
     if tag in ("numpy", "number"):
         array = unpack_array(content)
         return array if tag == "numpy" else array[()]
@@ -238,7 +268,13 @@ def decode_other(tag: str, content: Any) -> Any:
     raise ValueError(f"unknown kind of value {tag!r:.40}")
 
 
-def pack_array(array: Any) -> dict[str, Any] | None:
+def bytes_of(content: Mapping[str, Any]) -> np.ndarray:
+    """The bytes in the content of an array's node, uint8 (n,)."""
+    data = content["bytes"]
+    return base64_bytes(data) if isinstance(data, str) else data
+
+
+def pack_array(array: Any, keep: Keep = base64_text) -> dict[str, Any] | None:
     """A NumPy array or number as JSON; None if its dtype (of objects, fields) has no name."""
     dtype = array.dtype
     if dtype.hasobject or dtype.names is not None:
@@ -246,8 +282,8 @@ def pack_array(array: Any) -> dict[str, Any] | None:
     for name in (dtype.str, dtype.name):  # for dtypes of ml_dtypes only the name works
         try:
             if np.dtype(name) == dtype:
-                data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-                return {"dtype": name, "shape": list(array.shape), "bytes": data}
+                data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                return {"dtype": name, "shape": list(array.shape), "bytes": keep(data)}
         except TypeError:
             continue
     return None
@@ -255,17 +291,17 @@ def pack_array(array: Any) -> dict[str, Any] | None:
 
 def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
     """The writable array of `pack_array`. Raises any exception for other JSON."""
-    data = base64.b64decode(content["bytes"])
-    return np.frombuffer(data, np.dtype(content["dtype"])).reshape(content["shape"]).copy()
+    data = bytes_of(content).copy()
+    return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
-def _inline(value: Any) -> Node | None:
+def _inline(value: Any, keep: Keep) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
     if type(value) is np.ndarray or isinstance(value, np.generic):
         tag = "numpy" if isinstance(value, np.ndarray) else "number"
-        content = pack_array(value)
+        content = pack_array(value, keep)
     elif tag := _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0]):
-        content = adapter_registry.find(tag, "plain_values").node_of(value)
+        content = adapter_registry.find(tag, "plain_values").node_of(value, keep)
     else:
         return None
     return None if content is None else {tag: content}

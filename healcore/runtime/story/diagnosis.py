@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from healcore.console import counted, first_of
-from healcore.core.decision import Cause, StepRecord
+from healcore.console import counted, first_of, listed
+from healcore.core.decision import Cause, StepRecord, names
 from healcore.events.models import Ending
-from healcore.events.schema import batch_names, readings_text, sentence
+from healcore.events.schema import batch_names, flag_names, readings_text, sentence
 from healcore.history import Counts, Run, RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
 
@@ -60,8 +60,10 @@ class RunEnd(NamedTuple):
     why: str = ""  # reason of a stop, or name of the signal
     exception: str | None = None  # the exception in one line, or None without an exception
     fault: Cause = Cause(0)  # cause of the exception, or 0 without an exception
+    hint: str = ""  # `Fault.hint` of the exception
     open: bool | None = None
     """Whether the last incident was open or the last step unhealthy, or None if unknown."""
+    lasting: Cause = Cause(0)  # lasting causes of the last step, such as a plateau
     lr_scale: float = 1.0
     last_good: int | None = None  # step of the newest known-good checkpoint, or None without one
     last_good_path: str | None = None  # directory of the checkpoint `last_good`
@@ -88,7 +90,7 @@ _HEADLINES = {
     Ending.SIGNAL: "The run was ended from outside {}.",
     Ending.REQUESTED: "The run was ended on request {}.",
     Ending.INTERRUPTED: "The run was interrupted from the keyboard {}.",
-    Ending.KILLED: "The process was killed without notice; its last event is {}. It could not "
+    Ending.KILLED: "The process was killed without notice; its last record is {}. It could not "
     f"record why: {AFTER_A_KILL}.",
 }
 
@@ -104,7 +106,14 @@ def explain(end: RunEnd) -> str:
         if text := " ".join(sentences(end)):
             parts.append(_wrapped(text, first=f"{name}: ", then="  "))
     if end.ending != Ending.COMPLETED or end.open or end.nonfinite_saves or end.fault:
-        hints = advice(end.cause | end.fault, rollbacks=len(end.run.rollbacks))
+        # A hint is about this exception, the advice about all exceptions of its cause.
+        fault = Cause(0) if end.hint else end.fault
+        last, cause = end.run.last_incident, end.cause
+        own = [last.diagnosis] if last is not None and last.diagnosis else []
+        if own:
+            cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
+        hints = own + advice(cause | end.lasting | fault, rollbacks=len(end.run.rollbacks))
+        hints = [end.hint, *hints] if end.hint else hints
         parts += ["Look at:"] if hints else []
         parts += [_wrapped(hint, first="  - ", then="    ") for hint in hints]
     where = f", in {end.last_good_path}" if end.last_good_path else ""
@@ -116,6 +125,8 @@ def explain(end: RunEnd) -> str:
 
 def _seen(end: RunEnd) -> Iterator[str]:
     last, counts = end.run.last_incident, end.counts
+    if end.lasting:
+        yield f"{lasting_text(end)}."
     total = counted(counts.incidents, "incident")
     if last is None:
         if counts.incidents:
@@ -134,6 +145,14 @@ def _seen(end: RunEnd) -> Iterator[str]:
         yield f"Its data: {first_of(batch_names(last.batches, last.rows), _SHOWN)}."
     if counts.incidents > 1:
         yield f"The run had {total}."
+
+
+def lasting_text(end: RunEnd) -> str:
+    """The lasting causes at the end of a run, and their first alarm, as a clause."""
+    lasting = {*names(end.lasting)}
+    steps = [step for step, causes in end.run.alarms_outside.items() if lasting & {*causes}]
+    first = f", since its first alarm at step {min(steps):.0f}" if steps else ""
+    return f"{flag_names(names(end.lasting))} at the end{first}"
 
 
 def _state(end: RunEnd) -> Iterator[str]:
@@ -249,6 +268,21 @@ IN_A_ROW = 1_000
 """Consecutive steps without a finite step after which any other run ends."""
 
 
+def by_optimizer_text(numbers: Sequence[str]) -> str:
+    """The explanation of a step whose gradients were finite, and whose update was not.
+
+    `numbers` is the result of `Driver.suspect_numbers`.
+    """
+    text = "The optimizer made NaN or Inf of a finite gradient"
+    if numbers:
+        text += f": {listed(numbers)}"
+    return (
+        f"{text}. Look at its learning rate and schedule, and at its numbers in a small dtype: in "
+        "bfloat16 a b2 of 0.999 is 1, in float16 an eps of 1e-8 is 0 "
+        "(optax.inject_hyperparams takes hyperparam_dtype=jnp.float32)."
+    )
+
+
 def nonfinite_streak_text(
     record: StepRecord, row: int, weights: Sequence[str], from_start: bool
 ) -> str:
@@ -264,6 +298,8 @@ def nonfinite_streak_text(
         return f"{text}: the {loaded}weights are NaN or Inf; the first tensor is {weights[0]}"
     if not record.taken:
         return f"{text}: the training step has kept its old state{since}"
+    if record.by_optimizer:
+        return f"{text}: the gradients were finite, and the optimizer made NaN or Inf of them"
     named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
     first = f"; the first tensor is the gradient of {named[0]}" if named else ""
     what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"

@@ -67,21 +67,22 @@ class RunLog:
             sign=fault.sign,
             problem=problem,
             severity=fault.failure.severity,
-            diagnosis=fault.failure.diagnosis,
+            diagnosis=fault.advice,
             references=list(fault.failure.references),
             answer=answer,
             **fields,
         )
         if answer in (None, "save"):  # the exception ends the run
-            advice = "" if fault.cause == Cause.UNKNOWN else f". {fault.failure.diagnosis}"
+            advice = "" if fault.cause == Cause.UNKNOWN else f". {fault.advice}"
             self.error(f"step {step}: {problem}{advice}")
         else:
             self.warning(f"step {step}: {problem}")
 
-    def records(self, index: int, records: list[StepRecord]) -> None:
-        """Writes the metrics of one step."""
+    def records(self, index: int, records: list[StepRecord], *, steps_at_once: int = 1) -> None:
+        """Writes the metrics of one step, which was dispatched with others at once."""
+        several = len(records) > 1
         for record in records:
-            fields = self.metrics.write(index, record, several=len(records) > 1)
+            fields = self.metrics.write(index, record, several=several, steps_at_once=steps_at_once)
             if fields is not None:
                 self.trackers.metrics(index, record, fields)
 

@@ -56,6 +56,10 @@ def show(policy: _Named, set_: SetOption = None) -> None:
         echo(dumps(loaded), nl=False)
     else:
         echo(preset_text(policy), nl=False)
+    engine = loaded.engine()
+    tests_only_finite = engine.without_limit(engine.init()).tests_only_finite
+    in_step = "a finite test and a fixed clip" if tests_only_finite else "the whole policy"
+    echo(f"\n# What stands in the optimizer's step on an accelerator: {in_step}.")
 
 
 @app.command()

@@ -1,14 +1,17 @@
 """The commands `healcore replay TRACE... --policy NAME|FILE` and `healcore sweep`.
 
-Exit status: 0 all traces were replayed, 1 a trace could not be read or judged, 2 the policy or the
-command line is invalid, no trace could be replayed, or an output could not be written.
+Exit status: 0 all traces were replayed, 1 a trace could not be read, or too little of it for a
+verdict, 2 the policy or the command line is invalid, no trace could be replayed, or an output could
+not be written.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -111,7 +114,7 @@ def _replay(
 ) -> NoReturn:
     """Replays each policy over each trace; prints and writes the results."""
     from healcore.adapter_registry import require
-    from healcore.tools.replay import ReplayError
+    from healcore.tools.replay import NotJudgedError, ReplayError
     from healcore.tools.replay import replay as replay_trace
     from healcore.tools.report import page
     from healcore.tools.traces import open_traces, parse_columns
@@ -120,13 +123,18 @@ def _replay(
         require("report", "jinja2")
     check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *policies])
     opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    problems = [f"{each.path}: {each.problem}" for each in unreadable]
+    problems = [
+        f"{each.path}: {'not judged: ' if each.not_judged else ''}{each.problem}"
+        for each in unreadable
+    ]
+    not_judged = any(each.not_judged for each in unreadable)
     summaries, reports, lines = [], [], []
     for trace, name in itertools.product(opened, policies):
         try:
             result = replay_trace(trace, policies[name], name=name)
         except ReplayError as error:
             problems.append(str(error))
+            not_judged = not_judged or isinstance(error, NotJudgedError)
             continue
         summaries.append(result.summary)
         if jsonl:
@@ -146,9 +154,9 @@ def _replay(
         _print(printer, opened, summaries, sums_only)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
-    for problem in dict.fromkeys(problems):
+    for problem in _without_repeats(problems):
         echo(problem, err=True)
-    if not summaries:
+    if not summaries and not not_judged:
         fail("no trace could be replayed")
     raise typer.Exit(PARTIAL if problems else OK)
 
@@ -175,5 +183,23 @@ def _print_whole(printer: Console, table: Table) -> None:
 
 
 def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
-    for line in first_lines(lines, MAX_PRINTED):
+    for line in first_lines(_without_repeats(lines), MAX_PRINTED):
         printer.print(line, style=style, markup=False, highlight=False)
+
+
+_PLACED = re.compile(r"(?P<path>.*?)(?:, line \d+)?: (?P<text>.*)", re.DOTALL)
+
+
+def _without_repeats(lines: Sequence[str]) -> list[str]:
+    """Merges lines about different places that say the same, with their number."""
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for line in lines:
+        placed = _PLACED.fullmatch(line)
+        text = placed["text"] if placed else line
+        counts[text] += 1
+        first.setdefault(text, line)
+    return [
+        f"{line} (and {counts[text] - 1:,} more like this)" if counts[text] > 1 else line
+        for text, line in first.items()
+    ]

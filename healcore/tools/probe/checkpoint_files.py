@@ -263,6 +263,9 @@ _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
 """Memory limit in bytes, plus bytes for each stored byte, which may be compressed."""
 _BASE_SECONDS, _BYTES_PER_SECOND = 15, 4 << 20
 """Limit of processor time, including the import of torch, plus time to read the stored bytes."""
+_WALL_TIME = 8
+"""Limit of wall time as a multiple of the processor time: a file system may hang, and a machine be
+busy."""
 _START = "from healcore.tools.probe.checkpoint_files import serve; serve()"
 
 
@@ -290,6 +293,8 @@ def probe_paths(
             path = str(paths[len(results)])
             status = child.returncode
             why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
+            if status == -getattr(signal, "SIGALRM", 0) and status:
+                why = "it took longer than its limit of wall time"
             message = f"{path}: the reader process ended while reading it ({why})"
             results.append(ProbeResult(probe, path, (Check("readable", ERROR, message),)))
     return results
@@ -317,7 +322,9 @@ def _set_limits(path: Path) -> None:
     ]  # fmt: skip
     stored = sum(file.lstat().st_size for file in files)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(used.ru_utime + used.ru_stime) + _BASE_SECONDS + stored // _BYTES_PER_SECOND
+    allowed = _BASE_SECONDS + stored // _BYTES_PER_SECOND
+    seconds = int(used.ru_utime + used.ru_stime) + allowed
+    signal.setitimer(signal.ITIMER_REAL, _WALL_TIME * allowed)  # SIGALRM ends the process
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_DATA, _BASE_MEMORY + _MEMORY_PER_BYTE * stored),

@@ -56,6 +56,9 @@ class LossInputs(_Inputs):
         36, "Number of values from which level and noise are learnt.", ge=4, le=1000
     )
     max_events: int = _option(0, "WARN if there are more events.", ge=0)
+    max_jumps: int | None = _option(
+        None, "WARN if more single values are that high; no bound by default.", ge=0
+    )
     # A curve that ends in NaN or Inf always fails.
     max_nonfinite: int = _option(0, "WARN if more values are NaN or Inf.", ge=0)
     weights: dict[LossCheck, Annotated[float, Field(ge=0)]] = _option(
@@ -186,12 +189,15 @@ def run_probe(
 
 
 def score(
-    checks: Sequence[Check], fatal: Sequence[str], weights: Mapping[str, float] = {}
+    checks: Sequence[Check],
+    fatal: Sequence[str],
+    weights: Mapping[str, float] = {},
+    most: Mapping[str, float] = {},
 ) -> float | None:
     """The score of a subject from 0 to 1, or None if a check that counts has no verdict.
 
     The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
-    It is 0 if a check of `fatal` fails.
+    It is 0 if a check of `fatal` fails, and at most `most[name]` if the check `name` fails.
     """
     counted = [check for check in checks if check.decides]
     if any(check.name in fatal and check.verdict is FAIL for check in counted):
@@ -199,7 +205,8 @@ def score(
     total = sum(weights.get(check.name, 1.0) for check in counted)
     if any(check.verdict not in _CLOSENESS for check in counted) or not total > 0:
         return None
-    return sum(_CLOSENESS[each.verdict] * weights.get(each.name, 1.0) for each in counted) / total
+    mean = sum(_CLOSENESS[each.verdict] * weights.get(each.name, 1.0) for each in counted) / total
+    return min([mean, *(most.get(each.name, 1.0) for each in counted if each.verdict is FAIL)])
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:

@@ -36,7 +36,7 @@ _FATAL = ("finite", "gradient_norm", "zero_loss")
 
 
 class Column(NamedTuple):
-    """One logged column of a run, without rows that a resume replaced; float64 (n,) both."""
+    """One logged column of a run, without rows that were repeated later; float64 (n,) both."""
 
     step: np.ndarray
     value: np.ndarray
@@ -59,7 +59,7 @@ class Column(NamedTuple):
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
-    """Probes the curve of a run. Ignores rows that a resume replaced.
+    """Probes the curve of a run. Ignores rows that the run repeated later.
 
     Raises NothingToProbe if the trace does not log a loss.
     """
@@ -91,7 +91,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         "jumps": jumps,
         "curve": {"step": curve.step[kept].tolist(), "value": curve.value[kept].tolist()},
     }
-    checks = [_finite(curve, inputs)]
+    checks = [_finite(curve, inputs, trace.unit)]
     logs = np.flatnonzero(np.any([*rows.logged.values()], axis=0))
     *gaps, last = (np.diff(logs, append=len(rows.step)) - 1).tolist()
     if last >= inputs.min_steps and last > 2 * max(gaps, default=0):
@@ -116,16 +116,16 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
             _convergence_ratio(shape, finite, inputs),
             _regret(shape, inputs),
             _smoothness(curve, inputs),
-            _events(events, jumps, unfinished, inputs),
+            _events(events, jumps, unfinished, inputs, trace.unit),
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
     notes = first_lines(trace.problems, 100)
     if repeated := np.count_nonzero(trace.replaced):
-        notes.append(f"{repeated} rows were repeated by a resume; the last value counts")
+        notes.append(f"{repeated} rows were repeated after a resume or a rollback; the last counts")
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
-def _finite(column: Column, inputs: LossInputs) -> Check:
+def _finite(column: Column, inputs: LossInputs, unit: str) -> Check:
     """Counts NaN and Inf: FAIL at the end of the curve, WARN if the run recovered."""
     bad, total, trailing = column.nonfinite_count, len(column.value), column.trailing_count
     verdict = FAIL if trailing else WARN if bad > inputs.max_nonfinite else PASS
@@ -134,7 +134,7 @@ def _finite(column: Column, inputs: LossInputs) -> Check:
         last = "value is" if trailing == 1 else f"{trailing} values are"
         message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
     elif verdict is WARN:
-        message += f", first at step {column.step[~np.isfinite(column.value)][0]:.15g}"
+        message += f", first at {unit} {column.step[~np.isfinite(column.value)][0]:.15g}"
     return Check("finite", verdict, message, bad, inputs.max_nonfinite)
 
 
@@ -244,19 +244,23 @@ def _variance(values: np.ndarray) -> float:
         return float(values.var()) if len(values) else 0.0
 
 
-def _events(events: list[Event], jumps: int, unfinished: bool, inputs: LossInputs) -> Check:
+def _events(
+    events: list[Event], jumps: int, unfinished: bool, inputs: LossInputs, unit: str
+) -> Check:
     """Judges the number of instability events, and whether the curve ends in one."""
     count = len(events)
     bound = inputs.max_events
     message = "none"
     if events:
         message = (
-            f"{counted(count, 'event')} far above the level before, the first at step "
+            f"{counted(count, 'event')} far above the level before, the first at {unit} "
             f"{events[0].step:.15g} for {events[0].values} values"
         )
-    message += f" ({counted(jumps, 'single high value')})"
-    verdict = WARN if count > bound else PASS
+    message += f" ({counted(jumps, 'single high value')}"
+    too_many = inputs.max_jumps is not None and jumps > inputs.max_jumps
+    message += f"; should be at most {inputs.max_jumps})" if too_many else ")"
+    verdict = WARN if count > bound or too_many else PASS
     if unfinished:
-        message += f"; the curve ends in the event of step {events[-1].step:.15g}"
+        message += f"; the curve ends in the event of {unit} {events[-1].step:.15g}"
         verdict = FAIL
     return Check("instability_events", verdict, message, count, bound)

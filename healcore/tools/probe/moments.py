@@ -207,6 +207,8 @@ def _name_group(
         names = [name for name, _ in equal[0]] if equal else [None] * len(shapes)
     matches = filter(None, (_layers_of(model, shapes) for model, _ in models))
     layers, (start, size, count) = next(matches, ([], _find_blocks(shapes)))
+    # A pair of low-rank matrices is an adapter of one projection. Projections are not alike.
+    is_low_rank = size == 2 and _is_low_rank(*shapes[start : start + 2])
     for at, (number, member, name) in enumerate(zip(numbers, members, names, strict=True)):
         if member is None:
             continue
@@ -217,16 +219,34 @@ def _name_group(
         member.name = member.layer = f"group {group}, parameter {number}"
         member.kind = ("", shape)
         block, place = divmod(at - start, size) if size else (-1, 0)
-        if not 0 <= block < count:
+        if not 0 <= block < count or (not layers and is_low_rank):
             continue
         member.kind = (f"group {group}, place {place}", shape)
         if layers:
             member.layer, layer = layers[block]
             same = [name for name, of in layer if of == shape]
-            member.name = same[0] if len(same) == 1 else f"{member.layer}.* (parameter {number})"
+            member.name = same[0]
+            if len(same) > 1:
+                member.name = f"{_common_name(same, member.layer)} (parameter {number})"
         elif size > 1:
             first, last = numbers[at - place], numbers[at - place + size - 1]
             member.layer = f"group {group}, parameters {first} to {last}"
+
+
+def _is_low_rank(first: Shape | None, second: Shape | None) -> bool:
+    """Whether the product of two matrices, (r, n) and (m, r), has a lower rank than m and n."""
+    if first is None or second is None or len(first) != 2 or len(second) != 2:
+        return False
+    return first[0] == second[1] < min(first[1], second[0])
+
+
+def _common_name(names: Sequence[str], layer: str) -> str:
+    """The parts that all names share: `layers.0.*.lora_A` of its query and its value."""
+    parts = [name.split(".") for name in names]
+    if len({*map(len, parts)}) > 1:
+        return f"{layer}.*"
+    columns = zip(*parts, strict=True)
+    return ".".join(column[0] if len({*column}) == 1 else "*" for column in columns)
 
 
 def _layer_of(name: str) -> str:
@@ -263,7 +283,9 @@ def _layers_of(
     blocks = _find_blocks(shapes)
     start, size, count = blocks if blocks[2] == len(layers) else _find_blocks(shapes, len(layers))
     for at, (_, layer) in zip(range(start, start + count * size, size or 1), layers, strict=False):
-        if not Counter(shapes[at : at + size]) <= Counter(shape for _, shape in layer):
+        block, known = Counter(shapes[at : at + size]), Counter(shape for _, shape in layer)
+        # Two equal blocks may be chance, unless they are whole layers.
+        if not block <= known or (count < _MIN_BLOCKS and block != known):
             return None
     return (layers, (start, size, count)) if count else None
 
@@ -272,18 +294,19 @@ def _find_blocks(shapes: Sequence[Shape | None], layers: int = 0) -> tuple[int, 
     """Finds the longest run of at least three consecutive blocks with equal shapes.
 
     The layers of most networks have equal shapes, so such blocks are taken for layers. If the
-    number of layers is given, only runs of exactly that many whole blocks count. Returns the first
-    parameter, the size of a block, and the number of blocks; zeros without a run.
+    number of layers is given, only runs of exactly that many whole blocks count, which may be two.
+    Returns the first parameter, the size of a block, and the number of blocks; zeros without a run.
     """
+    least = min(max(layers, 2), _MIN_BLOCKS) if layers else _MIN_BLOCKS
     numbers = {shape: at for at, shape in enumerate(dict.fromkeys(shapes))}
     kinds = np.array([numbers[shape] for shape in shapes])
     best, blocks = 0, (0, 0, 0)
-    for size in range(1, min(len(kinds) // _MIN_BLOCKS, _MAX_BLOCK_SIZE) + 1):
+    for size in range(1, min(len(kinds) // least, _MAX_BLOCK_SIZE) + 1):
         edges = np.diff((kinds[size:] == kinds[:-size]).astype(int), prepend=0, append=0)
         begins, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
         runs = ((int(end - begin), int(begin)) for begin, end in zip(begins, ends, strict=True))
         length, begin = max(runs, key=lambda run: run[0], default=(0, 0))
         count = length // size + 1
-        if length > best and count >= _MIN_BLOCKS and (not layers or length == (layers - 1) * size):
+        if length > best and count >= least and (not layers or length == (layers - 1) * size):
             best, blocks = length, (begin, size, count)
     return blocks

@@ -51,6 +51,8 @@ _LOG_ROUNDING = math.log(1e-10)
 """log v-hat of rounding errors relative to the largest in the layer: 1e-5 of the gradient."""
 _MIN_GAP = math.log(10)
 """Smallest distance of two groups of layers, because healthy layers differ gradually."""
+_MOST_IF_DEAD = 0.3
+"""Largest score of an optimizer whose moments are 0: its layers have not been trained."""
 _RISEN_FRACTION = 0.3
 """If a larger fraction of the layers is above the lowest group, that group is the baseline."""
 
@@ -83,7 +85,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
         "format": contents.format,
-        "score": score(checks, ("step", "finite")),
+        "score": score(checks, ("step", "finite"), most={"dead": _MOST_IF_DEAD}),
         "parameters": len(moments),
         "elements": sum(moment.size for moment in moments),
         "step": max((moment.step for moment in moments if moment.step is not None), default=None),
@@ -171,7 +173,11 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
     residuals = [residual for *_, residual in levels.values()]
     within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
     # Some parameters vary more between layers than others (the first bias of a block).
-    spreads = {kind: _spread(residual, within) for kind, (*_, residual) in levels.items()}
+    # Parameters that share only their shape may have different roles, as in an adapter.
+    spreads = {
+        kind: _spread(residual, within if kind[0] else spread_of_all)
+        for kind, (*_, residual) in levels.items()
+    }
     compared = []
     for moment, log in logs:
         level, baseline, _ = levels.get(moment.kind, (centre, {moment.layer}, None))

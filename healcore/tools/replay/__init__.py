@@ -9,6 +9,13 @@ print(result.summary)
 
 from __future__ import annotations
 
-from healcore.tools.replay.replayed import Decided, Replay, ReplayError, Summary, replay
+from healcore.tools.replay.replayed import (
+    Decided,
+    NotJudgedError,
+    Replay,
+    ReplayError,
+    Summary,
+    replay,
+)
 
-__all__ = ["Decided", "Replay", "ReplayError", "Summary", "replay"]
+__all__ = ["Decided", "NotJudgedError", "Replay", "ReplayError", "Summary", "replay"]

@@ -49,6 +49,10 @@ class ReplayError(HealcoreError, ValueError):
     """A policy cannot be replayed on a trace. The message has the reason and the remedy."""
 
 
+class NotJudgedError(ReplayError):
+    """A trace ends in rows without a value, so the other rows would give a wrong verdict."""
+
+
 class Decided(NamedTuple):
     """One row with the decision of the policy. Observe mode has the same decisions."""
 
@@ -100,6 +104,10 @@ class Summary(NamedTuple):
     """Inactive parts of the policy, by the signal that the trace does not log."""
     problems: int
     """Number of lines of the trace that could not be read."""
+    unit: str = "step"
+    """What the steps of this summary count: "step", or "epoch" or "row" in a log without steps."""
+    rounded: bool = False
+    """Whether the log rounds its steps, as "12K"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +151,13 @@ class Replay:
 
     def lines(self) -> Iterator[str]:
         """Yields a line of JSON for each decided row, and a line for the summary."""
-        trace, policy, *_ = self.summary
+        trace, policy, unit = self.summary.trace, self.summary.policy, self.summary.unit
         for row in self:
             line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
             if row.threshold is None:
                 del line["threshold"]
-            line["step"] = _number(row.step)
+            del line["step"]
+            line = {"index": line.pop("index"), unit: _number(row.step), **line}
             yield _line({"trace": trace, **line, "policy": policy})
         fields = {
             name: _number(value) if isinstance(value, float) else value
@@ -198,6 +207,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
 
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
+        NotJudgedError: the trace ends in many rows without a loss and a norm.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     policy = resolve(policy)
@@ -206,6 +216,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
     )
     name = name or own
     inactive = _find_inactive(engine, trace, name)
+    _refuse_empty_end(trace)
     rows = _judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
@@ -230,6 +241,8 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         stopped_step=float(stops[0]) if stops.size else None,
         inactive=inactive,
         problems=len(trace.problems),
+        unit=trace.unit,
+        rounded=trace.rounded,
     )
     return Replay(trace, policy, engine, rows, summary, tuple(incidents))
 
@@ -251,6 +264,29 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
         )
     missing = sorted({signal for _, needs in parts for signal in needs - passed})
     return {signal: tuple(name for name, needs in parts if signal in needs) for signal in missing}
+
+
+_LEAST_EMPTY, _EMPTY_SHARE = 10, 0.1
+"""Rows, and fraction of all rows, from which an end without values forbids a verdict."""
+
+
+def _refuse_empty_end(trace: Trace) -> None:
+    """Raises NotJudgedError if the run stops to log its loss and norm long before its end.
+
+    pandas and some writers of JSON write NaN as an empty cell or null. A log with fewer losses than
+    rows has them at regular distances.
+    """
+    rows = trace.rows
+    judged = [rows.logged[name] for name in JUDGED if name in rows.logged]
+    logged = np.flatnonzero(np.any(judged, axis=0))
+    *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
+    least = max(_LEAST_EMPTY, _EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
+    if last > least:
+        raise NotJudgedError(
+            f"{trace.name}: not judged: the last {last:,} of {len(rows.step):,} rows, from "
+            f"{trace.unit} {rows.step[-last]:.15g} on, have no loss and no norm, which may be NaN "
+            "that was written as an empty cell or null. Write nan, or cut these rows"
+        )
 
 
 def inactive_line(signal: str, parts: Sequence[str]) -> str:

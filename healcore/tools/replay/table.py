@@ -98,7 +98,8 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
         for signal, parts in each.inactive.items()
     )
     lines = [
-        f"{each.trace}, {each.policy}: first alarm at step {each.first_alarm:.15g}"
+        f"{each.trace}, {each.policy}: first alarm {'near' if each.rounded else 'at'} {each.unit} "
+        f"{each.first_alarm:.15g}"
         for each in [each for each in summaries if each.alarms][:10]  # a screen has no more
     ]
     lines += [

@@ -10,8 +10,10 @@ is no resume.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import operator
+import re
 from array import array
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ SIGNALS = ("loss", "grad_norm", "eval_loss")
 
 STEP, EPOCH = "step", "epoch"
 
+LENGTH = "epoch_length"
+"""Number of batches in an epoch, where a log counts its steps within each epoch."""
+
 JUDGED = ("loss", "grad_norm")
 """A row can be judged if it has one of these. Only these show where a run was resumed."""
 
@@ -38,8 +43,10 @@ KNOWN_FORMATS = (
 _HEAD_BYTES = 1 << 20
 _NOT_LOGGED = frozenset({"", "none", "null", "na", "n/a", "<na>"})
 """Texts of cells without a logged value. "nan" is a value."""
-_MAX_NUMERALS = 12
-"""Limit of damaged numbers in a file, and one more per 20 rows. More mean another notation."""
+_MAX_UNUSABLE = 0.1
+"""Largest fraction of the lines of a column that may be unusable in a log that is judged."""
+_ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
+_UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
 _JUDGED_BITS = ((), (1,), (2,), (1, 2))
@@ -50,8 +57,19 @@ class TraceError(HealcoreError, ValueError):
     """A trace cannot be read. The message has the file, the rule and the remedy."""
 
 
-Problem = tuple[int, str]
-"""Unusable content: its line from 1, or 0 in a format without lines, and a description."""
+class NotJudgedError(TraceError):
+    """A log can be read, but a verdict on what is readable would be no verdict on the run."""
+
+
+class Problem(NamedTuple):
+    """Content that could not be used."""
+
+    line: int
+    """Line from 1, or 0 in a format without lines."""
+    text: str
+    """Description."""
+    unusable: bool = False
+    """Whether the line may have had a loss or a norm, so that too many of them forbid a verdict."""
 
 
 class RawLog(NamedTuple):
@@ -61,7 +79,8 @@ class RawLog(NamedTuple):
     run: str | None
     """Name of the run in a file with several runs, or None."""
     numbers: Mapping[str, np.ndarray]
-    """float64 (n,) by signal, "epoch" and "step", if the file has steps, which are finite."""
+    """float64 (n,) by signal, "epoch", "epoch_length" and "step", if the file has steps, which are
+    finite."""
     logged: Mapping[str, np.ndarray]
     """bool (n,) by signal: whether the row logs the signal."""
     problems: list[Problem]
@@ -99,6 +118,8 @@ def parse_number(value: Any) -> float | None:
             pass
         if value.strip().lower() in _NOT_LOGGED:
             return None
+        if short := _ABBREVIATED.fullmatch(value):
+            return float(f"{short[1]}.{short[2] or 0}") * _UNITS[short[3]]
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         try:
             return float(value)
@@ -124,10 +145,12 @@ def parse_rows(
 
     `labels` has what problems call each column, by signal and "step", if the file has steps. `rows`
     has the line and the cells or JSON values of each row, in the order of the labels. A row without
-    a finite step is skipped. Raises TraceError if many numbers cannot be read.
+    a finite step is skipped. Raises NotJudgedError if more than a tenth of the lines of a column
+    cannot be used.
     """
     columns = {name: array("d") for name in labels}
-    numerals: list[Problem] = []  # numbers that Python writes in another way: 1,000 or 2,5 or [2]
+    damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
+    units = array("d")  # rounding of each step: 1000 for "1K", 0 for an exact step
     logged = {name: bytearray() for name in labels if name in SIGNALS}
     for line, cells in rows:
         numbers: list[float | None] = []
@@ -135,30 +158,96 @@ def parse_rows(
             number: float | None = None
             problem: object = None
             try:
-                number = parse_number(cell)
+                number = parse_number(_before_slash(cell) if name == STEP else cell)
             except ValueError as error:
                 problem = error
-                if name in (STEP, *JUDGED) and any(map(str.isdecimal, str(cell))):
-                    numerals.append((line, f"{label}: {error}"))
             if name == STEP and (number is None or not math.isfinite(number)):
                 problem = problem or ("missing" if number is None else number)
-                problems.append((line, f"{label}: {problem}: the row is skipped"))
+                problems.append(Problem(line, f"{label}: {problem}: the row is skipped", True))
+                damaged.setdefault(name, []).append(problems[-1])
                 break
-            if problem and name != EPOCH:
-                problems.append((line, f"{label}: {problem}: the row is read without {name}"))
+            if problem and name in SIGNALS:
+                text = f"{label}: {problem}: the row is read without {name}"
+                problems.append(Problem(line, text, name in JUDGED))
+                damaged.setdefault(name, []).append(problems[-1])
             numbers.append(number)
         else:
-            for name, number in zip(labels, numbers, strict=True):
+            values = dict(zip(labels, numbers, strict=True))
+            names = [
+                name for name, cell in zip(labels, cells, strict=True) if _is_placeholder(cell)
+            ]
+            if names and all(values.get(name) is None for name in JUDGED):
+                text = f"{labels[names[0]]}: N/A: the row has neither a loss nor a norm"
+                problems.append(Problem(line, text, unusable=True))
+                damaged.setdefault(names[0], []).append(problems[-1])
+            for (name, number), cell in zip(zip(labels, numbers, strict=True), cells, strict=True):
                 columns[name].append(math.nan if number is None else number)
                 if name in SIGNALS:
                     logged[name].append(number is not None)
-    if len(numerals) > _MAX_NUMERALS + len(columns[min(columns)]) // 20:
-        (line, text) = numerals[0]
-        count = counted(len(numerals), "number")
-        raise TraceError(f"{count} cannot be read, first in line {line}: {text}. Write 1234.5")
+                if name == STEP:
+                    units.append(_rounding(cell))
     arrays = {name: np.array(column) for name, column in columns.items()}
     masks = {name: np.array(mask, bool) for name, mask in logged.items()}
+    for name, found in damaged.items():
+        if name != "eval_loss":
+            usable = masks[name].sum() if name in masks else len(arrays[min(arrays)])
+            _refuse_unusable(found, int(usable))
+    if STEP in arrays and any(units):
+        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(units))
+        notes = [*notes, f"{path}: {ROUNDED}"]
     return RawLog(path, run, arrays, masks, problems, notes)
+
+
+ROUNDED = (
+    "its steps are rounded (1K, 2.5M): rows with the same number are spread evenly up to the next"
+)
+
+
+def _is_placeholder(cell: Any) -> bool:
+    """Whether a program printed N/A in place of a number. An empty cell is just not logged."""
+    return isinstance(cell, str) and cell.strip().lower() == "n/a"
+
+
+def _before_slash(cell: Any) -> Any:
+    """The step in a text like "10/1000"."""
+    step, slash, length = cell.partition("/") if isinstance(cell, str) else ("", "", "")
+    return step if slash and step.strip().isdecimal() and length.strip().isdecimal() else cell
+
+
+def _rounding(cell: Any) -> float:
+    """The unit to which a text is rounded: 1000 for "1K", 100 for "1.2K", 0 for an exact number."""
+    short = _ABBREVIATED.fullmatch(cell) if isinstance(cell, str) else None
+    return _UNITS[short[3]] / 10 ** len(short[2] or "") if short else 0.0
+
+
+def _spread_rounded_steps(step: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """Spreads rows with the same rounded step evenly up to the next number.
+
+    The rows stay distinct and in order, and each is less than a unit from its step.
+    """
+    spread = step.copy()
+    edges = [0, *(1 + np.flatnonzero(np.diff(step))).tolist(), len(step)]
+    for start, stop in itertools.pairwise(edges):
+        if unit[start] and stop - start > 1:
+            gap = step[stop] - step[start] if stop < len(step) else unit[start]
+            gap = gap if 0 < gap <= unit[start] else unit[start]
+            spread[start:stop] += np.arange(stop - start) * gap // (stop - start)
+    return spread
+
+
+def _refuse_unusable(problems: Sequence[Problem], usable: int) -> None:
+    """Raises NotJudgedError if more than a tenth of the lines, and more than one, are unusable.
+
+    One line alone is the usual end of a run that was killed while it wrote.
+    """
+    count = len(problems)
+    if count > 1 and count > _MAX_UNUSABLE * (count + usable):
+        first = min(problems, key=operator.itemgetter(0))
+        where = f"first in line {first.line}: " if first.line else "first: "
+        raise NotJudgedError(
+            f"{count:,} of {counted(count + usable, 'line')} cannot be used, {where}{first.text}. "
+            "Write plain numbers (1234.5), or name other columns (--column loss=NAME)"
+        )
 
 
 class Rows(NamedTuple):
@@ -198,6 +287,8 @@ class Unreadable(NamedTuple):
 
     path: str
     problem: str
+    not_judged: bool = False
+    """Whether the path has a log, of which too little can be used for a verdict."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +309,10 @@ class Trace:
     """Remarks about usable content: a resume, a column that was not used."""
     files: int = 1
     """Number of files of the run."""
+    unit: str = STEP
+    """What `Rows.step` counts: "step", or "epoch" or "row" if the log names no step."""
+    rounded: bool = False
+    """Whether the log rounds its steps, as "12K"."""
 
     @property
     def signals(self) -> frozenset[str]:
@@ -246,11 +341,18 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     begins = np.cumsum([0, *(log.rows for log in logs)]).tolist()
     numbers, masks = _join_columns(logs, begins)
     notes = [note for log in logs for note in log.notes]
-    without = "it names no step (--column step=NAME): rows are counted"
-    notes += [f"{log.path}: {without}" for log in logs if STEP not in log.numbers]
-    if _count_over_epochs(numbers[STEP], numbers[EPOCH]):
+    unit = STEP
+    without = [log.path for log in logs if STEP not in log.numbers]
+    if without:
+        unit = EPOCH if _are_numbers_of_rows(numbers[EPOCH]) else "row"
+        counts = "its epochs are counted" if unit == EPOCH else "its rows are counted, from 0"
+        notes += [f"{path}: it names no step (--column step=NAME): {counts}" for path in without]
+    if unit == EPOCH:
+        numbers[STEP] = numbers[EPOCH]
+    elif length := _count_over_epochs(numbers[STEP], numbers[EPOCH], numbers[LENGTH]):
         notes.append(
-            f"{name}: the steps begin again in each epoch, and are counted over all epochs"
+            f"{name}: the steps begin again in each epoch, and are counted over all epochs, "
+            f"{length:,.15g} in each"
         )
     row, first, starts = _merge(numbers[STEP], masks, begins)
     step = numbers[STEP][first]
@@ -268,29 +370,31 @@ def join_logs(name: str, logs: Sequence[RawLog]) -> Trace:
     resumed, replaced = _find_resumed_rows(step, starts)
     attempts = list(map(Attempt, sources, step[starts].tolist(), resumed))
     notes += [
-        f"{each.source}: the run was resumed: attempt {number} begins at step "
-        f"{each.first_step:.15g}"
+        f"{each.source}: the run went back (a resume or a rollback): attempt {number} begins at "
+        f"{unit} {each.first_step:.15g}"
         for number, each in enumerate(attempts[1:], 1)
     ]
     problems = [
         f"{log.path}, line {line}: {text}" if line else f"{log.path}: {text}"
         for log in logs
-        for line, text in sorted(log.problems, key=operator.itemgetter(0))
+        for line, text, _ in sorted(log.problems, key=operator.itemgetter(0))
     ]
     number = np.searchsorted(starts, np.arange(len(step)), side="right") - 1
     same = (np.diff(step) == 0) & (np.diff(number) == 0)
     same &= np.any([mask[1:] & mask[:-1] for mask in logged.values()], axis=0)
     if repeats := int(np.count_nonzero(same)):
-        text = f"{counted(repeats, 'row')} with the step of the row before"
+        text = f"{counted(repeats, 'row')} with the {unit} of the row before"
         problems.append(f"{name}: {text}: several runs, ranks or evaluations are judged as one run")
     rows = Rows(step, number, values, logged)
     files = len({log.path for log in logs})
-    return Trace(name, rows, tuple(attempts), replaced, tuple(problems), tuple(notes), files)
+    rounded = any(ROUNDED in note for log in logs for note in log.notes)
+    attempts, problems, notes = tuple(attempts), tuple(problems), tuple(notes)
+    return Trace(name, rows, attempts, replaced, problems, notes, files, unit, rounded)
 
 
 def _join_columns(logs: Sequence[RawLog], begins: list[int]) -> list[dict[str, np.ndarray]]:
     """The numbers and masks of all files; without a column of steps its rows are counted."""
-    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, *SIGNALS)}
+    numbers = {signal: np.full(begins[-1], np.nan) for signal in (EPOCH, LENGTH, *SIGNALS)}
     masks = {signal: np.zeros(begins[-1], bool) for signal in SIGNALS}
     numbers[STEP] = np.arange(begins[-1], dtype=np.float64)
     for log, begin in zip(logs, begins, strict=False):
@@ -300,13 +404,51 @@ def _join_columns(logs: Sequence[RawLog], begins: list[int]) -> list[dict[str, n
     return [numbers, masks]
 
 
-def _count_over_epochs(step: np.ndarray, epoch: np.ndarray) -> bool:
-    """Counts steps that begin again in each epoch over all epochs, in place. Whether they did."""
-    rises, falls = np.diff(step) > 0, (np.diff(step) < 0) & (np.diff(epoch) > 0)
-    restart = bool(falls.any() and rises.any() and (epoch % 1 == 0).all())
+def _are_numbers_of_rows(epoch: np.ndarray) -> bool:
+    """Whether a log has one row for each epoch, so that the epoch says where a row is."""
+    return len(epoch) > 1 and bool((epoch % 1 == 0).all() and (np.diff(epoch) > 0).all())
+
+
+def _count_over_epochs(step: np.ndarray, epoch: np.ndarray, length: np.ndarray) -> float:
+    """Counts steps that begin again in each epoch over all epochs, in place.
+
+    `length` has the number of batches in an epoch where the log says it, as in "[40/47]", and NaN
+    otherwise. Returns the length of an epoch, or 0 if the steps do not begin again.
+    """
+    rise = np.diff(step)
+    rises = rise > 0
+    if np.isfinite(length).all() and len(step):
+        longest = float(length.max())
+        if np.isnan(epoch).any():
+            # Without an epoch, a count that falls after it has reached the end begins an epoch.
+            usual = float(np.median(rise[rises])) if rises.any() else longest
+            ends = (rise <= 0) & (step[:-1] + usual > length[:-1])
+            if not ends.any():
+                return 0.0
+            epoch = np.cumsum([1, *ends.astype(int)]).astype(float)
+        later = np.diff(epoch) > 0
+        if (epoch % 1).any() or (later & (rise > 0)).any():
+            return 0.0  # the count goes on over the epochs
+        first = _first_epoch(step, epoch)
+        if epoch.max() <= first:
+            return 0.0
+        step += (epoch - first) * longest
+        return longest
+    restart = bool(
+        ((rise < 0) & (np.diff(epoch) > 0)).any() and rises.any() and (epoch % 1 == 0).all()
+    )
+    longest = float(np.ptp(step) + np.median(rise[rises])) if restart else 0.0
     if restart:
-        step += (epoch - epoch.min()) * (np.ptp(step) + np.median(np.diff(step)[rises]))
-    return restart
+        step += (epoch - epoch.min()) * longest
+    return longest
+
+
+def _first_epoch(step: np.ndarray, epoch: np.ndarray) -> float:
+    """The number of the first epoch of the program, 0 or 1, which a resumed run may not log.
+
+    Programs that count their batches from 0 count their epochs from 0 too.
+    """
+    return float(epoch.min()) if epoch.min() <= 1 else float(step.min() > 0)
 
 
 def _merge(

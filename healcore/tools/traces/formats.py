@@ -1,4 +1,4 @@
-"""Reads the rows of each format: JSON Lines, JSON documents, console output, TensorBoard, tables.
+"""Reads the rows of each format: JSON Lines, JSON documents, TensorBoard, tables.
 
 A chart exported from Weights & Biases has one column for the steps and a column "RUN - METRIC" for
 every run. The columns "RUN - METRIC__MIN" and "RUN - METRIC__MAX" have the extremes of a bin and
@@ -8,21 +8,25 @@ are not read.
 from __future__ import annotations
 
 import csv
+import functools
 import itertools
 import json
 import mmap
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
+    JUDGED,
     KNOWN_FORMATS,
+    LENGTH,
     SIGNALS,
     STEP,
+    NotJudgedError,
     Problem,
     RawLog,
     TraceError,
@@ -32,26 +36,9 @@ from healcore.tools.traces.columns import (
     quote_excerpt,
 )
 from healcore.tools.traces.names import is_known, is_step, normalize, resolve
+from healcore.tools.traces.printed import Fields, Records
 
-Fields = dict[str, Any]
-"""A record: JSON values by name."""
-
-Records = Iterator[tuple[int, Fields]]
-"""Line number (0 in a format without lines) and fields of each record."""
-
-_MAX_PRINTED = 1 << 12
-"""Largest number of characters of a printed dict."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
-_PYTHON = re.compile(
-    r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
-)
-_NAMED_NUMBER = re.compile(
-    r"""(?<![\w/.])([a-z]\w*(?:[ /.-]\w+){0,5}?)(?:\ *[:=]\ *|\ +)  # up to six words, and : or =
-    ([-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf)(?![\w.]))""",
-    re.IGNORECASE | re.VERBOSE,
-)
-_COLOR = re.compile(r"\x1b\[[\d;]*m")
-_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
 _SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
 
@@ -67,53 +54,14 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
                 value = json.loads(text)
             except (ValueError, RecursionError):
                 cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
-                problems.append((number, f"not JSON{cut}: {quote_excerpt(text)}: skipped"))
+                message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
+                problems.append(Problem(number, message, unusable=True))
                 continue
             if isinstance(value, dict):
                 yield number, value
             else:
-                problems.append((number, f"not a JSON object: {quote_excerpt(text)}: skipped"))
-
-
-def printed_lines(
-    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
-) -> Records:
-    """Yields line number and record of each line in which `parse` finds a record."""
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            if record := parse(line):
-                yield number, record
-            elif parse is printed_record and "{'" in line:
-                problems.append((number, f"not a dict: {quote_excerpt(line)}: skipped"))
-
-
-def printed_record(line: str) -> Fields | None:
-    """The dict at the end of a printed line, after a progress bar or other text."""
-    _, found, rest = line.rstrip().partition("{'")
-    if not found or not rest.endswith("}") or len(rest) > _MAX_PRINTED:
-        return None
-    try:
-        return json.loads(_PYTHON.sub(_to_json, found + rest))
-    except (ValueError, RecursionError):
-        return None
-
-
-def named_numbers(line: str) -> Fields:
-    """The numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
-
-    The first name of a step is "step", because a program may print "step 0" in one line and
-    "iter 0" in another. Returns nothing for a line that names neither a loss nor a norm.
-    """
-    record: Fields = {}
-    for name, number in _NAMED_NUMBER.findall(_COLOR.sub("", line[:_MAX_PRINTED])):
-        record.setdefault(STEP if is_step(name) else name, number.replace(",", ""))
-    names = map(normalize, record)
-    return record if any("loss" in name or "norm" in name for name in names) else {}
-
-
-def _to_json(token: re.Match[str]) -> str:
-    quoted, text, name = token.groups()
-    return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
+                text = f"not a JSON object: {quote_excerpt(text)}: skipped"
+                problems.append(Problem(number, text, unusable=True))
 
 
 def json_document(path: str, problems: list[Problem]) -> Records:
@@ -131,7 +79,7 @@ def json_document(path: str, problems: list[Problem]) -> Records:
         if isinstance(value, dict):
             yield 0, value
         else:
-            problems.append((0, f"not a record: {quote_excerpt(str(value))}: skipped"))
+            problems.append(Problem(0, f"not a record: {quote_excerpt(str(value))}: skipped"))
 
 
 def scalars(path: str, problems: list[Problem]) -> Records:
@@ -156,20 +104,20 @@ def scalars(path: str, problems: list[Problem]) -> Records:
             try:
                 event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
             except DecodeError:
-                problems.append((0, f"the record that ends at byte {end:,} is not an event"))
+                problems.append(Problem(0, f"the record that ends at byte {end:,} is not an event"))
                 continue
             for value in event.summary.value:
                 try:
                     number = _scalar(value)
                 except (TypeError, ValueError, KeyError, OverflowError) as error:
                     what = f"'{value.tag[:60]}' at byte {end:,} is not a number"
-                    problems.append((0, f"{what}: {str(error)[:100]}"))
+                    problems.append(Problem(0, f"{what}: {str(error)[:100]}"))
                     continue
                 if number is not None:
                     yield 0, {"step": event.step, value.tag: number}
         if end < size:
             rest = f"the last {size - end:,} bytes cannot be read"
-            problems.append((0, f"truncated or damaged at byte {end:,}: {rest}"))
+            problems.append(Problem(0, f"truncated or damaged at byte {end:,}: {rest}"))
 
 
 def _events(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
@@ -226,15 +174,66 @@ def is_no_summary(record: Fields) -> bool:
     return "train_runtime" not in record
 
 
+_RUN_NAME = re.compile(
+    r"(?:(?:run|trial|experiment|job)_)?(?:name|id|key)|run|trial|experiment|uuid|model"
+)
+"""Columns that identify a run. In the log of one run they have one value."""
+_RUN_FACT = re.compile(
+    r"state|status|user|created(?:_at)?|runtime|duration|start_time|end_time|sweep|tags|notes|group"
+    r"|hostname|source_(?:name|type)"
+)
+"""Columns that trackers add to a table of runs."""
+_TABLE_OF_RUNS = (
+    "it is a table of runs, with one run in each row (column '{}'), and no curve of a run. Export "
+    "the history of a run: in W&B the chart as CSV, or run.history() in Python"
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_kept(name: str) -> bool:
+    """Whether a field of a record is read: the step, a signal, or what identifies a run."""
+    return name == LENGTH or is_known(name) or bool(_RUN_NAME.fullmatch(normalize(name)))
+
+
+def refuse_table_of_runs(
+    names: Iterable[str], rows: Sequence[Mapping[str, Any]], step: str | None
+) -> None:
+    """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
+
+    A table of runs names another run in each row. A log may do so too, with an id of each line, but
+    its steps increase. `step` is the name of the column of steps, or None.
+    """
+    is_tracker = sum(bool(_RUN_FACT.fullmatch(normalize(name))) for name in names) >= 3
+    if not is_tracker and step and _increases([row.get(step) for row in rows]):
+        return
+    for key in names:
+        values = [row[key] for row in rows if isinstance(row.get(key), str)]
+        runs = [value for value in values if value.strip() and not value.strip().isdecimal()]
+        # Runs that differ in their seed may have one name.
+        least = 0 if is_tracker else max(1, 0.9 * len(rows))
+        if _RUN_NAME.fullmatch(normalize(key)) and len(set(runs)) > least:
+            raise NotJudgedError(_TABLE_OF_RUNS.format(key))
+
+
+def _increases(values: Sequence[Any]) -> bool:
+    """Whether values are numbers that increase."""
+    try:
+        numbers = [parse_number(value) for value in values]
+    except ValueError:
+        return False
+    known = [number for number in numbers if number is not None]
+    return len(known) > 2 and all(a < b for a, b in itertools.pairwise(known))
+
+
 def read_records(
     path: str,
     read: Callable[[str, list[Problem]], Records],
-    is_step: Callable[[Fields], bool],
+    is_row: Callable[[Fields], bool],
     columns: Mapping[str, str],
 ) -> list[RawLog]:
     """Reads the logs in a file: one log, or one for each optimizer in healcore's metrics.
 
-    `read` yields the records, of which `is_step` selects the steps. Raises TraceError if no record
+    `read` yields the records, of which `is_row` selects the steps. Raises TraceError if no record
     has a loss or a gradient norm, or two keys may be the same signal.
     """
     problems: list[Problem] = []
@@ -243,25 +242,37 @@ def read_records(
     steps: list[tuple[int, str, Fields]] = []
     chosen = set(columns.values())
     for line, record in read(path, problems):
-        if is_step(record):
+        if is_row(record):
             fields = _flatten(record)
             names.update(dict.fromkeys(fields))
-            engine = str(fields.get("engine", "")) if is_step is is_typed_step else ""
+            engine = str(fields.get("engine", "")) if is_row is is_typed_step else ""
             engines |= {engine: None} if engine else {}
-            kept = {key: fields[key] for key in fields if key in chosen or is_known(key)}
+            kept = {key: fields[key] for key in fields if key in chosen or is_kept(key)}
             steps.append((line, engine, kept))
     if not names:
         first = f": line {problems[0][0]}: {problems[0][1]}" if problems else ""
         raise TraceError(f"it has no record that could be read{first}")
     keys, notes = resolve(list(names), columns)
+    refuse_table_of_runs(names, [fields for _, _, fields in steps], keys.get(STEP))
     notes = [f"{path}: {note}" for note in notes]
+    if LENGTH in names:
+        keys[LENGTH] = LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
 
     def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
+        step: Any = None
         for line, own, fields in steps:
-            cells = [fields.get(key) for key in keys.values()]
-            if engine in (None, own) and any(fields.keys() & {keys.get(name) for name in SIGNALS}):
-                yield line, cells
+            if engine not in (None, own) or not any(keys.get(name) in fields for name in SIGNALS):
+                continue
+            cells = {name: fields.get(key) for name, key in keys.items()}
+            if STEP in keys and cells[STEP] is None:
+                # A record of another kind may name its step in another way. An evaluation without
+                # a step belongs to the step before it.
+                cells[STEP] = next((fields[key] for key in fields if is_step(key)), None)
+                if cells[STEP] is None and not any(keys.get(name) in fields for name in JUDGED):
+                    cells[STEP] = step
+            step = cells.get(STEP, step)
+            yield line, list(cells.values())
 
     runs = list(engines) if len(engines) > 1 else [None]
     return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
@@ -277,6 +288,9 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
     runs = _find_runs(names)
+    if table is None:
+        step = next(filter(is_step, names), None)
+        refuse_table_of_runs(names, _first_rows(path, begin, names), step)
     logs: list[RawLog] = []
     reasons: list[str] = []
     for run, places in runs.items():
@@ -363,6 +377,16 @@ def _load_numbers(path: str, begin: int, width: int) -> np.ndarray | None:
     return table if table.shape[1] == width else None
 
 
+def _first_rows(path: str, begin: int, names: list[str]) -> list[dict[str, str]]:
+    """The first rows of a table by the names of their columns."""
+    with open_text(path) as file:
+        try:
+            rows = csv.reader(itertools.islice(file, begin, begin + 1000))
+            return [dict(zip(names, cells, strict=False)) for cells in rows if cells]
+        except csv.Error:
+            return []
+
+
 def _csv_rows(
     path: str,
     begin: int,
@@ -386,7 +410,8 @@ def _csv_rows(
             except StopIteration:
                 return
             except csv.Error as error:
-                problems.append((begin + rows.line_num, f"{error}: the row is skipped"))
+                text = f"{error}: the row is skipped"
+                problems.append(Problem(begin + rows.line_num, text, unusable=True))
                 continue
             line = begin + rows.line_num
             if not cells or (len(cells) == 1 and not cells[0].strip()):
@@ -394,6 +419,6 @@ def _csv_rows(
             if len(cells) < width or any(cells[width:]):
                 plural = "s" if len(cells) > 1 else ""
                 text = f"{len(cells)} cell{plural} where the header has {width}"
-                problems.append((line, f"{text}: the row is skipped"))
+                problems.append(Problem(line, f"{text}: the row is skipped", unusable=True))
             elif not shared or any(cells[place] for place in signals):
                 yield line, [cells[place] for place in places.values()]

@@ -18,9 +18,14 @@ _NAMES = {
     STEP: (
         "step",
         "global_step train_global_step trainer_global_step",
-        "iteration iter iteration_num iterations steps num_updates update optimizer_step "
-        "train_step training_step completed_step train_iter time_batch heal_step",
+        "iteration iter iteration_num iterations steps num_updates optimizer_step "
+        "train_step training_step completed_step train_iter time_batch heal_step "
+        "current_step current_steps cur_step global_steps train_steps training_steps "
+        "global_step_max_steps",  # ms-swift, with the text "10/1000"
+        "update up",  # Marian
         "wandb_step",  # the number of W&B's log calls
+        "train_num_updates valid_num_updates",  # fairseq's means of an epoch
+        "batch_idx batch_index",
     ),
     EPOCH: ("epoch",),
     "loss": (
@@ -29,7 +34,7 @@ _NAMES = {
         "lm_loss train_lm_loss lm_loss_training "  # Megatron, GPT-NeoX
         "reduced_train_loss train_reduced_train_loss "  # NeMo
         "loss_metrics_global_avg_loss "  # torchtitan
-        "train_ce_loss "  # OLMo
+        "train_ce_loss train_crossentropyloss "  # OLMo
         "loss_train_total "  # Composer, LLM Foundry
         "learning_loss "  # MaxText
         "train_samples_train_loss "  # DeepSpeed
@@ -37,6 +42,7 @@ _NAMES = {
         "train_total_loss total_loss train_loss_total ce_loss cross_entropy_loss "
         "train_cross_entropy_loss nll_loss avg_loss train_avg_loss mean_loss batch_loss",
         "train_loss_step loss_step",  # Lightning also writes the mean of the epoch
+        "xent cost trl",  # OpenNMT, Marian, llm.c
         "heal_loss",  # written by healcore, see docs/reports.md
     ),
     "grad_norm": (
@@ -51,21 +57,23 @@ _NAMES = {
         "norm_grad grad_total_norm train_grad_total_norm train_grad_norm_total "
         "learning_grad_norm "  # MaxText
         "l2_norm_grad_global "  # Composer
-        "gnorm train_gnorm "  # fairseq
+        "gnorm grdn "  # fairseq, LeRobot
         "grad_2_0_norm_total "  # Lightning's grad_norm()
         "optim_grad_norm",
+        "train_gnorm",  # fairseq's mean of an epoch
     ),
     "eval_loss": (
         "eval_loss",
         "val_loss valid_loss validation_loss evaluation_loss dev_loss lm_loss_validation loss_eval "
         "loss_val loss_validation eval_avg_loss evaluation_avg_loss eval_ce_loss val_avg_loss "
         "validation_metrics_global_avg_loss",
-        "val_loss_epoch val_loss_step",
+        "val_loss_epoch val_loss_step tel",
     ),
 }
 """Tiers of names by signal."""
 
 
+@functools.lru_cache(maxsize=4096)
 def normalize(name: str) -> str:
     """Converts a name to the form in the tiers."""
     name = "wandb_step" if name == "_step" else name
@@ -80,15 +88,50 @@ _TIER = {
 }
 
 
+@functools.lru_cache(maxsize=4096)
 def is_step(name: str) -> bool:
-    """Whether a column name is a name of the step."""
-    return (STEP, normalize(name)) in _TIER
+    """Whether a column name is a name of the step, or says so in its words, as "n_updates"."""
+    key = normalize(name)
+    return (STEP, key) in _TIER or _says_step(key)
+
+
+_STEP_WORD = re.compile(r"(?:^|_)(?:step|iter|iteration|update)s?(?:_|$)")
+_OTHER_WORD = re.compile(
+    r"(?:^|_)(?:total|max|min|num|of|per|times?|secs?|seconds|ms|s|speed|size|skip|skipped|nan|inf|"
+    r"accumulation|warmup|log|logging|save|eval|evaluation|val|valid|validation|test|avg|mean|loss|"
+    r"norm|lr|rate|remaining|interval|every|ratio|epoch|ema|this|last|first|best)(?:_|$)"
+)
+"""Words of numbers that are no step, as "elapsed time per iteration"."""
+
+
+def _says_step(key: str) -> bool:
+    if any(map(str.isdigit, key)):
+        return False  # "iter 40/47" is a name with a number
+    return bool(_STEP_WORD.search(key)) and not _OTHER_WORD.search(key)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_loss(name: str) -> bool:
+    """Whether a column name is a name of the training loss."""
+    return ("loss", normalize(name)) in _TIER
+
+
+@functools.lru_cache(maxsize=4096)
+def is_judged(name: str) -> bool:
+    """Whether a column name is a name of the training loss or of the gradient norm."""
+    return any((signal, normalize(name)) in _TIER for signal in JUDGED)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_signal(name: str) -> bool:
+    """Whether a column name is a name of a signal."""
+    return any((signal, normalize(name)) in _TIER for signal in SIGNALS)
 
 
 @functools.lru_cache(maxsize=4096)
 def is_known(name: str) -> bool:
     """Whether a name is a name of the step or of a signal."""
-    return any((signal, normalize(name)) in _TIER for signal in _NAMES)
+    return is_step(name) or any((signal, normalize(name)) in _TIER for signal in _NAMES)
 
 
 def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -114,6 +157,8 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
                 raise TraceError(f"two columns have the name '{name}': rename one of them")
             continue
         tiers = [(_TIER[signal, key], name) for key, name in free if (signal, key) in _TIER]
+        if signal == STEP and not tiers:
+            tiers = [(0, name) for key, name in free if _says_step(key)][:1]
         if not tiers:
             continue
         first = min(tier for tier, _ in tiers)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from healcore.tools.traces import formats
+from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED,
     KNOWN_FORMATS,
+    NotJudgedError,
     Problem,
     RawLog,
     Trace,
@@ -26,6 +27,9 @@ from healcore.tools.traces.names import KNOWN_COLUMNS, is_known, quote_names
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 _TRAINER_STATE = "trainer_state.json"
+_NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".yaml", ".yml")
+"""Ends of files in a directory that have no row for each step: a Healer's events, code, settings.
+"""
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
@@ -40,12 +44,16 @@ def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
 
 
 def open_traces(
-    paths: Sequence[str], *, columns: Mapping[str, str] | None = None, join: bool = False
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    join: bool = False,
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
     Args:
-        paths: files, or directories with the logs of a run.
+        paths: a path or several, of files or of directories: of a run (such as a Healer's store),
+            or of several runs with a folder each.
         columns: names in the files by signal or "step", for names that are not known.
         join: whether all paths are attempts of one run, in this order.
 
@@ -65,24 +73,26 @@ def open_traces(
     runs: list[tuple[str, list[RawLog]]] = []
     parts: list[RawLog] = []
     failed: list[Unreadable] = []
-    names = list(map(os.fspath, paths))
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]  # each letter would be a path, and "/" the whole disk
+    names = [os.fspath(path) for path in paths]
     for path in names:
         try:
-            logs, is_one_run = (_read_directory if os.path.isdir(path) else _read_file)(
-                path, columns
-            )
-            several = [str(log.run) for log in logs if log.run is not None]
-            if join and several:
-                some = quote_names(several)
-                raise TraceError(f"it has several runs ({some}), which are not attempts of one run")
-            if join:
-                parts += logs
-            elif not several and (is_one_run or len(logs) == 1):
-                runs.append((path, logs))
-            else:
-                runs += [(log.path + (f"#{log.run}" if log.run else ""), [log]) for log in logs]
+            for folder, logs, is_one_run in _read_path(path, columns, failed):
+                several = [str(log.run) for log in logs if log.run is not None]
+                if join and several:
+                    some = quote_names(several)
+                    raise TraceError(
+                        f"it has several runs ({some}), which are not attempts of one run"
+                    )
+                if join:
+                    parts += logs
+                elif not several and (is_one_run or len(logs) == 1):
+                    runs.append((folder, logs))
+                else:
+                    runs += [(log.path + (f"#{log.run}" if log.run else ""), [log]) for log in logs]
         except Exception as error:  # damaged bytes may raise any error
-            failed.append(Unreadable(path, _reason(error)))
+            failed.append(Unreadable(path, _reason(error), isinstance(error, NotJudgedError)))
     if parts:
         runs.append((names[0] + (f" (+{len(names) - 1})" if names[1:] else ""), parts))
     traces: list[Trace] = []
@@ -90,7 +100,7 @@ def open_traces(
         try:
             traces.append(join_logs(name, logs))
         except TraceError as error:
-            failed.append(Unreadable(name, str(error)))
+            failed.append(Unreadable(name, str(error), isinstance(error, NotJudgedError)))
     return traces, failed
 
 
@@ -102,22 +112,77 @@ def _reason(error: Exception) -> str:
     return f"it cannot be read ({type(error).__name__}: {str(error)[:200]})"
 
 
-def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], bool]:
+class _NoLogError(TraceError):
+    """A directory has no log."""
+
+
+class _Found(NamedTuple):
+    """The logs at one path."""
+
+    path: str
+    logs: list[RawLog]
+    is_one_run: bool
+    """Whether the logs are one run, not a run each."""
+
+
+_DEPTH = 4
+"""Levels of folders that are searched, as logs/experiment/seed-1/version_0."""
+_IS_NO_RUN = re.compile(r"\..*|__.*|(?:checkpoint|step|global_step|iter)[-_]?\d+(?:\.\d+)?")
+"""Names of folders that are not searched, because they have no logs or those of a checkpoint."""
+
+
+def _read_path(
+    path: str, columns: Mapping[str, str], failed: list[Unreadable], depth: int = _DEPTH
+) -> list[_Found]:
+    """Reads a file, a directory, or the runs in the folders of a directory without a log.
+
+    Adds folders whose logs cannot be used to `failed`. Raises TraceError or OSError if there is no
+    usable log.
+    """
+    if not os.path.isdir(path):
+        return [_Found(path, *_read_file(path, columns))]
+    try:
+        return [_Found(path, *_read_directory(path, columns, failed))]
+    except NotJudgedError:
+        raise
+    except TraceError as error:
+        no_log = error
+    found: list[_Found] = []
+    for name in sorted(os.listdir(path), key=_natural) if depth else ():
+        folder = os.path.join(path, name)
+        if not os.path.isdir(folder) or os.path.islink(folder) or _IS_NO_RUN.fullmatch(name):
+            continue
+        try:
+            found += _read_path(folder, columns, failed, depth - 1)
+        except _NoLogError:
+            continue  # weights, code or settings
+        except Exception as error:  # damaged bytes may raise any error
+            failed.append(Unreadable(folder, _reason(error), isinstance(error, NotJudgedError)))
+    if not found and not any(each.path.startswith(path) for each in failed):
+        raise no_log
+    return found
+
+
+def _read_directory(
+    path: str, columns: Mapping[str, str], failed: list[Unreadable]
+) -> tuple[list[RawLog], bool]:
     """Reads the files of the preferred format, in natural order: log-2 precedes log-10.
 
     Without a log in the directory, the log in the newest checkpoint of the Hugging Face Trainer is
-    read, which is complete up to that step. Returns the logs, and whether all logs are one run.
-    Raises TraceError if no file is a usable log.
+    read, which is complete up to that step. Returns the logs, and whether all logs are one run, and
+    adds logs without a verdict to `failed`. Raises TraceError if no file is a usable log.
     """
     by_format: dict[str, list[str]] = {}
     states: list[tuple[int, str]] = []
     unusable: list[str] = []
+    has_events = False
     for name in sorted(os.listdir(path), key=_natural):
         file = os.path.join(path, name)
         state = os.path.join(file, _TRAINER_STATE)
         if (match := _CHECKPOINT.match(name)) and os.path.isfile(state):
             states.append((int(match[1]), state))
-        if name.startswith(".") or not os.path.isfile(file):
+        if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
+            has_events = has_events or name.endswith(_NO_LOG[0])
             continue
         try:
             by_format.setdefault(detect_format(read_head(file)).name, []).append(file)
@@ -125,20 +190,35 @@ def _read_directory(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog]
             unusable.append(f"{file}: {_reason(error)}")
         except TraceError:
             continue  # often weights and configurations
+    if not by_format and not states and has_events:
+        raise TraceError(
+            "it has healcore's events without its metrics (*.metrics.jsonl), which have the loss "
+            "and the norm of each step. `healcore report` shows the events"
+        )
     if not by_format and not states:
-        raise TraceError("it is a directory without a file of a known format. Pass the files")
+        reasons = "; ".join(unusable)
+        raise _NoLogError(reasons or "it is a directory without a file of a known format")
     by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
+    is_log = False
     for form in (form for form in FORMATS if form.name in by_format):
         logs: list[RawLog] = []
         for file in by_format[form.name]:
             try:
                 logs += _read_file(file, columns)[0]
+            except NotJudgedError as error:
+                if form.is_one_run:
+                    raise
+                failed.append(Unreadable(file, str(error), not_judged=True))
             except (TraceError, OSError) as error:
                 unusable.append(f"{file}: {_reason(error)}")
+                # Text of any kind looks like a table at first.
+                is_log = is_log or form is not _TABLE or file.endswith((".csv", ".tsv"))
         if logs:
             logs[0].notes.extend(unusable)
             return logs, form.is_one_run
-    raise TraceError("; ".join(unusable))
+    if any(os.path.dirname(each.path) == path.rstrip(os.sep) for each in failed):
+        return [], False
+    raise (TraceError if is_log else _NoLogError)("; ".join(unusable))
 
 
 def _natural(name: str) -> list[Any]:
@@ -161,7 +241,7 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
     if usable:
         return usable, form.is_one_run
     if problems := logs[-1].problems:
-        line, text = problems[0]
+        line, text, _ = problems[0]
         raise TraceError(f"no usable row: {len(problems):,} problems, line {line}: {text}")
     raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
@@ -170,9 +250,9 @@ class Format(NamedTuple):
     """A format of logs."""
 
     name: str
-    read: Callable[[str, list[Problem]], formats.Records] | None = None
+    read: Callable[[str, list[Problem]], printed.Records] | None = None
     """Yields the records of a file, and adds damage to the problems. None for tables."""
-    is_step: Callable[[formats.Fields], bool] = bool
+    is_step: Callable[[printed.Fields], bool] = bool
     """Whether a record is a step of the run."""
     is_one_run: bool = False
     """Whether the files in one directory are one run, not a run each."""
@@ -183,9 +263,9 @@ _DOCUMENT = Format("trainer_state.json", formats.json_document, formats.is_no_su
 _TABLE = Format("CSV")
 _PLAIN = Format("JSON Lines", formats.json_lines)
 _TENSORBOARD = Format("TensorBoard events", formats.scalars, is_one_run=True)
-_DICTS = partial(formats.printed_lines, formats.printed_record)
+_DICTS = partial(printed.printed_lines, printed.printed_record)
 _CONSOLE = Format("console output", _DICTS, formats.is_no_summary)
-_NAMED = Format("lines with named numbers", partial(formats.printed_lines, formats.named_numbers))
+_NAMED = Format("lines with named numbers", partial(printed.printed_lines, printed.named_numbers))
 FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 """Formats by preference. In a directory only the first format with a usable log is read."""
 
@@ -201,7 +281,7 @@ def detect_format(start: bytes) -> Format:
         raise TraceError(f"it is binary, and not {KNOWN_FORMATS}")
     header = re.split(r"[,;\t]", text.partition("\n")[0])
     is_table = len(header) > 1 and any(is_known(name.strip(' "\r')) for name in header)
-    if not is_table and any(map(formats.printed_record, text.splitlines())):
+    if not is_table and any(map(printed.printed_record, text.splitlines())):
         return _CONSOLE
     if re.match(r"\[\s*[{\]]", text) or formats.LOG_HISTORY.search(text):
         return _DOCUMENT
@@ -210,7 +290,7 @@ def detect_format(start: bytes) -> Format:
         return _TYPED if any(map(formats.is_typed_step, found)) else _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
-    if not is_table and any(map(formats.named_numbers, text.splitlines())):
+    if not is_table and any(map(printed.named_numbers, text.splitlines())):
         return _NAMED
     return _TABLE
 

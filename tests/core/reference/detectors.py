@@ -118,6 +118,12 @@ class Overfit(Detector):
         self.train: float | None = None
         self.row = 0
 
+    def see_dropped(self, step: Step) -> None:
+        """A step that the caller skips: its evaluation counts, its loss is not learnt."""
+        train = self.train
+        self.see(step)
+        self.train = train
+
     def see(self, step: Step) -> Finding:
         c, x = self.config, step.loss
         assert x is not None

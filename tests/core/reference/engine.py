@@ -191,6 +191,8 @@ class Engine:
     def __init__(self, config: Any, *, groups: int = 0) -> None:
         self.config, self.ties = config, Ties()
         self.step = self.grace = 0
+        self.announced = False
+        """Whether a change was announced for the next step that the caller does not skip."""
         self.clip = None
         if config.clip is not None:
             name, settings = config.clip
@@ -225,9 +227,14 @@ class Engine:
     def see(self, seen: Signals) -> Verdict:
         """One step, of Python numbers."""
         self.ties.forget()
+        restart = self.announced = bool(seen.change_expected) or self.announced
         if seen.externally_skipped:
+            step, _ = _observed(seen, restart, self.config.clip is not None)
+            for detector, needs, _ in self.detectors:
+                if all(getattr(seen, each) is not None for each in needs):
+                    detector.see_dropped(step)
             return self.neutral(1.0 if self.config.mode == "observe" else self.lr.scale)
-        restart = bool(seen.change_expected)
+        self.announced = False
         self.grace = self.config.grace_steps if restart else max(0, self.grace - 1)
         step, groups = _observed(seen, restart, self.config.clip is not None)
         alarmed, sustained = self._causes(step, seen)

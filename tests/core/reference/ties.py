@@ -85,7 +85,10 @@ def warmup(value: float, mean: float, ties: Ties) -> tuple[float, bool]:
 
 
 class Detector:
-    """Subclasses have `see(step) -> Finding`; `begin` forgets all values."""
+    """Subclasses have `see(step) -> Finding`; `begin` forgets all values.
+
+    `see_dropped` is called instead for a step that the caller skips.
+    """
 
     cause = Cause(0)
 
@@ -95,6 +98,9 @@ class Detector:
 
     def begin(self) -> None:
         self.row = 0
+
+    def see_dropped(self, step: Any) -> None:
+        """Learns nothing."""
 
     def found(self, alarm: bool, sustained: bool | None = None) -> Finding:
         lasting = alarm if sustained is None else sustained

@@ -109,6 +109,7 @@ PROGRAMS: Any = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_destroyed_variances_of_a_frozen_layer_are_rolled_back(name: str):
     (start, step), was_damaged = PROGRAMS[name], False
@@ -126,6 +127,7 @@ def test_destroyed_variances_of_a_frozen_layer_are_rolled_back(name: str):
     assert final == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_healthy_run_with_batch_statistics_ends_with_the_bits_of_a_run_without_healcore():
     plain = as_dict(INNER)
     for number in range(END):
@@ -148,6 +150,7 @@ def test_a_healthy_run_with_batch_statistics_ends_with_the_bits_of_a_run_without
 # -- what belongs to a copy -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_statistics_of_a_teacher_stay_current():
     """They belong to the teacher's weights, which stay too. So do the moments of the optimizer."""
     names = ("student", "teacher")

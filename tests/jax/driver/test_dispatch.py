@@ -28,6 +28,7 @@ def neutral(record: Any) -> bool:
     return (*found, record.evidence) == (0, 0, False, 1.0, 0, ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "engine", "tensor"),
     [
@@ -56,6 +57,7 @@ def test_steps_are_reported_in_order_though_each_was_donated_to_the_next(kind, e
     assert (after.cause, after.onset, after.incident) == (0, 2, 1)
 
 
+@pytest.mark.slow
 def test_the_values_are_those_on_the_device_and_have_python_types():
     run, driver = driven(plain(policy=policies.BOTH), policies.BOTH)
     *_, last = advance(driver, run, [batch(i) for i in range(30)])
@@ -72,6 +74,7 @@ def test_the_values_are_those_on_the_device_and_have_python_types():
     assert tuple(map(type, record.decision)) == kinds
 
 
+@pytest.mark.slow
 def test_averages_of_the_parameters_are_not_taken_for_them():
     run, driver = driven(plain(ema={"hidden": jnp.zeros((4, 3)), "out": {"w": jnp.zeros((3, 1))}}))
     (handle,) = advance(driver, run, [batch(0, bad=True)])
@@ -98,6 +101,7 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
     assert names(1.0, b=np.inf) == ["[0]['b']"]
 
 
+@pytest.mark.slow
 def test_an_order_is_reported_once_and_not_at_every_micro_step_after_it():
     run, driver = driven(plain(wrap=every_third))
     records = read(advance(driver, run, [batch(i, bad=i == 1) for i in range(5)]))
@@ -169,6 +173,7 @@ def run(xs, k, tmp_path, **options):
     return healer, [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     logs = []
     for k in (1, 7):
@@ -183,6 +188,7 @@ def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     assert len({line["loss"] for line in logs[0]}) == 52
 
 
+@pytest.mark.slow
 def test_an_order_within_a_dispatch_is_carried_out(tmp_path):
     healer, lines = run(data(60, bad=[43]), 10, tmp_path, save_every=10)
     assert healer.rollbacks == 1

@@ -1,5 +1,6 @@
 """Healing states in a live state: found, saved, put back; and stale states, which are refused."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
+from healcore import policy
 from healcore.core.engine import Engine, StateError
 from healcore.jax import (
     HealStateError,
@@ -37,11 +39,6 @@ def test_the_states_of_many_runs_at_once_are_refused_at_the_start():
         Healer(policies.SKIP, state=states).__enter__()
 
 
-def test_a_state_with_other_objects_is_refused_at_the_start():
-    with pytest.raises(HealStateError, match=r"\['name'\] is a str"):
-        JaxDriver({"opt_state": HEALED.init(PARAMS), "name": "mlp"}, POLICY)
-
-
 def test_a_healing_state_of_another_kind_touches_nothing():
     tx = protect(optax.sgd(0.1), policies.ADAGC)
     driver = JaxDriver({"params": PARAMS, "opt_state": tx.init(PARAMS)}, policies.ADAGC)
@@ -65,6 +62,7 @@ def test_a_class_that_is_registered_without_keys_is_a_state():
     assert driver.take_dispatch() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_an_announcement_does_not_hide_the_step_before_it(kind):
     run, driver = driven(RUNS[kind]())
@@ -246,3 +244,65 @@ def test_a_fresh_optimizer_state_in_the_loop_is_noticed(every_step):
         handle = restarted(5)
     with pytest.raises(HealStateError, match="opt_state"):
         handle.read()
+
+
+def test_a_state_of_pmap_is_refused_as_the_page_says():
+    given = jax.pmap(lambda p: {"params": p, "opt_state": HEALED.init(p)})(
+        jax.tree.map(lambda leaf: leaf[None], PARAMS)
+    )
+    with pytest.raises(HealStateError, match="vmap or pmap"):
+        JaxDriver(given, POLICY)
+    JaxDriver(jax.tree.map(lambda leaf: leaf[0], given), POLICY)
+    page = (Path(__file__).parents[3] / "docs" / "jax.md").read_text()
+    assert "so a Healer refuses it" in page
+
+
+PLATEAU = policy.load("default", detect={"plateau": {}})
+
+
+@pytest.mark.parametrize(
+    ("made", "passed", "message"),
+    [
+        # A state of another size: its own fingerprint names its policy.
+        (
+            "default",
+            PLATEAU,
+            'is "default", .* or a changed one .* differ in detect.plateau: absent',
+        ),
+        (PLATEAU, "default", "detect.plateau: present and absent"),
+        ("default", policy.load("default", max_skips=7), "differ in max_skips: 10 and 7"),
+        (
+            policy.load("default", max_skips=5),
+            policy.load("default", lr={"floor": 0.05}),
+            r"lr.floor: 0.1 and 0.05",
+        ),
+        ("default", "zclip", "clip.kind: none and zclip"),
+    ],
+)
+def test_the_error_for_another_policy_names_what_differs(made, passed, message):
+    state = {"params": PARAMS, "opt_state": protect(ADAM, policy=made).init(PARAMS)}
+    with pytest.raises(HealStateError, match=message):
+        JaxDriver(state, passed).engines()
+
+
+def test_python_numbers_may_stand_next_to_a_single_parameter():
+    """The rate `0.1` is a floating leaf, as the only parameter is, so it may be a parameter too."""
+    tx = protect(optax.sgd(0.1))
+
+    @jax.jit
+    def step(state: Any, target: Any) -> Any:
+        w, opt, count, settings = state
+        loss, grads = jax.value_and_grad(lambda w: ((w - target) ** 2).mean())(w)
+        updates, opt = tx.update(grads, opt, w, value=loss, learning_rate=settings["lr"])
+        return optax.apply_updates(w, updates), opt, count, settings
+
+    def loss_fn(state: Any, target: Any) -> Any:
+        return ((state[0] - target) ** 2).mean()
+
+    w = jnp.ones(4)
+    state = w, tx.init(w), 3, {"lr": 0.1}
+    with Healer(state=state, loss_fn=loss_fn) as healer:
+        for target in healer.batches([jnp.zeros(4)] * 30):
+            healer.update(step(healer.state, target))
+    np.testing.assert_allclose(healer.state[0], 0.95**30 * np.ones(4), rtol=1e-5)
+    assert float(healer.state[3]["lr"]) == pytest.approx(0.1)

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from healcore import Healer, Logging
 from healcore.jax import protect
+from healcore.runtime.run import comparisons
 
 STEPS, BAD_STEPS = 360, range(220, 232)
 TX = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9))
@@ -67,6 +69,7 @@ def run(*, bad_steps: Any = BAD_STEPS, folder: Any = None) -> tuple[float, list[
     return float(sum(loss_of(state[0], batch) for batch in data[STEPS:])), rollbacks
 
 
+@pytest.mark.slow
 def test_updates_with_flipped_signs_are_withheld(tmp_path):
     """Nothing shows at these steps: neither their norms nor their batches are unusual."""
     clean, _ = run(bad_steps=())
@@ -76,3 +79,37 @@ def test_updates_with_flipped_signs_are_withheld(tmp_path):
     assert healed < 1.1 * clean
     first, last = (int(word) for word in rollbacks[-1]["held"][-1].split() if word.isdigit())
     assert first < BAD_STEPS[0] < BAD_STEPS[-1] < last
+
+
+@pytest.mark.slow
+def test_a_number_that_the_program_keeps_is_used_in_the_end(tmp_path, monkeypatch):
+    """As in torch, the run ends with the bits of a run without healcore."""
+    monkeypatch.setattr(comparisons, "LASTING_STEPS", 20)
+    tx = protect(optax.inject_hyperparams(optax.adamw)(learning_rate=0.01, weight_decay=0.01))
+    log = Logging(events=tmp_path / "events.jsonl", console=False)
+
+    @jax.jit
+    def step(params: Any, opt: Any, batch: Any, late: Any) -> Any:
+        opt = optax.tree.set(opt, weight_decay=jnp.where(late, 40.0, 0.01))
+        value, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, opt = tx.update(grads, opt, params, value=value)
+        return optax.apply_updates(params, updates), opt
+
+    params = initial()
+    plain = (params, tx.init(params))
+    for number, batch in enumerate(batches(STEPS)):
+        plain = step(*plain, batch, number >= 110)
+    healer: Healer
+    with Healer(
+        state=(params, tx.init(params)),
+        loss_fn=lambda state, batch: loss_of(state[0], batch),
+        logging=log,
+    ) as healer:
+        for batch in healer.batches(batches(STEPS)):
+            healer.update(step(*healer.state, batch, healer.step >= 110), batch=batch)
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    rollbacks = [each for each in map(json.loads, lines) if each["kind"] == "rollback"]
+    assert any(each.get("held") for each in rollbacks)
+    assert rollbacks[-1]["by"] == "intended_numbers"
+    for a, b in zip(jax.tree.leaves(plain[0]), jax.tree.leaves(healer.state[0]), strict=True):
+        assert np.array_equal(a, b)

@@ -13,6 +13,7 @@ from healcore.core.engine import RuleConfig
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
+from healcore.jax.store import OrbaxStore
 from healcore.runtime.driver import WeightsChanged
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits, bits
@@ -36,6 +37,7 @@ def back_to(driver: JaxDriver, store: Any, step: int) -> None:
     driver.load(restored.state, restored.record)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "where", "at"),
     [("plain", "memory", 2), ("linen", "memory", 0), ("linen", "disk", 2), ("nnx", "disk", 2)],
@@ -72,6 +74,7 @@ def test_a_run_replays_bit_for_bit_and_is_not_compiled_again(kind, where, at, tm
     assert other.engines() == engines
 
 
+@pytest.mark.slow
 def test_nnx_objects_stay_the_users_own():
     run, driver = driven(RUNS["nnx"]())
     model, optimizer = run.state["model"], run.state["optimizer"]
@@ -84,6 +87,38 @@ def test_nnx_objects_stay_the_users_own():
     assert driver.live["model"] is model
     assert model.first.kernel is kernel
     assert_same_bits(before, (kernel[...], moment[...]))
+
+
+def test_a_restored_state_has_the_functions_of_the_state_that_was_given():
+    """As of an Equinox module."""
+    run, driver = driven(plain(activation=jnp.tanh))
+    store = driver.store(None)
+    store.save(1, driver.state())
+    restored = store.restore(1, run.state).state
+    assert restored["activation"] is jnp.tanh
+    assert bits(restored["params"]) == bits(driver.live["params"])
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind, tmp_path):
+    run, driver = driven(RUNS[kind]())
+    advance(driver, run, BATCHES[:1])
+    store = OrbaxStore(tmp_path)
+    store.save(1, driver.state())
+    store.wait()
+    given = RUNS[kind]().state
+    restored = OrbaxStore(tmp_path).restore(1, given).state
+    assert jax.tree.structure(restored) == jax.tree.structure(given)
+    found = live_state_of(restored).items()
+    assert bits({n: x for n, x in found.items() if n != SIDE_STATE}) == saved(driver)
+    if kind == "nnx":
+        assert restored["model"] is not given["model"]
+        assert bits(nnx.state(given["model"])) == bits(nnx.state(RUNS[kind]().state["model"]))
+        part = {"model": given["model"]}
+    else:
+        part = {"params": given["params"]} if kind == "plain" else given
+    found = live_state_of(OrbaxStore(tmp_path).restore(1, part).state).items()
+    assert found.keys() - {SIDE_STATE} == live_state_of(part).items().keys() - {SIDE_STATE}
 
 
 def test_python_numbers_come_back_as_they_were():
@@ -124,6 +159,7 @@ def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
     assert run.compiled() == compiled
 
 
+@pytest.mark.slow
 def test_the_moments_are_reset_after_a_restore_of_the_step_that_cut():
     cuts = RuleConfig(int(Cause.GRAD_SPIKE), action=int(Action.CUT_LR))
     policy = policies.SKIP._replace(rules=(cuts,), lr=POLICY.lr._replace(reset_moments=True))

@@ -50,6 +50,7 @@ def manager_of_v1(root: Path) -> tuple[Any, Any, Any]:
     return save, restore, manager.close
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manager_of", [manager_of_v0, manager_of_v1])
 def test_both_save_at_the_same_time(manager_of, tmp_path):
     store = OrbaxStore(tmp_path / "healing")

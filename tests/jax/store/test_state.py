@@ -103,6 +103,7 @@ def test_the_arrays_of_a_checkpoint_are_orbax_s_own(tmp_path):
     assert found["params.dense.kernel"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_sharded_arrays_on_eight_devices(tmp_path):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = forked_programs.run("-m", "tests.jax.store.sharded_program", tmp_path, env=env)

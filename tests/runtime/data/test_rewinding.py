@@ -16,6 +16,7 @@ from healcore.runtime.data.loader_adapters import DataError, position_of_other_r
 from tests.runtime.data.loaders import BATCHES, EXAMPLES, REWINDING, SIZE, Kind, over, take
 
 
+@pytest.mark.slow
 @over(REWINDING)
 def test_from_the_end_to_every_position_and_in_a_later_process(kind):
     cursor = Cursor(kind.make(), epochs=kind.epochs)

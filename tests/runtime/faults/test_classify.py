@@ -20,17 +20,22 @@ from typing import Any
 
 import httpx
 import huggingface_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet
 import pytest
 import requests
 import torch
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import distributed
 from torch._C._distributed_c10d import HashStore
+from torch._utils import ExceptionWrapper
+from torch.nn import functional
+from torch.utils.data import default_collate
 
 import healcore
 from healcore import classify
@@ -86,6 +91,62 @@ def test_http_statuses_are_network_faults_and_some_are_transient(client, status)
     assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
 
 
+def passed_on(call, *args):
+    """Raises the exception of a call as a DataLoader does in the main process."""
+    try:
+        call(*args)
+    except Exception:
+        wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+    wrapper.reraise()
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("status", [404, 429, 503, CLOSES])
+def test_a_transient_failure_in_a_worker_is_one_too(client, status):
+    """Torch keeps type and traceback only. A dead link (404) is an unreadable row."""
+    with serving(status) as server:
+        fault = classify(error_of(passed_on, client, server.url))
+    if status == 404:
+        assert fault.cause is Cause.UNKNOWN
+        return
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+    assert fault.sign == f"HTTP {status}" or status == CLOSES
+    fault = classify(error_of(passed_on, client, server.url))  # the server is gone
+    assert (fault.cause, fault.transient) == (Cause.NETWORK, True)
+
+
+def row_of_a_library(url):
+    try:
+        by_urllib(url)
+    except Exception as error:
+        raise ValueError("row 3") from error
+
+
+def raises_errno(number):
+    raise OSError(number, "a message")
+
+
+def bug_in_a_handler(url):
+    try:
+        by_urllib(url)
+    except Exception:
+        raise TypeError("a bug")  # noqa: B904
+
+
+def test_what_caused_an_exception_in_a_worker():
+    with serving(503) as server:
+        fault = classify(error_of(passed_on, row_of_a_library, server.url))
+        bug = classify(error_of(passed_on, bug_in_a_handler, server.url))
+    assert (fault.cause, fault.sign) == (Cause.NETWORK, "HTTP 503")
+    assert bug.cause is Cause.UNKNOWN
+    for number, cause in ((errno.ENETUNREACH, Cause.NETWORK), (errno.EIO, Cause.DATA)):
+        assert classify(error_of(passed_on, raises_errno, number)).cause is cause
+    quoted = KeyError(
+        "Caught X in Y.\nOriginal Traceback (most recent call last):\nConnectionError"
+    )
+    assert classify(quoted).cause is Cause.UNKNOWN
+
+
 @pytest.mark.parametrize("client", [requests.get, httpx.get, urllib.request.urlopen])
 def test_a_timeout_is_a_transient_network_fault(client):
     with serving(LATE) as server:
@@ -127,6 +188,67 @@ def test_data_that_cannot_be_read(read):
     assert classify(error_of(read)).cause is Cause.DATA
 
 
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda: torch.nn.Linear(3, 2)(torch.ones(4, 2)),
+        lambda: torch.ones(3) + torch.ones(4),
+        lambda: torch.ones(3).view(2, 2),
+        lambda: default_collate([torch.ones(2), torch.ones(3)]),
+        lambda: functional.cross_entropy(torch.ones(4, 3), torch.zeros(3, dtype=torch.long)),
+        lambda: torch.nn.Conv2d(3, 4, 3)(torch.ones(1, 4, 8, 8)),
+        lambda: torch.nn.MultiheadAttention(4, 2)(*[torch.ones(2, 2, 3)] * 3),
+        lambda: torch.ones(3)[0, 0],
+        lambda: jnp.ones(3) + jnp.ones(4),
+        lambda: jnp.ones((2, 3)) @ jnp.ones((2, 3)),
+        lambda: jax.jit(lambda x: x.reshape(2, 2))(jnp.ones(3)),
+        lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 4))),
+        lambda: np.stack([np.ones(2), np.ones(3)]),
+        lambda: np.ones(3) + np.ones(4),
+    ],
+)
+def test_shapes_that_do_not_fit_have_a_hint(operate):
+    fault = classify(error_of(operate))
+    assert (fault.cause, fault.sign) == (Cause.DATA, "shapes")
+    assert "shapes of the batch" in fault.advice
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])),
+        lambda: functional.cross_entropy(torch.ones(1, 3), torch.tensor([7])),
+        lambda: torch.gather(torch.ones(3), 0, torch.tensor([5])),
+        lambda: functional.one_hot(torch.tensor([5]), 3),
+        lambda: np.ones(3)[5],
+    ],
+)
+def test_an_index_that_is_too_large_has_a_hint(operate):
+    fault = classify(error_of(operate))
+    assert (fault.cause, fault.sign) == (Cause.DATA, "index out of range")
+    assert "token ids" in fault.advice
+
+
+def raises(error: Exception, cause: BaseException | None = None) -> None:
+    raise error from cause
+
+
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (lambda: raises(ValueError("model size 7 is unknown, not one of 13, 70")), Cause.UNKNOWN),
+        (lambda: [1, 2][5], Cause.UNKNOWN),
+        (lambda: torch.ones(2, requires_grad=True).numpy(), Cause.UNKNOWN),
+        (lambda: torch.ones(2).backward(), Cause.UNKNOWN),
+        (lambda: jax.jit(lambda x: 1 if x else 2)(1.0), Cause.UNKNOWN),
+        # The error of the network is the cause, whatever the text of the outer error.
+        (lambda: raises(RuntimeError("got size 10 of 20"), ConnectionError()), Cause.NETWORK),
+    ],
+)
+def test_other_errors_are_no_errors_of_shapes(call, cause):
+    assert classify(error_of(call)).cause is cause
+
+
 TIMEOUT = """[PG ID 0 PG GUID 0(default_pg) Rank 0] Watchdog caught collective operation timeout: \
 WorkNCCL(SeqNum=1, OpType=ALLREDUCE, Timeout(ms)=600000) ran for 600001"""
 REMOTE = """NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network \
@@ -136,6 +258,8 @@ OOM_MESSAGES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
     RuntimeError("MPS backend out of memory (MPS allocated: 1.0 GB)"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
@@ -170,7 +294,7 @@ def test_a_rank_that_does_not_come():
     with ThreadPoolExecutor() as threads:
         list(threads.map(join, range(2)))
     error = error_of(lambda: groups[0].recv([torch.zeros(1)], 1, 0).wait())
-    assert classify(error) == (Cause.HANG, "gloo timeout", False, None)
+    assert classify(error) == (Cause.HANG, "gloo timeout", False, None, "")
 
 
 class Wrapped(Exception): ...

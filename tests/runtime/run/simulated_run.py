@@ -13,6 +13,7 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.evidence import ComparisonState
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
 from healcore.runtime.run.orders import Order, RollbackRecord
@@ -51,6 +52,7 @@ class Listed(CheckpointStore):
     """A CheckpointStore that remembers what was saved and holds no arrays."""
 
     durable = property(lambda self: True)  # type: ignore[assignment]
+    arrays_by_rank = property(lambda self: False)  # type: ignore[assignment]
 
     def __init__(self) -> None:
         copier: Any = None
@@ -126,6 +128,7 @@ class Nothing:
     may_save = staticmethod(lambda patience: False)
     load = staticmethod(lambda *given, **options: None)
     hold_numbers = staticmethod(lambda ranges: None)
+    structure_changes = staticmethod(list)
 
 
 class Process:
@@ -143,10 +146,13 @@ class Process:
             step=0, loaders=self.loaders, host=host, steps_of=lambda batches: batches
         )
         driver: Any = Nothing()
-        context = RunContext(POLICY, driver, store, Alone(), log, facts)
+        context = RunContext(POLICY, driver, store, Alone(), log, facts, BatchParts(facts))
         schedule = SaveSchedule(context, self.data, EVERY)
         no_comparisons: Any = SimpleNamespace(
-            is_enabled=False, state=ComparisonState(), on_rollback=lambda target: None
+            is_enabled=False,
+            state=ComparisonState(),
+            on_rollback=lambda target: None,
+            batches_to_save=lambda: None,
         )
         self.saver = Saver(context, self.data, schedule, no_comparisons, KEEP)
         self.restorer = Restorer(self.saver)
@@ -185,6 +191,6 @@ class Process:
 
     def go_back(self, depth: int) -> RollbackRecord:
         order = Order(index=self.step - 1, onset=self.onset, depth=depth)
-        done, _ = self.restorer.restore(order)
+        done = self.restorer.restore(order)
         self.data.step, self._goes_on = done.target, False
         return done

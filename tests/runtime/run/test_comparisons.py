@@ -30,6 +30,7 @@ from healcore.runtime.run.evidence import (
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.step_history import StepHistory
+from healcore.runtime.store.packed_values import PackedValues
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
 PER_STEP = 0.03
@@ -223,6 +224,60 @@ def test_a_rate_that_is_not_finite_can_be_saved():
     read = TypeAdapter(ComparisonState).validate_json(text, strict=True)
     assert read == run.comparisons.state
     assert [each.draw(1) for each in read.anchors] == [[]] * len(read.anchors)
+
+
+def restarted(run: Run) -> Run:
+    """What a new process knows of a run, from the text of its checkpoint."""
+    text = json.dumps(asdict(run.comparisons.to_save()), allow_nan=False)
+    saved = TypeAdapter(ComparisonState).validate_json(text, strict=True)
+    packed = run.comparisons.batches_to_save()
+    assert packed is not None
+    batches = PackedValues.read(packed.state())
+    other = Run(run.loss_fn, interval=run.interval)
+    other.step, other.driver.weight = run.step, run.driver.weight
+    weights = {each.step: each.weights for each in run.comparisons.anchors}
+    other.comparisons.continue_from(saved, weights, step=run.step, batches=batches)
+    return other
+
+
+@pytest.mark.parametrize("steps", [100, 130, 250, 255, 262, 275, 301])
+def test_a_restart_compares_as_the_run_that_is_not_restarted(steps):
+    """Losses and norms are usual until step 250; from then on the weights are damaged."""
+
+    def go_on(run: Run, until: int) -> Any:
+        while run.step < until:
+            healthy_weight = 10.0 / (1 + run.step / 50)
+            bad = run.step >= 250
+            verdict = run.take(
+                run.step, weight=healthy_weight + 5.0 * bad, norm=4.0 if bad else 1.0
+            )
+            if verdict is not None:
+                return verdict, run.comparisons.unusual_batches(verdict)
+        return None
+
+    undisturbed = Run(noisy)
+    assert go_on(undisturbed, steps) is None
+    again = restarted(undisturbed)
+    before, evaluations = undisturbed.driver.evaluations, again.driver.evaluations
+    expected = go_on(undisturbed, 400)
+    assert expected is not None
+    assert go_on(again, 400) == expected
+    checks = 3  # calls by which a new process checks the function
+    made = again.driver.evaluations - evaluations - checks
+    assert made == undisturbed.driver.evaluations - before, "the same comparisons"
+
+
+def test_a_restart_has_the_credit_that_is_left():
+    """With a full credit it would evaluate more often than the run that is not restarted."""
+    run = Run(noisy)
+    full = run.comparisons.to_save().credit
+    while run.step < 262:
+        run.take(run.step, weight=10.0 / (1 + run.step / 50) + 5.0 * (run.step >= 250))
+    left = run.comparisons.to_save().credit
+    assert left is not None
+    assert full is not None
+    assert left < full
+    assert restarted(run).comparisons.to_save().credit == left
 
 
 @pytest.mark.parametrize(("wrong", "trouble"), [(KeyError("labels"), 0), (None, 40)])

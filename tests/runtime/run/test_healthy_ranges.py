@@ -100,9 +100,10 @@ def test_a_number_that_the_program_keeps_outside_for_long_is_intended():
     held = {"w": HeldNumber(constant(0.0), 3.0), "b": HeldNumber(constant(0.9), None)}
     ranges = HealthyRanges(held=Held(numbers=held, until=720))
     seen = {"w": constant(3.0), "b": constant(math.nan)}
-    assert ranges.accept_lasting(900, seen, after=200) == {}, "a fault may last as long"
-    assert ranges.accept_lasting(1000, seen, after=200) == {"w": 3.0}, "NaN is never intended"
-    assert [*ranges.held.numbers] == ["b"]
+    assert ranges.lasting_numbers(900, seen, after=200) == {}, "a fault may last as long"
+    lasting = ranges.lasting_numbers(1000, seen, after=200)
+    assert lasting == {"w": 3.0}, "NaN is never intended"
+    ranges.held = ranges.held.without_numbers(lasting)
     ranges.learn({}, {"w": constant(3.0)}, {})
     assert ranges.values.numbers["w"].high == 3.0
 

@@ -14,7 +14,9 @@ from healcore.core.engine import incidents
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
+from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import (
     MAX_HOLDS,
     RATE_TOLERANCE,
@@ -137,7 +139,9 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(trained_rates=dict)
-    context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord())
+    context = RunContext(
+        HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord(), BatchParts(RunRecord())
+    )
     return IncidentMonitor(context, Hooks(), 0)
 
 
@@ -167,13 +171,13 @@ def test_ids_of_an_earlier_loader_are_not_skipped_in_the_current_one(monitor, ba
     start = 6
     for index in range(start):
         monitor.process(StepResult(index, [FINE], (BatchId(0, 100 + index),)))
-    monitor.loader_start = start
+    monitor.state.loader_start = start
     if back_to is not None:  # the second loader begins again there
-        monitor.on_rollback(back_to)
+        monitor.state.on_rollback(back_to)
         start = back_to
     for index in range(start, 10):
         monitor.process(StepResult(index, [FINE], (BatchId(0, index - start),)))
-    assert [each.index for each in monitor.batches_between(0, 9)] == skipped
+    assert [each.index for each in monitor.state.batches_between(0, 9)] == skipped
 
 
 def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
@@ -211,7 +215,7 @@ def test_batches_of_an_undone_accumulation_belong_to_no_later_step():
 
 def host_rules() -> HostRules:
     policy = HostPolicy.of("default", {"incident": {"quiet_steps": 10}})
-    return HostRules(policy.rules, policy.engine.config)
+    return HostRules(policy.rules, policy.engine.config, MonitorState())
 
 
 def orders(found: HostRules, bad: Sequence[int], engine: str = "", start: int = 0) -> list[int]:

@@ -38,6 +38,7 @@ def interrupt(process: Any) -> None:
     assert any("Ctrl-C again stops at once" in line for line in process.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", "caught"])
 def test_the_first_one_saves_and_ends_with_130_and_a_plain_line(how, tmp_path):
     with started(tmp_path, how) as process:
@@ -69,6 +70,7 @@ def test_the_second_one_stops_at_once_in_the_middle_of_a_step(tmp_path):
     assert loop.faults.order[0] == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("second", "after", "status"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
 from healcore.runtime.run.run_context import RunContext
@@ -19,6 +20,8 @@ Loss = Callable[[float, Any], float]
 
 
 class ToyDriver:
+    state_is_in_place = True
+
     def __init__(self) -> None:
         self.weight: float = 10.0
         self.evaluations = -3
@@ -71,7 +74,15 @@ class Run:
         self.loss_fn, self.interval = loss_fn, interval
         driver: Any = self.driver
         self.record = RunRecord()
-        context = RunContext(HostPolicy.of("default"), driver, driver, Alone(), log, self.record)
+        context = RunContext(
+            HostPolicy.of("default"),
+            driver,
+            driver,
+            Alone(),
+            log,
+            self.record,
+            BatchParts(self.record),
+        )
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         warn = self.warnings.append
         self.comparisons = Comparisons(

@@ -170,6 +170,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @over(DCP, JAX_TIERS)
 def test_a_program_that_ends_finishes_its_save(case, tmp_path):
     done = forked_programs.run("-c", ENDS, case.name, tmp_path)
@@ -193,6 +194,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @over(*DISKS)
 def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp_path):
     newer = two_saves(case, tmp_path)
@@ -216,6 +218,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp
     assert same_states(case.state(2), case.make(tmp_path).restore(2, like).state)
 
 
+@pytest.mark.slow
 @over(*DISKS)
 def test_every_bit_of_the_manifest(case, tmp_path):
     newer = two_saves(case, tmp_path)
@@ -364,6 +367,7 @@ for calls in (None, *range(26), None):  # Orbax changes the disk 25 times
 """Kills a save before its first, second, ... change of the disk, or at its end."""
 
 
+@pytest.mark.slow
 @over(*DISKS)
 def test_a_kill_anywhere_in_a_save_leaves_whole_checkpoints(case, tmp_path):
     done = forked_programs.run("-c", KILLED, case.name, tmp_path)

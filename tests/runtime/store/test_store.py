@@ -160,7 +160,10 @@ def test_the_tenth_attempt_is_newer_than_the_ninth(case, tmp_path):
     shutil.copytree(store.root, older)
     save(case, store, 3, 10, *[1] * 9)
     shutil.copytree(older, store.root, dirs_exist_ok=True)
-    assert case.make(store.root).records()[3]["seed"] == 10
+    reopened = case.make(store.root)
+    assert reopened.records()[3]["seed"] == 10
+    assert [saved.attempt for saved in reopened.checkpoints()] == [10]
+    assert reopened.restore(3, case.state(0)).record["seed"] == 10
 
 
 @over(*TIERS)

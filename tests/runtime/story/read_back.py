@@ -93,7 +93,7 @@ def _tensorboard(folder: Path) -> Stored:
     rows: list[tuple[int, dict[str, float]]] = []
     texts = []
     for path in sorted((folder / "tb").iterdir()):
-        problems: list[tuple[int, str]] = []
+        problems: list[Any] = []
         for _, record in scalars(str(path), problems):
             step, (name, value) = record.pop("step"), *record.items()
             if not rows or rows[-1][0] != step or name in rows[-1][1]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from healcore.core.decision import Cause
+from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
 from healcore.events import Log, read
+from healcore.events.log import Metrics, metrics_path
 from healcore.events.models import Ending
 from healcore.history import Run, runs_of
 from healcore.runtime.story import postmortem
@@ -84,7 +85,8 @@ def test_the_least_that_can_be_known(ending):
 def test_every_cause_has_its_advice(cause):
     (hint,) = advice(cause)
     if cause is Cause.PLATEAU:
-        assert all(word in hint for word in ("initialisation", "data", "learning rate", "beta"))
+        for word in ("initialisation", "data", "learning rate 2 to 5 times higher", "lower beta"):
+            assert word in hint
     began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
     text = explain(end_of("stopped", 7, began))
     assert f"Seen: {str(cause.name).lower()} from step 3 on." in text
@@ -136,9 +138,9 @@ def test_a_full_and_a_read_only_disk(tmp_path):
         assert "could not be written" in str(problem)
 
 
-def of_killed(path: Path) -> Any:
+def of_killed(path: Path, metrics: Path | None = None) -> Any:
     run = postmortem.read_last_run(path)
-    if run is None or not postmortem.write_for_killed(path, run):
+    if run is None or not postmortem.write_for_killed(path, run, metrics):
         return None
     return postmortem.read(path_for(path, run.processes[-1].id))
 
@@ -175,6 +177,33 @@ def test_a_killed_process_has_a_postmortem(events):
     text = " ".join(found["diagnosis"].split())
     for part in ("step 350", "loss_spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
         assert part in text
+
+
+def test_the_last_step_of_a_killed_run_is_in_its_metrics(events):
+    """The events of a healthy run end with its last checkpoint."""
+    name = log_of_a_run(events, born=1)
+    file = metrics_path(events)
+    long_ago = {"schema": 1, "kind": "step", "run": name, "step": 412, "loss": 9.0, "time": 1.0}
+    file.write_text(f"{json.dumps(long_ago)}\n")  # undone by the rollback from step 413 to 300
+    assert of_killed(events, file)["step"] == 350
+    metrics = Metrics(file, run=name)
+    for step in range(300, 372):
+        numbers: Any = dict.fromkeys(RECORD_FIELDS, Cause(0)) | {
+            "loss": step / 100,
+            "loss_ratio": 0.5,
+            "cause": Cause.PLATEAU,
+        }
+        metrics.write(step, StepRecord(**numbers), several=False)
+    metrics.flush()
+    with file.open("a") as lines:
+        lines.write(f'{json.dumps({**long_ago, "run": "another", "step": 900})}\n{{"kind": "st')
+    found = of_killed(events, file)
+    assert found["step"] == 372
+    assert found["metrics"]["heal/loss"] == pytest.approx(3.71)
+    assert found["metrics"]["heal/loss_ratio"] == 0.5
+    assert "PLATEAU" in found["cause"]
+    assert advice(Cause.PLATEAU)[0] in " ".join(found["diagnosis"].split())
+    assert "its last record is at step 372" in " ".join(found["diagnosis"].split())
 
 
 def log_of_a_run(path: Path, **changes: Any) -> str:

@@ -26,6 +26,7 @@ def folder(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_a_restarted_run_with_a_rollback_is_stored_as_one_run(name, folder):
     data = range(20)

@@ -88,6 +88,7 @@ def test_several_attempts_of_one_run(tmp_path):
     assert (joined.exit_code, "files 2" in joined.output) == (0, True)
 
 
+@pytest.mark.slow
 def test_the_optimizer_probe(tmp_path):
     net, optimizer = trained()
     well = saved(tmp_path, net, optimizer)
@@ -110,6 +111,7 @@ def test_a_wrong_command_line_says_why(arguments):
     assert result.output
 
 
+@pytest.mark.slow
 def test_probes_import_little(tmp_path):
     """No framework without one of its files, and neither policies nor the runtime's loop."""
     from safetensors.numpy import save_file

@@ -190,6 +190,16 @@ def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(t
     assert verdicts(probe_values(tmp_path, values))["instability_events"] == "WARN"
 
 
+def test_the_number_of_jumps_has_a_bound(tmp_path):
+    values = base(1000)
+    values[[300, 500, 700]] += 3.0
+    for bound, verdict in ((None, "PASS"), (3, "PASS"), (2, "WARN")):
+        result = probe_values(tmp_path, values, max_jumps=bound)
+        assert verdicts(result)["instability_events"] == verdict
+    (check,) = [each for each in result.checks if each.name == "instability_events"]
+    assert "3 single high values; should be at most 2" in check.message
+
+
 @needed
 @pytest.mark.parametrize(
     ("pattern", "number", "verdict"),

@@ -166,6 +166,38 @@ def test_the_layers_of_an_adapter_are_named_by_the_weights_beside(tmp_path):
     assert verdicts(half)["outliers"] == "FAIL"
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"q_proj": 16, "v_proj": 16}, {"q_proj": 16, "v_proj": 8}, {"q_proj": 16, "down_proj": 64}],
+)
+def test_a_healthy_adapter_of_two_layers_passes(sizes, tmp_path):
+    """The gradients of queries are far smaller than those of values, in each layer."""
+    weights = {
+        f"base_model.model.layers.{layer}.self_attn.{name}.{half}.weight": torch.zeros(shape)
+        for layer in range(2)
+        for name, out in sizes.items()
+        for half, shape in (("lora_A", (4, 16)), ("lora_B", (out, 4)))
+    }
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW([nn.Parameter(each) for each in weights.values()])
+    for name, each in zip(weights, optimizer.param_groups[0]["params"], strict=True):
+        level = (1 if "q_proj" in name else 300) * (30 if "lora_B" in name else 1)
+        square = 1e-8 * level * (0.5 + torch.rand(each.shape, generator=generator))
+        optimizer.state[each] = {
+            "step": torch.tensor(90.0), "exp_avg": torch.zeros(each.shape), "exp_avg_sq": square,
+        }  # fmt: skip
+    path = tmp_path / "optimizer.pt"
+    torch.save(optimizer.state_dict(), path)
+    assert probe(path).verdict.value == "PASS", "without the names"
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    for subject in (path, tmp_path):
+        result = probe(subject, top=12)
+        assert result.verdict.value == "PASS", result.checks
+        layers = {each["layer"] for each in result.facts["top"]}
+        assert layers == {"base_model.model.layers.0", "base_model.model.layers.1"}
+        assert all("lora" in each["parameter"] for each in result.facts["top"])
+
+
 def test_one_nan_in_any_parameter_warns(tmp_path):
     net, optimizer = trained()
     for at, (name, parameter) in enumerate([*net.named_parameters()][::6]):
@@ -195,7 +227,9 @@ def test_second_moments_of_exactly_0(tmp_path):
     assert result.facts["negative"] == ["head.bias"]
     for slots in optimizer.state.values():
         slots["exp_avg_sq"].zero_()
-    assert verdicts(probe(saved(tmp_path, net, optimizer)))["dead"] == "FAIL"
+    result = probe(saved(tmp_path, net, optimizer))
+    assert verdicts(result)["dead"] == "FAIL"
+    assert result.facts["score"] == 0.3
 
 
 FACTORS: dict[str, tuple[Callable[[int], float], str, set[int]]] = {

@@ -68,6 +68,7 @@ def replayed(trace, policy):
     return [(row.index, line_of(row, row.action)) for row in result], result
 
 
+@pytest.mark.slow
 def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
     """The decisions, the counts of them, and the scores of each row."""
     run = logs.eventful(900)
@@ -97,6 +98,7 @@ def test_a_replay_equals_the_engine_stepped_by_hand(tmp_path):
         assert all(math.isfinite(z) for z in row.z.values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_back_with_its_budget(tmp_path):
     """Detectors as of the row before the resumed step; budget, incidents and LR of the live run."""
     run = logs.eventful(700)

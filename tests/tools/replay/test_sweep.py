@@ -69,6 +69,27 @@ def test_all_combinations_and_the_base_first():
     assert found[BASE.name] == BASE
 
 
+def test_variants_keep_the_kind_of_clipping_and_values_may_be_lists():
+    found = variants(
+        load_policy("zclip"), ["clip.max_norm=2,none", 'respond[0].do=["skip"],["skip","alert"]']
+    )
+    policies = list(found.values())[1:]
+    assert [policy.clip.kind for policy in policies] == ["zclip"] * 4
+    assert [policy.clip.max_norm for policy in policies] == [2, 2, None, None]  # pyright: ignore
+    assert [policy.respond[0].do for policy in policies] == [("skip",), ("skip", "alert")] * 2
+
+
+def test_an_option_of_zclip_changes_its_interventions_and_does_not_replace_it(tmp_path):
+    """A fixed clip with this limit would not act at all: the spikes are below it."""
+    columns = logs.noisy(400)
+    columns["grad_norm"][100::50] = [1.5] * len(columns["grad_norm"][100::50])
+    path = str(logs.write(tmp_path / "run.csv", columns))
+    (line,) = summaries("replay", path, "-p", "zclip", "--set", "clip.max_norm=2")
+    assert line["clips"] >= 6
+    swept = summaries("sweep", path, "-p", "zclip", "--vary", "clip.max_norm=2")
+    assert swept[1]["clips"] == line["clips"]
+
+
 @pytest.mark.parametrize(
     ("option", "key_word"),
     [

@@ -87,6 +87,7 @@ def test_every_incident_and_rollback_is_reported(run, request):
     assert report.notes == ()
 
 
+@pytest.mark.slow
 @RUNS
 def test_curves_are_the_metrics_row_by_row(run, request):
     events = request.getfixturevalue(run)
@@ -132,6 +133,7 @@ def test_a_resumed_run_is_one_report(resumed):
     assert [each.origin for each in report.attempts] == ["start", "rollback", "resume", "rollback"]
 
 
+@pytest.mark.slow
 def test_an_observed_run_is_reported_as_what_would_have_been(tmp_path):
     """NaN from batch 300 on, and a policy that observes: 600 alarms, 100 of them with an event."""
     policy = load("pretraining", mode="observe")
@@ -165,6 +167,7 @@ def copy(healed, tmp_path):
     return tmp_path / "run.events.jsonl"
 
 
+@pytest.mark.slow
 def test_a_report_is_written_next_to_its_run(copy):
     done = healcore("report", copy)
     assert (done.exit_code, done.stderr) == (0, "")
@@ -284,6 +287,7 @@ def test_every_incident_has_its_row(healed):
     assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
     page = render([hostile(), hostile()])
     for text in (page, render(read_reports(healed))):

@@ -20,7 +20,10 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         ("a log in prose\n" + "of_words " * 400 + "_" * 4000 + "\n", "It is not a CSV"),
         ("[D loss: 2.5] [G loss: 0.5]\n", "Name one: --column loss=D loss"),
-        ("step,loss\n" + '"1,000",2\n' * 20, "20 numbers cannot be read, first in line 2: column"),
+        (
+            "step,loss\n" + '"1,000",2\n' * 20,
+            "20 of 20 lines cannot be used, first in line 2: column",
+        ),
         ("\0\1\2", "it is binary"),
         ('{"torn', "it is JSON, but has no 'log_history'"),
         ("x" * (2 << 20), "this is not a table"),
@@ -36,7 +39,7 @@ def test_paths_that_cannot_be_read_do_not_stop_the_others_and_a_pipe_is_not_wait
     absent, pipe = str(tmp_path / "absent.csv"), str(tmp_path / "pipe")
     traces, (first, second) = open_traces([absent, str(good), pipe])
     assert [trace.name for trace in traces] == [str(good)]
-    assert first == (absent, "it cannot be read: No such file or directory")
+    assert first == (absent, "it cannot be read: No such file or directory", False)
     assert (second.path, "pipe or a device" in second.problem) == (pipe, True)
 
 
@@ -173,7 +176,7 @@ def test_the_lineage_is_that_of_a_list_that_is_cut_back(tmp_path_factory, steps,
         run.append((step, index))
     assert [attempt.resumes_after for attempt in trace.attempts] == ancestors
     assert trace.replaced.sum() == replaced
-    notes = [note for note in trace.notes if "the run was resumed: attempt " in note]
+    notes = [note for note in trace.notes if "the run went back" in note]
     assert bool(notes) == (len(ancestors) > 1)
     last = dict(run)  # of a repeated step the last row stays
     # The losses are the numbers of their rows.

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from healcore.events import Log
@@ -53,13 +54,16 @@ def test_typed_records_torn_lines_and_other_types(tmp_path):
         '{"type":"step","step":6,"loss":"1.5"}\n'
         '{"type":"step","step":7,"lo'
     )
-    trace = open_one(write(tmp_path / "train-20260101.jsonl", text))
-    table = trace.rows
+    usable = "".join(f'{{"type":"step","step":{step},"loss":2}}\n' for step in range(-60, 1))
+    path = write(tmp_path / "train-20260101.jsonl", text)
+    assert "4 of 8 lines cannot be used, first in line 4: not JSON" in refusal(path)
+    trace = open_one(write(path, text.replace('{"type":"config"', usable + '{"type":"config"')))
+    table = trace.rows.select(np.arange(61, 65))
     assert table.step.tolist() == [1, 2, 5, 6]
     assert column(table.values["loss"]) == [2, "nan", "nan", 1.5]
     assert table.logged["loss"].tolist() == [True, True, False, True]
     assert column(table.values["grad_norm"]) == [1, "nan", "nan", "nan"]
-    assert [line for line, _ in problems_of(trace)] == [4, 6, 7, 8, 9, 11]
+    assert [line for line, _ in problems_of(trace)] == [65, 67, 68, 69, 70, 72]
     assert "the last line is truncated" in problems_of(trace)[-1][1]
 
 

@@ -73,6 +73,11 @@ def cases(every: int) -> Iterator[tuple[str, dict[str, Any]]]:
     alone: dict[str, Any] = {"wrap": lambda net: net, "reduce": reduce}
     yield train("by hand", fits={1: 3}, make=plain, **alone)
     yield train("one sample", fits={1: 0}, make=plain)
+    half_at_first = lambda now: BATCH // 2 if now == 0 else None  # noqa: E731
+    then_whole = lambda now: BATCH if now else BATCH // 2  # noqa: E731
+    yield train("whole later", most=then_whole)
+    yield train("larger again", most=half_at_first, wait=1)
+    yield train("larger on rank 1 alone", fits={1: BATCH // 2}, most=half_at_first, wait=1)
     yield train("uneven", make=plain, samples=6 + 5 * rank)
     yield train("uneven, limited", fits={1: 4}, make=plain, samples=6 + 5 * rank)
     static = partial(DistributedDataParallel, static_graph=True)

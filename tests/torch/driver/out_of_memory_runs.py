@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
+from healcore.runtime.run.part_growth import FIRST_WAIT
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
 
@@ -69,12 +70,13 @@ def train(
     reduce: Callable[[nn.Module], object] = lambda net: None,
     fits: int | None = None,
     most: Callable[[int], int | None] = lambda step: None,
+    wait: int = FIRST_WAIT,
 ) -> dict[str, Any]:
     """Trains for `STEPS` steps of `ACCUMULATED` batches; what this process has then.
 
     `wrap` makes what is called, which is not in the state with `inner`; `reduce` is called before
     each step of the optimizer; there is memory for `fits` samples, and a step begins with parts of
-    at `most` so many.
+    at `most` so many. Larger parts are tried after `wait` steps.
     """
     torch.manual_seed(0)
     net = make().double()
@@ -93,6 +95,7 @@ def train(
     found: dict[str, Any] = {"sizes": sizes, "raised": {}}
     try:
         with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
+            healer._loop.record.part_growth.wait = wait
             for number, batch in enumerate(healer.batches(data(seed, samples))):
                 done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
                 if (limit := most(healer.step)) is not None:

@@ -122,3 +122,139 @@ def test_a_rollback_and_a_load_are_not_undone_by_the_next_skip():
     fresh = statistics(run.model)
     run.step(5, factor=NAN)
     assert statistics(run.model) == fresh
+
+
+class Observer(nn.Module):
+    """Keeps what it has seen in one of the ways in which modules write their buffers."""
+
+    level: torch.Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        start = torch.zeros(0) if way == "resized" else torch.zeros(4)
+        self.register_buffer("level", start)
+        self.register_buffer("table", torch.full((3,), -math.inf))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        if self.way == "counted":
+            self.level.mul_(0.9).add_(mean, alpha=0.1)
+        elif self.way == "data":
+            self.level.data.copy_(self.level.data * 0.9 + mean * 0.1)
+        elif self.way == "replaced":
+            self.level = self.level * 0.9 + mean * 0.1
+        else:
+            known = self.level if self.level.numel() else torch.zeros_like(mean)
+            self.level.resize_(mean.shape).copy_(known * 0.9 + mean * 0.1)
+        self.seen += 1
+        return x - self.level.sum()
+
+
+class ObservedRun(NormRun):
+    """A healed model with an observer."""
+
+    def __init__(self, way: str, where: str = "host", fused: bool = True) -> None:
+        torch.manual_seed(0)
+        self.observer = Observer(way)
+        self.model = nn.Sequential(nn.Linear(3, 4), self.observer, nn.Linear(4, 1))
+        self.optimizer = AdamW(self.model.parameters(), lr=0.01, fused=fused)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        state = {"model": self.model, "optimizer": self.optimizer}
+        self.driver = TorchDriver(state, ROLLS_BACK, attach={"engine": where})
+
+    def step(self, *batches: int, **options: Any) -> None:
+        super().step(*batches, **options)
+        self.driver.take_dispatch()
+
+
+@every_way
+@pytest.mark.parametrize("way", ["counted", "data", "replaced", "resized"])
+def test_a_skip_restores_what_a_forward_pass_has_written(way: str, where: str, fused: bool):
+    run = ObservedRun(way, where, fused)
+    for i in range(13 if where == "device" else 3):
+        run.step(i)
+    level, table = bits(run.observer.level), bits(run.observer.table)
+    for bad in (NAN, NAN, math.inf):
+        run.step(20, factor=bad)
+        assert bits(run.observer.level) == level
+    run.step(21)
+    assert bits(run.observer.level) != level
+    assert bool(run.observer.level.isfinite().all())
+    level = bits(run.observer.level)
+    run.step(0, 1, 2, factor=NAN, bad=1)
+    assert bits(run.observer.level) == level, "all of an accumulated step"
+    assert bits(run.observer.table) == table
+
+
+@pytest.mark.parametrize("way", ["counted", "replaced", "resized"])
+def test_the_first_step_may_be_the_bad_one(way: str):
+    run = ObservedRun(way)
+    start = run.observer.level.tolist()
+    run.step(0, factor=NAN)
+    assert run.observer.level.tolist() == start
+    run.step(1)
+    assert bool(run.observer.level.isfinite().all())
+
+
+def test_what_the_program_writes_between_two_steps_stays():
+    run = ObservedRun("counted")
+    run.step(0)
+    run.observer.level.fill_(2.0)  # at the end of the body, or before an epoch
+    run.driver.take_dispatch()
+    level = bits(run.observer.level)
+    run.step(1, factor=NAN)
+    assert bits(run.observer.level) == level
+    assert int(run.observer.seen) == 2, "counters and flags belong to the program"
+    run.observer.level = torch.full((4,), 3.0)
+    run.driver.expect_change()
+    run.step(2, factor=NAN)
+    assert run.observer.level.tolist() == [3.0] * 4
+
+
+def test_a_replaced_buffer_may_be_the_batch():
+    class Keeps(nn.Module):
+        last: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(8, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x
+            return x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Keeps(), nn.Linear(3, 1))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
+    batch = torch.full((8, 3), NAN)
+    model(batch).sum().backward()
+    optimizer.step()
+    assert bool(batch.isnan().all()), "the program's own tensor is not written"
+    assert not model[0].last.any()  # type: ignore[union-attr]
+    driver.close()
+
+
+def test_the_observers_of_quantization_forget_a_skipped_batch():
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+    def fake() -> Any:
+        return FakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(fake(), nn.Linear(3, 4), fake(), nn.Linear(4, 1))
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    driver = TorchDriver({"model": model, "optimizer": optimizer}, ROLLS_BACK)
+    losses = []
+    for i in range(8):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(i))
+        loss = model(x * (NAN if i in (0, 4) else 1.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        driver.take_dispatch()
+        losses.append(float(loss))
+    assert [math.isnan(loss) for loss in losses] == [i in (0, 4) for i in range(8)]
+    driver.close()

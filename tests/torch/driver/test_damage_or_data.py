@@ -63,6 +63,7 @@ def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undistur
     assert run.unseen_loss() < 1.3 * undisturbed
 
 
+@pytest.mark.slow
 def test_steps_that_a_failed_rollback_has_read_are_reported(tmp_path, monkeypatch):
     """Without a usable checkpoint the run continues: each step has its metrics."""
     run = Run()
@@ -117,6 +118,7 @@ def test_damage_that_comes_again_is_skipped_at_its_onset(tmp_path, loaders, at):
     assert run.unseen_loss() < (0.3 if at is None else 0.2)
 
 
+@pytest.mark.slow
 def test_a_rate_that_rises_slowly_is_not_the_only_suspect(tmp_path):
     run = OneBatchDamages()
     rises = lambda healer: rate(run, 0.01 * (1 + healer.step / 20_000))  # noqa: E731
@@ -136,6 +138,7 @@ def rate(run: Run, value: float) -> None:
         group["lr"] = value
 
 
+@pytest.mark.slow
 def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undisturbed, caplog):
     run = Run()
     jump = lambda healer: rate(run, 0.3 if healer.step >= CHANGE else 0.01)  # noqa: E731
@@ -149,6 +152,7 @@ def test_a_rate_that_jumps_is_limited_to_the_last_healthy_one(tmp_path, undistur
     assert run.unseen_loss() < 1.3 * undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "curvature", "raised", "restored"),
     [(3.0, 0.1, {}, {0, 100}), (0.005, 0.5, {199: 2.05, 219: 0.005}, {100, 200})],
@@ -180,6 +184,7 @@ def test_a_rate_that_is_too_high_does_not_stay(tmp_path, start, curvature, raise
     assert group["lr"] * healer.metrics()["heal/lr_scale"] < 2.0, "below what broke it, to the end"
 
 
+@pytest.mark.slow
 def test_only_the_optimizer_whose_rate_jumps_is_limited_and_in_its_own_unit(tmp_path):
     """Gradient descent on two quadratics, whose curvatures are 1 and 100."""
     body, head = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
@@ -223,6 +228,7 @@ def pruned(run: Run) -> Any:
     return at_change(prune, again=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "settings"),
     [
@@ -239,6 +245,7 @@ def test_a_healthy_change_costs_nothing(tmp_path, change, settings):
     left_alone(tmp_path, run.train(tmp_path, gives_loss=True, **at))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks", [False, True])
 def test_new_labels_are_learnt(tmp_path, asks):
     run = Run()
@@ -252,6 +259,7 @@ def test_new_labels_are_learnt(tmp_path, asks):
 # -- rollbacks that do not help -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, capsys):
     """What was tried is undone: the run ends as without healcore."""
     plain, run = Run(), Run()
@@ -273,6 +281,7 @@ def test_an_edit_that_comes_again_after_each_rollback_is_accepted(tmp_path, caps
 # -- what may not happen --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [{"mode": "observe"}, {"respond": [{"to": ["loss_spike"], "do": ["alert"]}]}],
@@ -302,6 +311,7 @@ class Attacked(Run):
         return cross_entropy(self.model(attacked), y)
 
 
+@pytest.mark.slow
 def test_comparing_changes_not_one_bit_of_the_run(tmp_path):
     """Weights, running statistics, dropout draws and modes; the `loss_fn` differentiates."""
     ended = []
@@ -340,6 +350,7 @@ def killed_at(step: int, otherwise: Any = lambda healer: None) -> Any:
     return at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("killed", "every"), [(CHANGE + 12, 15), (CHANGE + 40, 40)])
 def test_a_suspicion_continues_after_a_kill(tmp_path, killed, every, undisturbed):
     """The newest checkpoint is of damaged weights; there is evidence, or a pending verdict."""
@@ -356,6 +367,7 @@ def test_a_suspicion_continues_after_a_kill(tmp_path, killed, every, undisturbed
     assert run.unseen_loss() < 1.3 * undisturbed
 
 
+@pytest.mark.slow
 def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path):
     store = tmp_path / "store"
     Run().train(tmp_path / "a", store=store, at=killed_at(150))
@@ -369,6 +381,7 @@ def test_a_copy_that_cannot_be_read_does_not_cost_the_newest_checkpoint(tmp_path
     assert healer.step == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asks", "value"), [(False, float("nan")), (True, float("inf"))])
 def test_losses_that_are_not_finite_change_nothing_in_finite_weights(tmp_path, asks, value):
     """A third of the batches is fully masked (loss 0/0), for as long as the run lasts."""

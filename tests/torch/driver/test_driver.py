@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 import healcore
 from healcore.core.decision import Action, Cause
+from healcore.core.detectors import OverfitConfig
+from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import SignalError
 from healcore.torch import AttachError, attach
 from healcore.torch.driver import TorchDriver
@@ -67,7 +69,7 @@ def test_an_existing_handle_is_used_and_stays():
     state = model_and()
     heal = attach(state["optimizer"], CLIPS)
     first = model_and()
-    with pytest.raises(AttachError, match="under another policy"):
+    with pytest.raises(AttachError, match=r"under another policy .*clip\.kind: "):
         TorchDriver({**first, "b": state["model"], "second": state["optimizer"]}, ROLLS_BACK)
     assert not first["optimizer"]._optimizer_step_pre_hooks, "nothing was changed"
     driver = TorchDriver(state, CLIPS)
@@ -116,6 +118,7 @@ def test_steps_that_nobody_reads_have_one_line(polls: bool, caplog: pytest.LogCa
     assert sum("healer.batches(loader)" in r.message for r in caplog.records) == (not polls)
 
 
+@pytest.mark.slow
 def test_each_of_many_steps_per_batch_has_its_record():
     """As in PPO with many epochs over a rollout: a skip among the first of them is counted."""
     run, driver = driven()
@@ -223,6 +226,24 @@ def test_a_step_that_a_scaler_drops_was_not_judged(where: str):
     assert (record.lr_scale, record.incident_open, record.evidence) == (0.5, True, ())
 
 
+@pytest.mark.parametrize("between", ["a limit", "out of memory"])
+def test_an_evaluation_counts_at_the_next_step_whatever_happens_in_between(between: str):
+    """The Healer may limit the rate or the norm, or repeat the batch in smaller parts."""
+    overfit = ("overfit", OverfitConfig(patience=1))
+    run = Run(partial(SGD, lr=0.1))
+    driver = TorchDriver(run.state, Engine(EngineConfig(detectors=(overfit,))))
+    for i in range(3):
+        if i == 2:
+            driver.observe_eval(99.0)
+            if between == "a limit":
+                driver.load(None, driver.engines())
+            else:
+                driver.window.redo_window([], clear_cache=False)
+        driver.observe(1.0)
+        run.step(i)
+        assert single_record(driver).cause == (Cause.OVERFIT if i == 2 else 0)
+
+
 def test_the_rate_is_the_largest_of_the_groups_as_the_engine_reads():
     """Otherwise a limit of the first group's rate would stop the other groups."""
     body, head = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -303,6 +324,7 @@ def test_a_spike_is_compared_with_the_last_step_without_an_alarm():
         assert [(e.name, e.grad_norm) for e in record.evidence] == [("layers.2.weight", 100.0)]
 
 
+@pytest.mark.slow
 def test_parameters_of_several_modules_and_of_none_have_longer_names():
     body, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     alone = nn.Parameter(torch.ones(1))

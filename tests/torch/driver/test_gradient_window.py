@@ -110,6 +110,7 @@ def outcome(found: dict[str, Any]) -> Any:
     return [found[name] for name in ("weights", "buffers", "losses", "sizes", "draws")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "every", [19, pytest.param(1, marks=pytest.mark.stress)], ids=["some", "all"]
 )
@@ -134,6 +135,24 @@ def test_a_failure_at_any_operation_of_forward_and_backward(tmp_path, every):
 def test_a_redone_window_may_fail_again(tmp_path):
     found = train(tmp_path / "a", FailAt(5, 40))
     assert outcome(found) == outcome(train(tmp_path / "b", most=lambda step: HALF // 2))
+
+
+def test_a_failed_trial_of_larger_parts_at_any_operation(tmp_path):
+    """Also in the second batch of a window. The result is that of parts that never grew."""
+    expected = train(tmp_path / "split", most=lambda step: HALF)
+    half_at_first = lambda step: HALF if step == 0 else None  # noqa: E731
+    grown = train(tmp_path / "grown", fails_never := FailAt(), most=half_at_first, wait=1)
+    assert grown["sizes"] == [[HALF, HALF] * ACCUMULATED, *[[BATCH] * ACCUMULATED] * 2]
+    step_0 = train(tmp_path / "counted", counts := FailAt(), most=lambda step: HALF)["sizes"][0]
+    assert len(step_0) == 2 * ACCUMULATED
+    first, last = counts.count // STEPS + 1, (counts.count // STEPS + fails_never.count) // 2
+    numbers = range(first, last, 9)
+    assert len(numbers) > 3
+    for number in numbers:
+        fail = FailAt(number)
+        found = train(tmp_path / str(number), fail, most=half_at_first, wait=1)
+        assert [step for step, _ in found["faults"]] == [1], number
+        assert outcome(found) == outcome(expected), number
 
 
 def test_the_cache_of_the_device_is_freed_before_the_step_is_repeated(tmp_path, monkeypatch):

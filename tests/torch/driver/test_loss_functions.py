@@ -150,6 +150,7 @@ def test_weights_that_an_optimizer_copies_are_replaced_in_the_module_too():
     assert driver.copy_weights().keys() == {id(p) for p in (*masters, *module.parameters())}
 
 
+@pytest.mark.slow
 def test_an_expected_change_drops_the_copies(tmp_path):
     """Weights that are replaced on purpose are worse at first; no earlier weights are restored."""
     run = Run()

@@ -92,6 +92,18 @@ def test_gradients_are_those_of_whole_batches(of: Of, name: str, expected: str, 
     assert sizes is None or [each["sizes"][0] for each in found] == [each * 2 for each in sizes]
 
 
+def test_all_ranks_try_larger_parts_in_the_same_step(of: Of):
+    """If the larger part does not fit on one rank, all ranks repeat the step in small parts."""
+    alike(of("larger again"), of("whole later"))
+    assert of("larger again")[0]["faults"] == []
+    failed = of("larger on rank 1 alone")
+    alike(failed, of("from 0"))
+    ((step, problem),) = failed[0]["faults"]
+    assert step == 1
+    assert problem.startswith(f"rank 1: {BATCH} of {BATCH} samples do not fit into memory")
+    assert "larger parts are tried again after 2 steps" in problem
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [("one sample", "activation checkpointing"), ("static graph", "static_graph=True")],

@@ -19,6 +19,7 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     superfluous,
 )
+from healcore.runtime.store.several import SeveralStores
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import forget
@@ -156,9 +157,41 @@ def damaged(root: Path) -> None:
     assert error.value.file == "data/__1_0.distcp"
 
 
+def several(root: Path) -> None:
+    """Two directories: one rank cannot write to the first; later the second is damaged."""
+    stores = [DCPStore(root / name) for name in ("first", "second")]
+    store, write = SeveralStores(stores), files.write_new
+
+    def broken(path: Path, data: Any) -> None:
+        if stores[0].root in path.parents:
+            raise OSError(28, "No space left on device")
+        write(path, data)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(files, "write_new", broken)
+        store.save(3, fresh(3.0), record={"step": 3})
+        with pytest.raises(SaveFailed, match=r"No space left.*second has this checkpoint"):
+            store.wait()
+    dist.barrier()
+    check(store, 3)
+    assert [len(each.checkpoints()) for each in stores] == [0, 1]
+    save(store, 3)
+    if dist.get_rank() == 0:
+        flip(Path(stores[0].checkpoints()[-1].path or "") / "data/__1_0.distcp", 802)
+    dist.barrier()
+    check(store, 3)
+    (failure,) = store.take_failures()
+    assert isinstance(failure, CheckpointDamaged)
+    assert failure.path.startswith(str(stores[0].root))
+    store.delete(3)
+    dist.barrier()
+    assert store.checkpoints() == []
+
+
 CASES = {
     each.__name__: each
-    for each in (kept, in_memory, with_nan, one_cannot_write, another_state, damaged)
+    for each in (kept, in_memory, with_nan, one_cannot_write, another_state, damaged, several)
 }
 
 

@@ -160,6 +160,7 @@ def test_a_snapshot_with_nan_is_reported_and_not_kept_in_a_small_ring():
     assert store.take_nonfinite() == [(3, ("x",))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", store_ranks.CASES)
 def test_two_ranks_save_one_checkpoint(what: str, worlds: Worlds):
     first, second = worlds.of(2, [], what)

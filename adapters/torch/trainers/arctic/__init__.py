@@ -7,7 +7,6 @@ It requires that the first argument of a callback is called `self`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,7 @@ from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.termination import EndRequested
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.several import Places
 from healcore.torch.trainers import TrainerOptions, resolve_options
 from healcore.torch.trainers.deepspeed import engine_state
 
@@ -30,7 +29,7 @@ _END = object()
 def arctic_callbacks(
     policy: PolicyLike = "default",
     *,
-    store: str | os.PathLike[str] | CheckpointStore | Literal["auto"] | None = "auto",
+    store: Places | Literal["auto"] = "auto",
     **options: Unpack[TrainerOptions],
 ) -> list[tuple[str, Callable[..., None]]]:
     """Callbacks that heal an ArcticTraining trainer: clip and skip steps, roll back, resume.
@@ -45,8 +44,9 @@ def arctic_callbacks(
 
     Args:
         policy: as for `healcore.Healer`.
-        store: a directory for checkpoints, a store, "auto" for `_healcore` in the `output_dir` of
-            the recipe's first checkpoint, or None for host memory, which is lost with the process.
+        store: a directory for checkpoints, a store, a list of these, "auto" for `_healcore` in the
+            `output_dir` of the recipe's first checkpoint, or None for host memory, which is lost
+            with the process.
         **options: further arguments of `healcore.Healer` and values to replace in the policy.
 
     Returns:

@@ -252,6 +252,8 @@ class SkippedByDeepSpeed(DroppedSteps):
 class EngineMeasurer(Measurer):
     """Measures a step of the engine. With ZeRO the norm is over all groups and ranks."""
 
+    may_clip_as_torch = False  # DeepSpeed clips by arithmetic of its own
+
     def __init__(self, engine: Any, *args: Any) -> None:
         super().__init__(*args)
         self._deepspeed = engine.optimizer

@@ -26,7 +26,7 @@ from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.store.several import Places, root_of
 from healcore.torch.attachment import Healing
 from healcore.torch.gradients import parameters
 from healcore.torch.store import MemoryStore
@@ -35,15 +35,16 @@ from healcore.torch.trainers import (
     TrainerOptions,
     healings_of,
     load_engines,
+    newest_settings,
     newest_step,
     patched,
     resolve_options,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
-from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed
+from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed, found_batch_size
 
-Store = str | os.PathLike[str] | CheckpointStore | None
+Store = Places
 
 _FOLDER = "_healcore"
 """Directory in the Trainer's `output_dir`. `push_to_hub` skips names with a leading underscore."""
@@ -68,8 +69,8 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     Args:
         policy: as for `healcore.Healer`, or a mapping as in a checkpoint's trainer_state.json.
-        store: a directory for checkpoints, a store, "auto" for `_healcore` in the trainer's
-            `output_dir`, or None for no rollbacks.
+        store: a directory for checkpoints, a store, a list of these, "auto" for `_healcore` in the
+            trainer's `output_dir`, or None for no rollbacks.
         loss_fn: function that returns the loss of one batch, to compare the current weights with
             earlier weights. "auto" is the trainer's own `compute_loss`, except in a trainer that
             generates its own training data (GRPO, RLOO). With None, or without a store, no weights
@@ -162,7 +163,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         return {
             "args": {
                 **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),
-                **({"store": os.fspath(store)} if isinstance(store, str | os.PathLike) else {}),
+                **({} if (saved := _saved_argument(store)) is None else {"store": saved}),
             },
             "attributes": {"engines": engines},
         }
@@ -266,7 +267,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         loss_fn: Any = self._loss_fn
         store: Any = self._resolved_store(trainer)
         store = store() if isinstance(store, type) else store
-        if getattr(store, "root", None) is None and not isinstance(store, str | os.PathLike):
+        if root_of(store) is None:
             logging = options.get("logging", LOGGING)
             events = logging.events or _folder(trainer) / _FOLDER / "healcore.events.jsonl"
             options["logging"] = dataclasses.replace(logging, events=events)
@@ -395,6 +396,14 @@ def _trainer_of(callback: HealingCallback) -> Any:
     )
 
 
+def _saved_argument(store: Any) -> Any:
+    """The `store` argument in JSON; None for a store, which the Trainer cannot save."""
+    if isinstance(store, list | tuple):
+        saved = [_saved_argument(each) for each in store]
+        return None if None in saved else saved
+    return os.fspath(store) if isinstance(store, str | os.PathLike) else None
+
+
 def _folder(trainer: Any) -> Path:
     return Path(trainer.args.output_dir or "trainer_output")
 
@@ -406,6 +415,8 @@ def _wrap_train(trainer: Any) -> None:
     The Trainer has no event for these moments, and a checkpoint replaces the callback's object.
     """
     original = trainer.train
+    if getattr(original, "_is_healed", False):
+        return
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -419,6 +430,11 @@ def _wrap_train(trainer: Any) -> None:
             resume = checkpoints.to_resume_from(resume, _folder(trainer))
         if resume is not None or args:
             args = resume, *args  # an override of `train` may take no argument
+        for callback in own:
+            # Another size has other batches, so the position in the data would not fit.
+            settings = newest_settings(callback._resolved_store(trainer))
+            found = found_batch_size(settings, trainer.args)
+            trainer._train_batch_size = found or trainer._train_batch_size
         try:
             return original(*args, **kwargs)
         except BaseException as error:
@@ -426,4 +442,26 @@ def _wrap_train(trainer: Any) -> None:
                 callback.close(error)
             raise
 
+    train._is_healed = True  # type: ignore[attr-defined]
     trainer.train = train
+
+
+def _wrap_train_when_added() -> None:
+    """Makes `trainer.add_callback(HealingCallback(...))` wrap `train()`, as the constructor does.
+
+    A callback learns that it was added only in `train()`, when the Trainer has loaded its own
+    checkpoint, or has raised because it has none although the store has the run. So a method of
+    the class is replaced. Trainers without a `HealingCallback` behave as before.
+    """
+    original = Trainer.add_callback
+
+    @functools.wraps(original)
+    def add_callback(trainer: Trainer, callback: Any) -> None:
+        original(trainer, callback)
+        if any(isinstance(e, HealingCallback) for e in trainer.callback_handler.callbacks):
+            _wrap_train(trainer)
+
+    Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_wrap_train_when_added()

@@ -26,8 +26,9 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from healcore.core.decision import Cause
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, load
+from healcore.runtime.data.random_states import isolated
+from healcore.runtime.faults.array_errors import INDICES
 from healcore.runtime.faults.failures import classify
-from healcore.runtime.run.host_state import isolated
 from healcore.runtime.run_options import Logging
 from healcore.torch.attachment import unwrapped
 
@@ -90,9 +91,9 @@ def train_copy(trainer: Any, steps: int, policy: Any, callback: Callable[..., An
 def _add_hint(error: Exception) -> None:
     fault, hint = classify(error), ""
     if fault.cause is not Cause.UNKNOWN:
-        hint = fault.failure.diagnosis
+        hint = fault.advice
     elif isinstance(error, IndexError):
-        hint = "An index is too large for its table: compare token ids with the vocabulary's size."
+        hint = INDICES
     elif isinstance(error, KeyError):
         hint = "The batch lacks this key: compare the dataset's columns with the model's arguments."
     if hint:

@@ -215,11 +215,23 @@ _COUNTERS = ("current_flos", "_step", "_total_train_tokens")
 """Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
 _METRICS = ("_metrics", "_stored_metrics")
 """Attributes of TRL's trainers: metrics since the last log, by mode and name."""
+_BATCH_SIZE = "per_device_train_batch_size"
 _SETTINGS = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm"),
+    *(_BATCH_SIZE, "gradient_accumulation_steps", "max_grad_norm"),
     *("lr_scheduler_type", "warmup_steps", "label_smoothing_factor", "bf16", "fp16"),
 )
 """Fields of `TrainingArguments`."""
+
+
+def found_batch_size(settings: Mapping[str, Any], args: Any) -> int | None:
+    """The batch size that `auto_find_batch_size` has found in the run with these settings, or None.
+
+    Args:
+        settings: `RunRecord.settings` of the run.
+        args: the TrainingArguments of the program that continues the run.
+    """
+    size = settings.get(_BATCH_SIZE)
+    return size * max(1, args.n_gpu) if args.auto_find_batch_size and type(size) is int else None
 
 
 class CountsBefore:
@@ -288,6 +300,8 @@ class Counters:
         length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
         names = (*_SETTINGS, length)
         settings = {name: json_setting(_as_number(getattr(args, name, None))) for name in names}
+        if args.auto_find_batch_size:  # the size that was found, with which a restart begins
+            settings[_BATCH_SIZE] = self.trainer._train_batch_size // max(1, args.n_gpu)
         return {name: value for name, value in settings.items() if value is not None}
 
     def begin(self) -> None:

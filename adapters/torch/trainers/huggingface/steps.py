@@ -54,10 +54,16 @@ class SplitSteps:
         self._healer = healer
         self._counters = counters
         self._stack = stack
+        self._first_step = trainer.state.global_step
+        run = loop_of(healer)
+        run.is_trial = trainer.args.auto_find_batch_size and not run.data.resumed_here
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
+        parts = run.parts  # comparisons split the inputs of a step as the step does
+        parts.to_split = lambda inputs: {"inputs": self._pair_rows(inputs, join=True)}
+        parts.to_evaluate_from = lambda part: self._pair_rows(part["inputs"], join=False)
         self._divides_by_items: bool | None = None
         """Whether the loss is divided by the items of the window, or None if unknown."""
 
@@ -76,6 +82,8 @@ class SplitSteps:
         if self._at_first_part:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
+            run = loop_of(self._healer)
+            run.is_trial = run.is_trial and self._trainer.state.global_step == self._first_step
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
         parts = loop_of(self._healer).out_of_memory.parts(
@@ -159,6 +167,8 @@ class SplitSteps:
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
+        if loop_of(self._healer).is_trial:
+            return "the Trainer first tries a smaller batch (auto_find_batch_size)"
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:
             return "the other ranks would wait for this rank"

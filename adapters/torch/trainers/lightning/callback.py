@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -19,10 +18,12 @@ from healcore.console import info
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
+from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.healer import Healer, loop_of
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.metrics import ChangedMetrics
-from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
@@ -33,6 +34,7 @@ from healcore.torch.trainers import (
     resolve_options,
 )
 from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
+from healcore.torch.trainers.lightning.step_loss import StepLoss
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -59,11 +61,14 @@ class LightningHealingCallback(Callback):
 
     Args:
         policy: a preset's name, the path of a TOML file, or a `healcore.policy.Policy`.
-        store: a directory for checkpoints, a store, or None for host memory, which is lost with the
-            process. `ModelCheckpoint` works as usual. `ckpt_path` is ignored if the store has a
-            checkpoint, otherwise it needs `store=None`.
+        store: a directory for checkpoints, a store, a list of these, or None for host memory, which
+            is lost with the process. `ModelCheckpoint` works as usual. The store continues a run
+            exactly, so `ckpt_path` is loaded only if the store has no checkpoint of a trained step.
         loss_fn: function that returns the loss of one batch on the module's device, to compare the
-            current weights with earlier weights; see `healcore.Healer`.
+            current weights with earlier weights; see `healcore.Healer`. "auto" calls
+            `training_step` without logging, and restores what the call changes. With manual
+            optimization, or with attributes that cannot be restored, a line says so and no weights
+            are compared. None compares no weights.
         eval_loss: name of the metric that validation logs and the policy reads as `eval_loss`.
         **options: further arguments of `healcore.Healer` (`checkpoints`, `logging`, `resume`, ...)
             and values to replace in the policy.
@@ -80,14 +85,15 @@ class LightningHealingCallback(Callback):
         self,
         policy: PolicyLike = "default",
         *,
-        store: str | os.PathLike[str] | CheckpointStore | None = None,
-        loss_fn: Callable[[Any], Any] | None = None,
+        store: Places = None,
+        loss_fn: Callable[[Any], Any] | Literal["auto"] | None = "auto",
         eval_loss: str | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
         self._policy, self._options = resolve_options(
-            policy, {**options, "store": store, "loss_fn": loss_fn}
+            policy, {**options, "store": store, "loss_fn": None if loss_fn == "auto" else loss_fn}
         )
+        self._uses_training_step = loss_fn == "auto" and self._may_compare()
         self._eval_loss = eval_loss
         self.healer: Healer[Any] | None = None
         self._progress: Progress | None = None
@@ -97,6 +103,9 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(dict)
         self._loaded_engines: Mapping[str, Any] = {}
         """Engine states of the Lightning checkpoint that the fit begins with."""
+
+    def _may_compare(self) -> bool:
+        return HostPolicy.of(self._policy, {}).rolls_back
 
     @property
     def healings(self) -> Mapping[str, Healing]:
@@ -121,8 +130,8 @@ class LightningHealingCallback(Callback):
         progress.open = functools.partial(self._run_at_first_batch, trainer, progress)
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
         self._store_has_run = newest is not None
-        if self._store_has_run:
-            self._ignore_ckpt_path(trainer._checkpoint_connector)
+        if newest is not None:
+            self._choose_checkpoint(trainer._checkpoint_connector, newest)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
         # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
@@ -139,10 +148,8 @@ class LightningHealingCallback(Callback):
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
         self._resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
         if self._resumed_by_lightning and self._options["store"] is not None:
-            raise AttachError(
-                "ckpt_path conflicts with the store, which does not have this run: omit ckpt_path; "
-                "to start a new run from those weights, load the module from that file"
-            )
+            path = trainer.ckpt_path
+            info(f"Lightning's {path} continues the run, because the store has no trained step")
         self._policy_of_fit, limit = self._policy, trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
             self._policy_of_fit = with_limit(self._policy, float(limit))
@@ -277,6 +284,8 @@ class LightningHealingCallback(Callback):
             options["loss_fn"] = lambda batch: loss_fn(
                 to_device(fit._data_fetcher.as_passed(batch))
             )
+        elif self._uses_training_step:
+            options["loss_fn"] = self._training_loss(trainer)
         state = _state(trainer, progress, self._schedulers)
         healer = Healer(self._policy_of_fit, state=state, **options)
         self.healer = healer.__enter__()
@@ -286,7 +295,21 @@ class LightningHealingCallback(Callback):
         run = loop_of(healer)
         if self._resumed_by_lightning:
             load_engines(healer, self._loaded_engines)
+            # A restart begins with fresh weights, and not with those of Lightning's checkpoint.
+            run.record.settings.pop(WEIGHTS, None)
         return run
+
+    def _training_loss(self, trainer: Any) -> StepLoss | None:
+        """The loss by `training_step`, or None with a line if the call cannot be undone."""
+        fit = trainer.fit_loop
+        loss = StepLoss(trainer, lambda batch: fit._data_fetcher.as_passed(batch))
+        if why_not := loss.obstacle:
+            info(
+                f"no weights are compared, because training_step cannot be called again: {why_not};"
+                " pass loss_fn=, a function that returns the loss of a batch"
+            )
+            return None
+        return loss
 
     def _clip_after_measuring(self, plugin: Any) -> None:
         """Postpones Lightning's clipping of a step until the policy has measured the norm."""
@@ -308,16 +331,32 @@ class LightningHealingCallback(Callback):
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
-    def _ignore_ckpt_path(self, connector: Any) -> None:
-        """Makes Lightning restore nothing, because programs pass its newest checkpoint."""
+    def _choose_checkpoint(self, connector: Any, newest: int) -> None:
+        """Makes Lightning restore its own checkpoint only if the store has no trained step.
+
+        Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
+        The store has precedence, because it has the random states and the position in the data:
+        the run repeats these steps and ends as if it had not been interrupted.
+
+        Args:
+            connector: the Trainer's connector.
+            newest: step of the newest checkpoint in the store; 0 for the state before training.
+        """
         restore = connector._restore_modules_and_callbacks  # not called by Lightning's searches
 
-        def restore_nothing(checkpoint_path: Any = None, *_: Any) -> None:
+        def restore_one(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+            if checkpoint_path and not newest:
+                self._store_has_run = False  # the Healer replaces the state before training
+                restore(checkpoint_path, *args, **options)
+                return
             if checkpoint_path:
-                info(f"the store continues the run, not Lightning's {checkpoint_path}")
+                info(
+                    f"the store continues the run exactly, from its step {newest}, and not "
+                    f"Lightning's {checkpoint_path}: newer steps in it are repeated"
+                )
             restore()
 
-        self._changes.enter_context(patched(connector, restore.__name__, restore_nothing))
+        self._changes.enter_context(patched(connector, restore.__name__, restore_one))
 
     def _read_last_steps_of_epochs(self, fit: Any) -> None:
         """Replaces a method of Lightning's loop, because no callback runs at its moment."""

@@ -45,8 +45,6 @@ class Feed:
         """The loader that the Healer reads, or None before the first batch."""
         self._length: Any = None
         """Number of batches of an epoch, or None if unknown."""
-        self._trained_before = 0
-        """Number of batches of the first epoch that precede Lightning's checkpoint."""
         self._batches: Any = None
         self._begun = False
         self.fetched, self.done = 0, False
@@ -91,7 +89,8 @@ class Feed:
     def _next(self) -> tuple[Any, int, int]:
         batch_progress = self._fit.epoch_loop.batch_progress
         if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
-            self._trained_before = batch_progress.current.ready
+            if self._progress.saved_limits is None:  # no run of the store
+                self._progress.trained_before = batch_progress.current.ready
             self._progress.run = self._progress.open()
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
@@ -112,7 +111,7 @@ class Feed:
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
         epoch, index = data.pending_ids[-1]
-        before = 0 if epoch else self._trained_before
+        before = 0 if epoch else self._progress.trained_before
         self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
@@ -127,7 +126,7 @@ class Feed:
         return apply_to_collection(structure, type(self._loader), lambda _: batch)
 
     def _length_of(self, epoch: int) -> int:
-        return self._length if epoch else max(self._length - self._trained_before, 0)
+        return self._length if epoch else max(self._length - self._progress.trained_before, 0)
 
     def reset(self) -> None:
         """Resets the counts, as Lightning's data fetcher does."""
@@ -212,6 +211,9 @@ class Progress:
         self.run: Any = None
         """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
+        self.trained_before = 0
+        """Number of batches of the first epoch that precede the Lightning checkpoint with which the
+        run has begun."""
         self.before: dict[str, Any] = {}
         """The counts before the first batch of a step."""
         self.saved_limits: dict[str, int] | None = None
@@ -257,11 +259,13 @@ class Progress:
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
         settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
-        return {**state, "batches_that_stepped": stepped, **settings}
+        counts = {"batches_that_stepped": stepped, "trained_before": self.trained_before}
+        return {**state, **counts, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the counters of the running loops."""
         self.saved_limits = dict(state["limits"])
+        self.trained_before = state.get("trained_before", 0)
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
         rewinds = self.run is None or self.run.data.loaders.can_rewind
         if rewinds and saved["processed"] < now.processed:

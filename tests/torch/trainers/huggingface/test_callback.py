@@ -199,6 +199,7 @@ def test_a_checkpoint_of_an_unhealed_run_with_nan_is_not_resumed_from(tmp_path: 
     assert again.state.global_step == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "cpo", "grpo"])
 def test_a_nan_step_of_trl_is_skipped(tmp_path: Path, kind: str):
     """Other steps are judged by their loss. GRPO has no bad step: it would generate with NaN."""
@@ -278,6 +279,7 @@ def test_iterable_data_continue_forward_after_a_rollback(once: bool, tmp_path: P
     assert weights(found).isfinite().all()
 
 
+@pytest.mark.slow
 def test_iterable_data_are_read_from_their_start_after_a_restart(tmp_path: Path):
     """The used batches are dropped."""
     fails = calling("on_step_end", small_runs.raising(RuntimeError("stop")), at=7)

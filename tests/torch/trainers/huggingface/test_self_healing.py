@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
+from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
 from healcore.torch.trainers.huggingface.steps import loss_fn_of
 from tests.healer.run_directory import events, events_of, new_process
@@ -33,6 +35,7 @@ AT = 6
 """The step that begins with damaged weights: with two steps per generation one that generates."""
 
 
+@pytest.mark.slow
 def test_generation_goes_on_after_a_rollback(tmp_path: Path):
     trainer = tiny.grpo(tmp_path, max_steps=12, steps_per_generation=2)
     before = float(small_runs.weights(trainer).abs().max())
@@ -204,6 +207,7 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     assert not torch.isfinite(small_runs.weights(alone)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["summed", "sft", "dpo", "cpo", "grpo"])
 def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Path):
     arguments: dict[str, Any] = {"max_steps": 20}
@@ -250,6 +254,7 @@ def test_a_healthy_run_after_a_dry_run_is_bit_identical(kind: str, tmp_path: Pat
         assert trainer.calls == alone.calls
 
 
+@pytest.mark.slow
 def test_epochs_workers_and_evaluation(tmp_path: Path):
     """A rollback over the end of an epoch, into one that an evaluation has closed."""
     length = {"max_steps": -1, "num_train_epochs": 3, "gradient_accumulation_steps": 2}
@@ -295,6 +300,7 @@ def run(folder: Path, kind: str, kill_at: int) -> Any:
     return torch.cat([small_runs.weights(trainer), factor.detach()]), steps.steps, logged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["sft", "dpo", *(pytest.param(k, marks=pytest.mark.stress) for k in ("plain", "grpo"))]
 )
@@ -317,6 +323,55 @@ def test_killed_and_started_again(kind: str, tmp_path: Path):
     assert torch.equal(again, weights)
 
 
+@pytest.mark.parametrize("resume", [True, "checkpoint", "get_last_checkpoint"])
+def test_an_added_callback_resumes_from_its_store_and_not_as_the_program_says(resume, tmp_path):
+    """Also if the Trainer has no checkpoint, with which it raises, or if its own has the end."""
+    without = resume is True
+
+    def train(resume: Any = None, *, ends: int = -1) -> Any:
+        new_process()
+        saves = {"save_strategy": "no" if without else "steps", "save_steps": 2}
+        trainer = small_runs.trainer(tmp_path, steps=8, **saves)
+        trainer.add_callback(steps := small_runs.Steps())
+        trainer.add_callback(HealingCallback(store="auto", checkpoints=Checkpoints(every=3)))
+        error = small_runs.raising(ZeroDivisionError())
+        trainer.add_callback(calling("on_step_begin", error, at=ends))
+        with pytest.raises(ZeroDivisionError) if ends >= 0 else nullcontext():
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer, steps.steps
+
+    train(ends=6)
+    paths: dict[Any, Any] = {"checkpoint": str(tmp_path / "checkpoint-4")}
+    paths["get_last_checkpoint"] = get_last_checkpoint(str(tmp_path))
+    trainer, steps = train(paths.get(resume, resume))
+    assert steps == [7, 8]
+    assert trainer.state.global_step == 8
+    assert train(paths.get(resume, resume))[1] == [], "completed"
+
+
+def test_a_list_of_stores_is_passed_to_the_healer(tmp_path: Path):
+    """The first directory is lost, as a local disk, and the second continues the run."""
+    stores = [tmp_path / "local", str(tmp_path / "shared")]
+
+    def train(*, ends: int = -1) -> list[int]:
+        new_process()
+        trainer = small_runs.trainer(tmp_path, steps=8)
+        trainer.add_callback(steps := small_runs.Steps())
+        trainer.add_callback(HealingCallback(store=stores, checkpoints=Checkpoints(every=3)))
+        trainer.add_callback(
+            calling("on_step_begin", small_runs.raising(ZeroDivisionError()), at=ends)
+        )
+        with pytest.raises(ZeroDivisionError) if ends >= 0 else nullcontext():
+            trainer.train(resume_from_checkpoint=ends < 0)  # the store has precedence
+        return steps.steps
+
+    train(ends=6)
+    shutil.rmtree(tmp_path / "local")
+    assert train() == [7, 8]
+    assert sorted(scan(tmp_path / "local").complete)[-1] == 8
+
+
+@pytest.mark.slow
 def test_an_evaluation_that_raised_comes_again_after_a_restart(tmp_path: Path):
     for at in (16, 0):
         trainer = tiny.plain(tmp_path, max_steps=-1, num_train_epochs=2, eval_strategy="epoch")

@@ -3,8 +3,10 @@
 import csv
 import logging
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +25,8 @@ from healcore import Checkpoints, RunStopped
 from healcore.core.decision import Cause
 from healcore.policy import load
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.torch import AttachError, LightningHealingCallback
+from healcore.torch import LightningHealingCallback
+from healcore.torch.trainers import newest_step
 from tests.healer.run_directory import new_process
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
@@ -127,6 +130,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_healthy_fit_has_the_same_bits_as_without_healcore(case: str, tmp_path: Path):
     module, loaders, options = CASES[case]
@@ -151,6 +155,7 @@ swa = partial(given.StochasticWeightAveraging, 0.02, swa_epoch_start=1)
 window = partial(given.GradientAccumulationScheduler, {0: 2, 1: 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "at", "begins", "ends", "other", "case"),
     [
@@ -277,7 +282,7 @@ def test_the_callback_itself_reads_nothing_on_the_host(tmp_path: Path):
     """Hooks and metrics add no sync. The end of the run looks at the weights once."""
     logs: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
     counts = []
-    for callbacks in ([], [LightningHealingCallback()]):
+    for callbacks in ([], [LightningHealingCallback(loss_fn=None)]):
         with CountSyncs() as counted:
             fit(*callbacks, accumulate_grad_batches=2, **logs)
         counts.append(counted.count)
@@ -295,9 +300,51 @@ def test_state_survives_lightnings_checkpoint(tmp_path: Any):
     (healing,) = second.healings.values()
     assert int(healing.live_engine.state.step) == 16
     assert int(healing.metrics()["heal/skips"]) == 1
-    both = LightningHealingCallback(store=tmp_path / "store")
-    with pytest.raises(AttachError, match="ckpt_path conflicts with the store"):
-        fit(both, max_epochs=2, ckpt_path=tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [(3, 7), pytest.param((3,), marks=pytest.mark.slow)],
+    ids=["empty store, then ended early", "first checkpoint only"],
+)
+def test_ckpt_path_begins_a_run_that_the_store_does_not_have(steps, tmp_path: Path, caplog):
+    """As in a program that passes "last" and was killed before the store had a trained step."""
+    caplog.set_level(logging.INFO, "healcore")
+    options: Any = {"loaders": lambda: [DataLoader(data(), 8)], "enable_checkpointing": True}
+    options["default_root_dir"] = tmp_path
+
+    def run(*callbacks: Any, ends: int = -1) -> Any:
+        new_process()
+        own: Any = lightning.Callback()
+
+        def stop(trainer: Any, *_: Any) -> None:
+            if trainer.global_step == ends:
+                raise ZeroDivisionError
+
+        own.on_train_batch_start = stop
+        saves = given.ModelCheckpoint(tmp_path / "own", every_n_train_steps=2, save_last=True)
+        with pytest.raises(ZeroDivisionError) if ends >= 0 else nullcontext():
+            return fit(own, saves, *callbacks, max_epochs=2, ckpt_path="last", **options)[0]
+
+    def healing(**options: Any) -> Any:
+        return LightningHealingCallback(store=tmp_path / "store", **options)
+
+    if len(steps) == 1:  # the store has the checkpoint of step 0
+        run(healing(checkpoints=Checkpoints(every=50)), ends=0)
+        assert newest_step(tmp_path / "store") == 0
+    run(ends=steps[0])
+    path = shutil.copy(tmp_path / "own" / "last.ckpt", tmp_path)
+    plain = vector(fit(max_epochs=2, ckpt_path=path, **options)[0])  # as Lightning continues it
+    module = run(
+        healing(checkpoints=Checkpoints(every=2)), ends=steps[1] if len(steps) == 2 else -1
+    )
+    assert "own/last.ckpt continues the run, because the store has no trained step" in caplog.text
+    if module is not None:
+        assert module.seen[0].step == 2
+        assert torch.equal(vector(module), plain)
+    module = run(healing())
+    assert torch.equal(vector(module), plain)
+    assert "the store continues the run exactly, from its step" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -349,6 +396,7 @@ def went_back(module: Regression) -> list[tuple[Any, Any]]:
     return [(a, b) for a, b in pairwise(module.seen) if b.step != a.step + 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "loader"), [(IN_EPOCHS, DataLoader), (IN_STEPS, StatefulDataLoader)]
 )
@@ -404,6 +452,7 @@ def test_a_rollback_into_an_epoch_with_another_accumulation():
     assert vector(module).isfinite().all(), "with the average of the weights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [IN_EPOCHS, IN_STEPS])
 def test_a_loader_that_cannot_be_rewound_continues_forward(limit: dict[str, int]):
     module, running, healer = diverges(Forward, **limit)

@@ -1,0 +1,56 @@
+"""The leaves of a tree that are arrays or numbers, and the others: functions, names, objects.
+
+The fields of an Equinox module are leaves, and its activation functions are among them. `jit`
+refuses such a tree, a checkpoint cannot hold a function, and optax has no moment for it. So a tree
+is split: its arrays go through JAX, and everything else stays as the program has written it.
+
+    arrays = arrays_of(model)  # as equinox.filter(model, equinox.is_inexact_array_like)
+    model = with_arrays(model, new_arrays)  # as equinox.combine(new_arrays, model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import jax
+
+Tree = TypeVar("Tree")
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python number or bool."""
+    return type(leaf) in (bool, int, float)
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, a traced array or a number of NumPy. A dtype is none."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether a leaf is neither an array nor a number, so that no checkpoint holds it."""
+    return not (is_array(leaf) or is_number(leaf))
+
+
+def arrays_of(tree: Tree) -> Tree:
+    """The tree with None in the place of each static leaf; the same object without static leaves.
+
+    All other leaves keep their paths.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(map(is_static, leaves)):
+        return tree
+    return structure.unflatten(None if is_static(leaf) else leaf for leaf in leaves)
+
+
+def with_arrays(tree: Tree, arrays: Any) -> Tree:
+    """The tree with the arrays and numbers of `arrays`, a tree of the form of `arrays_of(tree)`.
+
+    Static leaves are those of `tree`.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not any(map(is_static, leaves)):
+        return arrays
+    new: Iterator[Any] = iter(jax.tree.leaves(arrays))
+    return structure.unflatten(leaf if is_static(leaf) else next(new) for leaf in leaves)

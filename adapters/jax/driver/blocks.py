@@ -1,0 +1,259 @@
+"""The compiled blocks of `Healer.scan`: `lax.scan` over the program's update.
+
+    state, outputs = lax.scan(update, state, steps)            # the program's own loop
+    state, (outputs, records) = lax.scan(body, state, steps)   # one block
+
+The ring of records in a state holds the steps of one update only. So the body returns it after each
+update, and a block may have any number of updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from healcore.jax import heal_state
+from healcore.jax.array_leaves import is_array, is_number
+from healcore.jax.driver.engines import BlockRecords, Path, block_records
+
+Update = Callable[[Any, Any], tuple[Any, Any]]
+"""(state, number of the update) -> (state, outputs), as for `lax.scan`."""
+_FIRST = np.int32(0)
+
+
+class _Traced:
+    """Marks the leaves of a state that a block traces."""
+
+
+class _Split(NamedTuple):
+    """Which leaves of a state a block traces. All others are constants of the program.
+
+    These are functions and texts, and the Python numbers that the update returns unchanged, such as
+    `inference` of an Equinox module, by which it branches.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+    """`_Traced`, or the constant."""
+
+    def traced(self, state: Any) -> Any:
+        """The state with None in the place of each constant."""
+        leaves, structure = jax.tree.flatten(state)
+        if structure != self.structure:
+            return state  # `lax.scan` says what differs
+        pairs = zip(leaves, self.leaves, strict=True)
+        return structure.unflatten(leaf if kind is _Traced else None for leaf, kind in pairs)
+
+    def whole(self, traced: Any) -> Any:
+        """The state of a result of `traced`."""
+        new = iter(jax.tree.leaves(traced))
+        return self.structure.unflatten(
+            next(new) if kind is _Traced else kind for kind in self.leaves
+        )
+
+
+class Block(NamedTuple):
+    """A block that was dispatched. Its arrays may still be computed."""
+
+    begins_with: Any
+    """The state before its first update."""
+    first: int
+    """Number of its first update."""
+    count: int
+    """Number of its updates."""
+    state: Any
+    """The state after its last update."""
+    outputs: Any
+    """The outputs of its updates, stacked."""
+    records: BlockRecords
+
+
+class CompiledBlocks:
+    """The blocks of one update function, compiled once for each number of updates.
+
+    Args:
+        update: the program's function.
+        paths: path of each HealState in the state.
+        donate: whether a block reuses the memory of the state that it begins with.
+    """
+
+    def __init__(self, update: Update, paths: Sequence[Path], *, donate: bool) -> None:
+        self._update, self._paths = update, paths
+        self.donates = donate
+        self._split: _Split | None = None
+        self._compiled = jax.jit(self._block, donate_argnums=(0,) if donate else ())
+        self._is_first = True
+        """Whether no block was dispatched yet."""
+
+    def run(self, state: Any, first: int, count: int) -> Block:
+        """Dispatches a block of `count` updates, the first of them with the number `first`."""
+        steps = np.arange(first, first + count, dtype=np.int32)
+        split = self._split_of(state)
+        traced = split.traced(state)
+        if self._is_first:
+            self._is_first = False
+            traced = self._with_types_of_outputs(traced, steps)
+        if self.donates:
+            traced = _each_buffer_once(traced)
+        traced, outputs, records = self._compiled(traced, steps)
+        return Block(state, first, count, split.whole(traced), outputs, records)
+
+    def no_outputs(self, state: Any) -> Any:
+        """The outputs of zero updates: the first axis has the length 0."""
+        traced = self._split_of(state).traced(state)
+        _, outputs, _ = jax.eval_shape(self._block, traced, np.zeros(1, np.int32))
+        return jax.tree.map(lambda x: jnp.zeros((0, *x.shape[1:]), x.dtype), outputs)
+
+    def _block(self, traced: Any, steps: Any) -> tuple[Any, Any, Any]:
+        split = self._split
+        assert split is not None
+
+        def body(traced: Any, step: Any) -> tuple[Any, Any]:
+            state, outputs = self._update(split.whole(traced), step)
+            states = [heal_state.node_at(state, path) for path in self._paths]
+            return split.traced(state), (outputs, block_records(states))
+
+        traced, (outputs, records) = lax.scan(body, traced, steps)
+        return traced, outputs, records
+
+    def _with_types_of_outputs(self, traced: Any, steps: np.ndarray) -> Any:
+        """A state without the weak types that a block does not return, as of `jnp.full(3, 0.1)`.
+
+        `lax.scan` would convert them within the first block. The second block would then have other
+        types, and be compiled again.
+        """
+        if not any(getattr(leaf, "weak_type", False) for leaf in jax.tree.leaves(traced)):
+            return traced
+        new, _, _ = jax.eval_shape(self._block, traced, steps)
+
+        def converted(old: Any, new: Any) -> Any:
+            is_weak = getattr(old, "weak_type", False)
+            if is_weak and not new.weak_type:
+                return lax.convert_element_type(old, new.dtype)
+            return old
+
+        return jax.tree.map(converted, traced, new)
+
+    def _split_of(self, state: Any) -> _Split:
+        """The split of the first state, to which all later states have to fit."""
+        if self._split is None:
+            leaves, structure = jax.tree.flatten(state)
+            constant = _Split(structure, tuple(_Traced if is_array(x) else x for x in leaves))
+            changed = self._changed_numbers(constant, state)
+            kinds = [_Traced if i in changed else x for i, x in enumerate(constant.leaves)]
+            self._split = _Split(structure, tuple(kinds))
+        return self._split
+
+    def _changed_numbers(self, split: _Split, state: Any) -> set[int]:
+        """Indices of the Python numbers that the update replaces, as `count + 1` does."""
+        numbers = {i: leaf for i, leaf in enumerate(split.leaves) if is_number(leaf)}
+        if not numbers:
+            return set()
+        found: list[Any] = []
+
+        def probe(traced: Any) -> None:
+            found[:] = jax.tree.leaves(self._update(split.whole(traced), jnp.int32(_FIRST))[0])
+
+        try:
+            jax.eval_shape(probe, split.traced(state))
+        except Exception:  # the update needs arrays, or the block raises it again
+            return set(numbers)
+        if len(found) != len(split.leaves):
+            return set(numbers)
+        return {i for i, x in numbers.items() if type(found[i]) is not type(x) or found[i] != x}
+
+
+class _Driver(Protocol):
+    """The part of `JaxDriver` that a scan uses."""
+
+    @property
+    def live(self) -> Any: ...
+
+    def take_block(self, state: Any, records: BlockRecords) -> None: ...
+
+
+class Scan:
+    """One call of `Healer.scan`.
+
+    The device need not wait while the Healer works between two blocks: the next block is dispatched
+    before this work. If the work changes the state, as a rollback does, the block that was computed
+    ahead is dropped. So the run is the same as without it:
+
+        device   block 0 | block 1 | block 2 | ...
+        host               work 0  | work 1  | ...
+
+    Blocks that donate their state are not computed ahead, because the Healer saves this state
+    between the blocks.
+
+    Args:
+        driver: holds the live state.
+        blocks: the compiled blocks of the update.
+    """
+
+    def __init__(self, driver: _Driver, blocks: CompiledBlocks) -> None:
+        self._driver, self._blocks = driver, blocks
+        self._outputs: list[tuple[int, Any]] = []
+        """Number of each block's first update, and its outputs."""
+        self._ahead: Block | None = None
+        """The next block, if it is computed already."""
+        self._looks_ahead = not blocks.donates
+
+    def run(self, first: int, count: int, next_count: int) -> None:
+        """Dispatches a block, and the block after it. Outputs from `first` on are replaced.
+
+        Args:
+            first: number of the block's first update.
+            count: number of its updates.
+            next_count: number of updates in the block after it, or 0.
+        """
+        block, self._ahead = self._ahead, None
+        if block is None or not self._is_next(block, first, count):
+            block = self._blocks.run(self._driver.live, first, count)
+        kept = [each for each in self._outputs if each[0] < first]
+        self._outputs = [*kept, (first, block.outputs)]
+        self._driver.take_block(block.state, block.records)
+        if next_count and self._looks_ahead:
+            self._ahead = self._computed_ahead(first + count, next_count)
+
+    def _is_next(self, block: Block, first: int, count: int) -> bool:
+        """Whether a block that was computed ahead begins with the live state and this update."""
+        is_same_part = (block.first, block.count) == (first, count)
+        return is_same_part and block.begins_with is self._driver.live
+
+    def _computed_ahead(self, first: int, count: int) -> Block | None:
+        """Dispatches a block ahead, or returns None where the memory has no room for two states."""
+        try:
+            return self._blocks.run(self._driver.live, first, count)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self._looks_ahead = False
+            return None
+
+    def outputs(self) -> Any:
+        """The outputs of all blocks, stacked."""
+        parts = [outputs for _, outputs in self._outputs]
+        if not parts:
+            return self._blocks.no_outputs(self._driver.live)
+        return parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
+
+
+def _joined(*parts: jax.Array) -> jax.Array:
+    return jnp.concatenate(parts)
+
+
+def _each_buffer_once(traced: Any) -> Any:
+    """The arrays of a state for a donation: a second use of an array is a copy."""
+    seen: set[int] = set()
+
+    def owned(leaf: Any) -> Any:
+        is_second = id(leaf) in seen
+        seen.add(id(leaf))
+        return jnp.copy(leaf) if isinstance(leaf, jax.Array) and is_second else leaf
+
+    return jax.tree.map(owned, traced)

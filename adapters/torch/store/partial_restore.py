@@ -1,0 +1,99 @@
+"""Loads what a checkpoint has in common with a state whose structure has changed since."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from healcore.runtime.store.checkpoints import CommonState, StateMismatch
+from healcore.torch import gradients
+from healcore.torch.enforcer import reset_moments
+from healcore.torch.live_state import identities, optimizers
+
+_PLACE = re.compile(r"parameter (\d+) of group (\d+)")
+"""See `live_state.identities`."""
+
+
+def load_common(live: Mapping[str, Any], saved: CommonState) -> None:
+    """See `Driver.load_common`. Checks everything before the first change."""
+    trained = {id(p): p for each in optimizers(live).values() for p in gradients.parameters(each)}
+    if any(hasattr(p, "to_local") for p in trained.values()):
+        raise StateMismatch(None, ["a parameter is sharded, and its structure has changed"])
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for name, value in live.items():
+        if name in saved.state and not isinstance(value, Optimizer):
+            pairs += _pairs(value, saved.state[name])
+    restored = {id(old) for old, _ in pairs}
+    kept = [p for key, p in trained.items() if key not in restored]
+    if len(kept) == len(trained):
+        raise StateMismatch(None, ["no parameter has the same name and shape in both states"])
+    infinite = sum(not bool(p.isfinite().all()) for p in kept)
+    if infinite:
+        raise StateMismatch(
+            None, [f"{infinite} of the parameters that the checkpoint lacks are not finite now"]
+        )
+    with torch.no_grad():
+        for old, new in pairs:
+            old.copy_(new)
+    for name, optimizer in optimizers(live).items():
+        places = dict(_moments(name, live, saved))
+        reset_moments(optimizer)
+        for p in gradients.parameters(optimizer):
+            if id(p) in restored and id(p) in places:
+                # A copy, with the devices and dtypes that `load_state_dict` would choose.
+                optimizer.state[p] = {
+                    key: each.to(p.device).clone() if _is_large(each) else each
+                    for key, each in places[id(p)].items()
+                }
+
+
+def _pairs(live: Any, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Live and saved tensors of the same name and shape; parameters as the live objects."""
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        if live.shape == saved.shape:
+            yield live, saved
+    elif isinstance(live, nn.Module):
+        own: dict[str, Tensor] = dict(live.named_parameters(remove_duplicate=False))
+        own |= dict(live.named_buffers(remove_duplicate=False))
+        for path, tensor in own.items():
+            if path in saved:
+                yield from _pairs(tensor, saved[path])
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        for key in live:
+            if key in saved:
+                yield from _pairs(live[key], saved[key])
+    elif isinstance(live, list) and isinstance(saved, list):
+        for pair in zip(live, saved, strict=False):
+            yield from _pairs(*pair)
+
+
+def _moments(
+    name: str, live: Mapping[str, Any], saved: CommonState
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Id of a live parameter, and the saved moments of the parameter with its name.
+
+    The saved moments have the parameter's number, and the identity of the optimizer has its name.
+    """
+    state, identity = saved.state.get(name), saved.identities.get(name)
+    if not isinstance(state, Mapping) or not identity:
+        return
+    names = [each for each in identities(live)[name] if each != name]
+    params = gradients.parameters(optimizers(live)[name])
+    for path, p in zip(names, params, strict=True):
+        place = _PLACE.fullmatch(identity.get(path, ""))
+        if place is None or "param_groups[" in path:  # the number of a parameter is no name
+            continue
+        number = state["param_groups"][int(place[2])]["params"][int(place[1])]
+        moments = state["state"].get(number)
+        if moments:
+            yield id(p), moments
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value is a moment. A step counter is a 0-d tensor that stays where it is."""
+    return isinstance(value, Tensor) and value.ndim > 0

@@ -1,0 +1,78 @@
+"""`ScanBlocks`: the blocks of a loop that is compiled as a whole, as positions of a loader.
+
+`Healer.scan` has no data: its updates read what they need from their state. What a checkpoint has
+to hold is how many updates are done, and a rollback has to begin a block again. A loader of blocks
+gives both, with the machinery of every other loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from healcore.runtime.data.loader_adapters import LoaderAdapter
+
+
+class ScanBlocks(LoaderAdapter):
+    """Yields the number of each block's last update, which a `loss_fn` gets as its batch.
+
+        blocks = ScanBlocks(10, every=4)
+        [(blocks.first, int(last)) for last in blocks]  # [(0, 3), (4, 7), (8, 9)]
+
+    It has no length: a restart may choose blocks of another size, so the number of blocks says
+    nothing about the end. The position is the number of updates.
+
+    Args:
+        updates: number of updates in all blocks.
+        every: number of updates in a block. The last block may have fewer.
+
+    Attributes:
+        first: number of the block's first update.
+        count: number of updates in the block.
+        next_count: number of updates in the block after it, 0 after the last one.
+    """
+
+    kind = "scan"
+
+    def __init__(self, updates: int, every: int) -> None:
+        super().__init__(self)
+        self.updates, self.every = updates, every
+        self.first = self.count = self.next_count = 0
+        self._done = 0
+        """Updates up to the end of the newest block."""
+        self._index = 0
+        """Number of blocks read."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no update is left."""
+        return self._done >= self.updates
+
+    def __iter__(self) -> Iterator[np.int32]:
+        while not self.is_finished:
+            self.first = self._done
+            self.count = min(self.every, self.updates - self._done)
+            self._done += self.count
+            self.next_count = min(self.every, self.updates - self._done)
+            self._index += 1
+            yield np.int32(self._done - 1)
+
+    def start(self, epoch: int) -> Iterator[Any]:
+        """Begins with the first update."""
+        self._done = self._index = 0
+        return iter(self)
+
+    def state(self, *, ended: bool) -> list[int]:
+        """The number of blocks and of updates done."""
+        return [self._index, self._done]
+
+    def state_before(self, index: int) -> list[int] | None:
+        """The state before the newest block."""
+        return [index, self.first] if index == self._index - 1 else None
+
+    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
+        """Continues after the updates of a state."""
+        self._index, self._done = state
+        return iter(self), skip

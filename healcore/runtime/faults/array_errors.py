@@ -1,0 +1,68 @@
+"""Errors of operations on arrays: shapes and indices that do not fit, and what to check.
+
+Frameworks have no types for such errors: they raise RuntimeError, ValueError, TypeError and
+IndexError. A message counts only if an operation raised the error: code of an array library, or a
+call into compiled code. A `raise` of the program itself does not count.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+
+SHAPES = (
+    "Shapes do not fit: compare the shapes of the batch with those that the model expects. Usual "
+    "reasons are a smaller last batch (drop_last=True), samples without padding to one length, "
+    "another number of classes or channels, a checkpoint of another model."
+)
+INDICES = (
+    "An index is too large for its table: compare token ids with the size of the vocabulary, and "
+    "labels with the number of classes."
+)
+
+_TYPES = {
+    *(f"builtins.{kind}" for kind in ("RuntimeError", "ValueError", "TypeError", "IndexError")),
+    *("builtins.AssertionError", "flax.errors.ScopeParamShapeError"),
+}
+"""Types with their modules. A subclass of a builtin type, as in `jax.errors`, says what it is."""
+_LIBRARIES = {
+    *("torch", "jax", "jaxlib", "numpy", "flax", "optax", "equinox"),
+    "einops",
+    "opt_einsum",
+}
+_INDEX = re.compile(
+    r"index -?\d+ is out of bounds for|index out of range in self|Target -?\d+ is out of bounds"
+    r"|Index \d+ of input takes value|Class values must be smaller than num_classes"
+    # On a GPU the kernel checks the index.
+    r"|(CUDA|HIP) error: device-side assert triggered"
+)
+_SHAPE = re.compile(
+    r"\b(shapes?|sizes?|dimensions?|dimensional|dim|channels?|batch_size|broadcast\w*)\b"
+    r"|elements not \d",
+    re.IGNORECASE,
+)
+
+
+def hint_about(error: BaseException) -> tuple[str, str]:
+    """The sign and the advice of an error of an operation on arrays, or two empty strings."""
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    if name not in _TYPES or not _is_of_operation(error):
+        return "", ""
+    text = str(error)[:2000]
+    if _INDEX.match(text):
+        return "index out of range", INDICES
+    return ("shapes", SHAPES) if _SHAPE.search(text) else ("", "")
+
+
+def _is_of_operation(error: BaseException) -> bool:
+    """Whether an array library or compiled code raised the error, by its innermost frame."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False  # never raised
+    module = str(last.tb_frame.f_globals.get("__name__", ""))
+    if module.startswith("torch.distributions."):
+        return False  # a check of values, whose message names the shape of the values
+    own_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return module.partition(".")[0] in _LIBRARIES or not own_raise

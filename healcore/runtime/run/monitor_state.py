@@ -1,0 +1,119 @@
+"""`MonitorState`: what decisions read of earlier steps, apart from the ledger and the comparisons.
+
+A checkpoint holds it. Otherwise the same trouble would be dated or answered differently after a
+restart: for example, weights with NaN at the first step after a start were damaged before that
+step, by a batch that only the earlier process has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pydantic import ConfigDict
+
+from healcore.runtime.data import BatchId
+
+
+class BatchRun(NamedTuple):
+    """The batches of consecutive steps, as long as each step has read the next ones of an epoch.
+
+    A checkpoint then needs one entry for a thousand steps instead of a thousand entries.
+    """
+
+    first: int
+    """The first step."""
+    steps: int
+    """Number of steps."""
+    epoch: int
+    """Epoch of all the batches."""
+    index: int
+    """Index of the first step's first batch in its epoch."""
+    each: int
+    """Batches of each step."""
+
+    def ids(self, step: int) -> list[BatchId]:
+        """The batches of a step, or an empty list for any other step."""
+        if not self.first <= step < self.first + self.steps:
+            return []
+        start = self.index + (step - self.first) * self.each
+        return [BatchId(self.epoch, start + place) for place in range(self.each)]
+
+
+@dataclass
+class MonitorState:
+    """What decisions read of the steps before a checkpoint.
+
+    Attributes:
+        last_trained: the last step that was not skipped, or -1 if there is none since the run's
+            start or the last rollback.
+        nonfinite_streak: number of consecutive steps up to the newest without a finite step, or -1
+            if no step was read.
+        never_finite: whether no step of the run was finite.
+        has_micro_steps: whether optax.MultiSteps accumulates gradients around `protect`.
+        loader_start: first step of the current loader. Batch ids of earlier loaders have no meaning
+            in it.
+        batches: the batches of the last steps, oldest first.
+        rule_hits: "number of the rule/engine" -> its `RuleState`: run, age, and the window.
+        rule_fired: engine -> the last step at which a rule fired.
+        rates: engine -> the highest learning rate in force at a trained step since the last start
+            or rollback, where it is known.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    last_trained: int = -1
+    nonfinite_streak: int = -1
+    never_finite: bool = True
+    has_micro_steps: bool = False
+    loader_start: int = 0
+    batches: list[BatchRun] = field(default_factory=list)
+    rule_hits: dict[str, list[int]] = field(default_factory=dict)
+    rule_fired: dict[str, int] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def add_batches(self, step: int, ids: Sequence[BatchId], *, kept: int) -> None:
+        """Adds the batches of a step, and drops the batches of `kept` or more steps ago."""
+        if self.batches:
+            last = self.batches[-1]
+            longer = last._replace(steps=last.steps + 1)
+            if step == last.first + last.steps and longer.ids(step) == [*ids]:
+                self.batches[-1] = longer
+                ids = ()
+        new: list[BatchRun] = []
+        for epoch, index in ids:
+            if new and (new[-1].epoch, new[-1].index + new[-1].each) == (epoch, index):
+                new[-1] = new[-1]._replace(each=new[-1].each + 1)
+            else:
+                new.append(BatchRun(step, 1, epoch, index, 1))
+        self.batches += new
+        while self.batches and self.batches[0].first + self.batches[0].steps <= step - kept:
+            del self.batches[0]
+
+    def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
+        """Batches of some steps, as far as they are kept."""
+        found: list[BatchId] = []
+        for step in steps:
+            for run in self.batches:
+                found += run.ids(step)
+        return found
+
+    def batches_between(self, first: int, last: int) -> list[BatchId]:
+        """Batches of the steps from `first` to `last`, of the current loader."""
+        first = max(first, self.loader_start)
+        steps: set[int] = set()
+        for run in self.batches:
+            end = run.first + run.steps
+            steps.update(range(max(first, run.first), min(last + 1, end)))
+        return self.batches_of(sorted(steps))
+
+    def on_rollback(self, target: int) -> None:
+        """Forgets the steps from `target` on, which are repeated."""
+        kept = (run for run in self.batches if run.first < target)
+        self.batches = [run._replace(steps=min(run.steps, target - run.first)) for run in kept]
+        self.loader_start = min(self.loader_start, target)
+        self.last_trained = -1
+        self.nonfinite_streak = 0
+        self.rule_hits.clear()
+        self.rule_fired.clear()
+        self.rates.clear()

@@ -1,0 +1,66 @@
+"""`ProgramClip`: notices that a program clips its gradients before healcore measures them."""
+
+from __future__ import annotations
+
+CLIPPED_STEPS = 5
+"""Steps with the norm of a limit after which the limit is certain."""
+_TOLERANCE = 1e-5
+"""Relative error of a norm that two float32 sums compute of the same gradients."""
+_EPSILON = 1e-6
+"""What a clip adds to the norm before it divides. So the clipped norm is a little below the
+limit."""
+
+
+class ProgramClip:
+    """Notices a clip of the program by the norms of its steps. A step costs one comparison.
+
+    A clipped gradient has the norm of the limit, so many steps have the same norm and no step has a
+    larger one. The limit is a number that a person has chosen, so it has one or two digits. And the
+    last digits of the norms go up and down by rounding, unlike those of a gradient that is constant
+    or changes slowly. All three signs together do not occur by chance.
+    """
+
+    def __init__(self) -> None:
+        self._lowest, self._highest = 0.0, 0.0
+        """Range of the norms that count as the highest norm of the run."""
+        self._limit = 0.0
+        """The limit that has this norm, or 0 if it is not the norm of a limit."""
+        self._norms: list[float] = []
+        """The last norms in this range, at most `CLIPPED_STEPS`."""
+        self._is_found = False
+
+    def add(self, norm: float) -> str:
+        """Adds the norm of a step. Returns a line at the step that proves a clip, else ""."""
+        if not norm >= self._lowest or self._is_found:
+            return ""
+        if norm > self._highest:
+            self._begin(norm)
+            return ""
+        self._norms = [*self._norms[1 - CLIPPED_STEPS :], norm]
+        if not self._limit or len(self._norms) < CLIPPED_STEPS or _is_monotone(self._norms):
+            return ""
+        self._is_found = True
+        return (
+            f"{len(self._norms)} steps have a gradient norm of {self._limit:g}, and no step has a "
+            "larger norm: the program clips its gradients before healcore measures them, so that "
+            "a spike looks no larger than the limit. Remove the clip, and pass "
+            f'clip={{"max_norm": {self._limit:g}}} to healcore, which clips to the same bits'
+        )
+
+    def _begin(self, norm: float) -> None:
+        """Begins with a new highest norm."""
+        limit = float(f"{norm:.2g}")
+        slack = _TOLERANCE * limit
+        self._norms = [norm]
+        if limit - slack - _EPSILON <= norm <= limit + slack:
+            self._limit = limit
+            self._lowest, self._highest = limit - slack - _EPSILON, limit + slack
+        else:
+            self._limit = 0.0
+            self._lowest = self._highest = norm
+
+
+def _is_monotone(norms: list[float]) -> bool:
+    """Whether the norms are equal, or only rise, or only fall."""
+    rising = sorted(norms)
+    return norms in (rising, rising[::-1])

@@ -1,0 +1,341 @@
+"""Reads the records of lines that programs print: dicts, JSON after a prefix, and named numbers.
+
+A printed line says its place in many ways. The step may be named (`step 7`, `iter: 40/47`), in
+brackets (`Epoch: [110] [0/1299]`), or the count of a progress bar (`40/47 [00:10<00:02]`). Each
+record gets the keys "step", "epoch" and "epoch_length" as far as the line says them. `columns`
+counts the places over all epochs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from healcore.tools.traces.columns import EPOCH, LENGTH, STEP, Problem, open_text, quote_excerpt
+from healcore.tools.traces.names import (
+    is_judged,
+    is_loss,
+    is_signal,
+    is_step,
+    normalize,
+)
+
+Fields = dict[str, Any]
+"""A record: JSON values by name."""
+
+Records = Iterator[tuple[int, Fields]]
+"""Line number (0 in a format without lines) and fields of each record."""
+
+_MAX_PRINTED = 1 << 12
+"""Largest number of characters of a printed record."""
+_CONTROL = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_PYTHON = re.compile(
+    r"""("[^"\\]*")|'([^'\\]*)'|\b(nan|inf|None|True|False)\b|(?:np\.\w+|tensor)\(|\.?\)"""
+)
+_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "None": "null", "True": "true", "False": "false"}
+_NUMBER = (
+    r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+|[kKMBGT])?|nan|inf)"
+    r"(?!\w|\.\w)|N/A(?!\w)|None(?!\w)"
+)
+_NAMED_NUMBER = re.compile(
+    r"(?<![\w/.])([a-z]\w*(?:[ /.-]\w+){0,5}?)"  # up to six words, then : or = or a space
+    rf"(?:\.?\ *[:=]\ *|\.?\ +)({_NUMBER})",
+    re.IGNORECASE,
+)
+_STEP_TRAIN_NUMBER = re.compile(rf"\s*(\d+)\s+(train|val)\s+({_NUMBER})\s*$", re.IGNORECASE)
+"""The lines of build-nanogpt: `250 train 5.91`, `250 val 5.88`."""
+_EVALUATION = re.compile(
+    r"(?:^|[\s|\[(])(?:test|val|valid|validation|validating|eval|evaluation|evaluating)(?!\w)",
+    re.IGNORECASE,
+)
+"""A word before the numbers that makes the loss of the line a loss of the evaluation."""
+
+_WORDS = r"(?:steps?|iters?|iterations?|batch|batches|updates?|it)"
+_SLASH = r"\s*(?:/|of)\s*"
+_EPOCH = re.compile(
+    r"\bepoch\b\s*(?:\(train\))?\s*[:=#]?\s*[\[(]?\s*(\d+)(?![\d.]*\d|%)", re.IGNORECASE
+)
+_EPOCH_IN_BRACKETS = re.compile(r"\[\s*(\d+)\s*(?:/\s*\d+\s*)?\]\s*\[\s*\d+\s*/")
+_EPOCH_OF_TIMM = re.compile(r"\btrain:\s*(\d+)\s*\[", re.IGNORECASE)
+_PAIR = re.compile(r"^\s*\[\s*(\d+),\s*(\d+)\]\s")
+"""`[epoch, batch]`, as in the tutorials of PyTorch."""
+_NAMED_PLACE = re.compile(
+    rf"(?<![a-z]){_WORDS}\s*(?:\(train\))?\s*[:=#]?\s*[\[(]?\s*(\d[\d,]*){_SLASH}(\d[\d,]*)",
+    re.IGNORECASE,
+)
+_NAMED_BATCH = re.compile(
+    r"\b(?:batch|batch_idx|iter|iteration|step)\b\s*[:=#]?\s*[\[(]?\s*(\d+)(?![\d.]*\d)",
+    re.IGNORECASE,
+)
+_PLACES = (
+    re.compile(r"\]\s*\[\s*(\d+)\s*/\s*(\d+)"),  # the second of two brackets
+    re.compile(r"\[\s*(\d+)\s*/\s*(\d+)"),
+    re.compile(r"\bepoch\s+\d+[:\s]\s*(\d+)\s*/\s*(\d+)\s", re.IGNORECASE),  # fairseq
+)
+_BAR = re.compile(r"(?:^|[\s|%])(\d+)/(\d+)\s*(?:\[|[━─]|-\s)")
+"""The count of a progress bar of tqdm or Keras."""
+
+
+class Place(NamedTuple):
+    """Where in the run a line says that it is."""
+
+    step: int | None
+    """Step, or number of the batch in its epoch."""
+    length: int | None = None
+    """Number of batches in an epoch, or of steps in the run, or None if the line does not say."""
+    epoch: int | None = None
+    is_bar: bool = False
+    """Whether the line is a progress bar, which is printed several times for one step."""
+
+
+def find_place(line: str) -> Place:
+    """Finds the place that a line names in brackets, in a bar or after a word for a step."""
+    if pair := _PAIR.match(line):
+        return Place(int(pair[2]), None, int(pair[1]))
+    found = _EPOCH.search(line) or _EPOCH_IN_BRACKETS.search(line) or _EPOCH_OF_TIMM.search(line)
+    epoch = int(found[1]) if found else None
+    rest = line
+    if found:
+        # "Epoch [1/5]" is no place within the epoch.
+        rest = line[: found.start(1)] + re.sub(r"^\d+(\s*/\s*\d+)?", "e", line[found.start(1) :])
+    if named := _NAMED_PLACE.search(rest):
+        step, length = (int(text.replace(",", "")) for text in named.groups())
+        return Place(step, length, epoch)
+    for pattern, text in zip(_PLACES, (rest, rest, line), strict=True):
+        if match := pattern.search(text):
+            return Place(int(match[1]), int(match[2]), epoch)
+    if bar := _BAR.search(rest):
+        return Place(int(bar[1]), int(bar[2]), epoch, is_bar=True)
+    batch = _NAMED_BATCH.search(rest) if epoch is not None else None
+    return Place(int(batch[1]) if batch else None, None, epoch)
+
+
+class _Printed(NamedTuple):
+    """A line with a record."""
+
+    line: int
+    record: Fields
+    place: Place
+    before: Place | None
+    """The last place that the lines between the record before and this one name, or None."""
+    after: Place | None
+    """The first place that the lines after this record name, or None."""
+    is_summary: bool
+    """Whether the line may be the mean of an epoch: it names an epoch or a step, or says so."""
+
+
+_SUMMARY = re.compile(r"\b(?:averaged?|avg|mean|summary|total|final)\b", re.IGNORECASE)
+
+
+def printed_lines(
+    parse: Callable[[str], Fields | None], path: str, problems: list[Problem]
+) -> Records:
+    """Yields line number and record of each line in which `parse` finds a record.
+
+    A log whose records name no step may name it in other lines: in a header, or in a progress bar.
+    Then the records have these places, if this gives each record another one. In a log whose lines
+    name places, a line without a place is the mean of an epoch, and is no step.
+    """
+    records: list[_Printed] = []
+    epoch: int | None = None
+    between: Place | None = None
+    for number, line in _split_lines(path):
+        record, place = parse(line), find_place(line)
+        epoch = epoch if place.epoch is None else place.epoch
+        if not record:
+            named = place.step is not None or parse is printed_record
+            found = place if named and place.step is not None else None
+            found = found or (None if named else _named_step(line))
+            if found and records and between is None:
+                records[-1] = records[-1]._replace(after=found)
+            between = found or between
+            if parse is printed_record and "loss" in line and ("{'" in line or '{"' in line):
+                text = f"not a dict: {quote_excerpt(line.strip())}: skipped"
+                problems.append(Problem(number, text, unusable=True))
+            continue
+        is_summary = place.epoch is not None or _has_step(record) or bool(_SUMMARY.search(line))
+        place = place._replace(epoch=epoch)
+        if parse is printed_record:  # the progress bar before a dict is another text
+            between, place = (place if place.step is not None else between), Place(None)
+        elif _is_evaluation(record):  # its bar counts the batches of the evaluation
+            place = Place(None, None, epoch)
+        last = records[-1] if records else None
+        if last and _continues(last, record, place):
+            last.record.update(record)
+            continue
+        records.append(_Printed(number, record, place, between, None, is_summary))
+        between = None
+    if not any(each.place.step is not None or _has_step(each.record) for each in records):
+        records = _with_places_of_other_lines(records)
+    steps = [each for each in records if not _is_evaluation(each.record)]
+    have_places = 2 * sum(each.place.step is not None for each in steps) > len(steps)
+    last_place = Place(None)
+    for each in records:
+        place = each.place
+        if _is_evaluation(each.record) and place.step is None and not _has_step(each.record):
+            place = last_place  # an evaluation belongs to the step before it
+        elif have_places and place.step is None and not _is_evaluation(each.record):
+            if not each.is_summary:
+                text = "it names no step, and the other lines do: skipped"
+                problems.append(Problem(each.line, text, unusable=True))
+            continue
+        else:
+            last_place = place
+        yield each.line, _with_place(each.record, place)
+
+
+def _split_lines(path: str) -> Iterator[tuple[int, str]]:
+    """Yields number and text of each line, and of each state of a progress bar in a line."""
+    with open_text(path) as file:
+        number = 1
+        for line in file:
+            for text in re.split("\b+", _CONTROL.sub("", line)) if "\b" in line else [line]:
+                yield number, _CONTROL.sub("", text)
+            number += line.endswith("\n")
+
+
+def _has_step(record: Fields) -> bool:
+    return any(map(is_step, record))
+
+
+def _is_evaluation(record: Fields) -> bool:
+    """Whether a record has a loss of an evaluation, and nothing of a step."""
+    return "eval_loss" in record and not any(is_judged(name) for name in record)
+
+
+def _continues(last: _Printed, record: Fields, place: Place) -> bool:
+    """Whether a line is a progress bar, or an evaluation, that is printed again."""
+    if _is_evaluation(record) and not _has_step(record):
+        return _is_evaluation(last.record) and not _has_step(last.record)
+    return place.is_bar and last.place == place
+
+
+def _named_step(line: str) -> Place | None:
+    """The place of a line that names a step, as "GLOBAL_STEP: 25"."""
+    for name, number in _NAMED_NUMBER.findall(line[:_MAX_PRINTED]):
+        if is_step(name) and number.isdecimal():
+            return Place(int(number))
+    return None
+
+
+def _with_places_of_other_lines(records: list[_Printed]) -> list[_Printed]:
+    """The records with the places of the lines around them, or unchanged if these do not increase.
+
+    A header names the step before its numbers, and the place holds until the next one. A progress
+    bar may be older than the text below it, because it is drawn a few times in a second only. But
+    it is drawn again after a text. Texts come at regular steps, so the places in regular distances
+    are right.
+    """
+    befores: list[Place | None] = []
+    for each in records:
+        befores.append(each.before or (befores[-1] if befores else None))
+    places = [_in_order(records, found) for found in (befores, [each.after for each in records])]
+    steps = [np.diff([place.step or 0 for place in found]) for found in places]
+    irregular = [len(np.unique(each)) if len(each) else len(records) for each in steps]
+    chosen = places[int(irregular[1] < irregular[0])]
+    if not chosen:
+        return records
+    return [each._replace(place=place) for each, place in zip(records, chosen, strict=True)]
+
+
+def _in_order(records: list[_Printed], places: Sequence[Place | None]) -> list[Place]:
+    """The places, or nothing if a record has none, or the place of a record with its numbers."""
+    reached: tuple[int, int] = (-1, -1)
+    names: set[str] = set()
+    found = []
+    for each, place in zip(records, places, strict=True):
+        own = set(filter(is_signal, each.record))
+        if place is None or place.step is None:
+            return []
+        at = (place.epoch or 0, place.step)
+        if at < reached or (at == reached and own & names):
+            return []
+        names = own | (names if at == reached else set())
+        reached = at
+        found.append(place)
+    return found
+
+
+def _with_place(record: Fields, place: Place) -> Fields:
+    """The record with its place as "step", "epoch" and "epoch_length".
+
+    A step that the record names is the step of the run, and preferred. If it equals the place, as
+    in "iter: 40/47", the place has the length of the epoch.
+    """
+    named = next((record[name] for name in record if is_step(name)), None)
+    epochs = [name for name in record if normalize(name) == EPOCH]
+    if place.epoch is not None and not any("." in str(record[name]) for name in epochs):
+        record = {name: value for name, value in record.items() if name not in epochs}
+        record[EPOCH] = place.epoch
+    if place.step is not None and (named is None or str(named) == str(place.step)):
+        record = {name: value for name, value in record.items() if not is_step(name)}
+        record |= {STEP: place.step, LENGTH: place.length}
+    return record
+
+
+def printed_record(line: str) -> Fields | None:
+    """The dict at the end of a printed line, after a progress bar or other text.
+
+    Also a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss": "2.5"}`. Only
+    records of a loss or a norm, because programs print their settings as dicts too.
+    """
+    text = line.rstrip()
+    if not text.endswith("}") or not ("loss" in text or "norm" in text):
+        return None
+    prefix, found, rest = text.partition("{'")
+    if found:
+        rest = _PYTHON.sub(_to_json, found + rest) if len(rest) <= _MAX_PRINTED else ""
+    else:
+        prefix, found, rest = text.partition('{"')
+        rest = found + rest if prefix.strip() and len(rest) <= _MAX_PRINTED else ""
+    try:
+        record = json.loads(rest) if rest else None
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _to_json(token: re.Match[str]) -> str:
+    quoted, text, name = token.groups()
+    return quoted or (_JSON_NAMES.get(name, "") if text is None else json.dumps(text))
+
+
+def _may_be_signal(name: str) -> bool:
+    name = name.lower()
+    return "loss" in name or "norm" in name or is_signal(name)
+
+
+def named_numbers(line: str) -> Fields:
+    """The numbers of a line like ` iteration 7/ 900 | lm loss: 2.5E+00 |` by their names.
+
+    The first name of a step is "step", because a program may print "step 0" in one line and
+    "iter 0" in another. The loss of a line that begins with a word for an evaluation, as
+    "Test: loss 2.5", is "eval_loss". Returns nothing for a line that names neither a loss nor a
+    norm.
+    """
+    line = re.sub(r"^s:(?=\d)", "step:", _CONTROL.sub("", line[:_MAX_PRINTED]))  # llm.c
+    if short := _STEP_TRAIN_NUMBER.match(line):
+        step, kind, number = short.groups()
+        return {STEP: step, "loss" if kind.lower() == "train" else "eval_loss": number}
+    record: Fields = {}
+    head: str | None = None  # the text before the first number that is no place
+    for match in _NAMED_NUMBER.finditer(line):
+        name, number = match.groups()
+        if is_step(name):
+            name = STEP
+        elif head is None and not normalize(name).endswith(("epoch", "eta", "lr", "time")):
+            head = line[: match.start()]
+            if "loss" in name.lower() and not is_signal(name):
+                head += name  # "validation loss at iteration 490" is no loss of 490
+        record.setdefault(name, number.replace(",", ""))
+    if not any(map(_may_be_signal, record)):
+        return {}
+    if _EVALUATION.search(head or ""):
+        losses = [number for name, number in record.items() if is_loss(name)]
+        record = {name: number for name, number in record.items() if name == STEP}
+        return {**record, "eval_loss": losses[0]} if losses else {}
+    return record

@@ -1,0 +1,367 @@
+"""Programs that change the structure of their model while they train.
+
+They prune, widen a layer, unfreeze with `add_param_group`, add adapters, replace a head, or densify
+points. No change ends a run that would go on without healcore.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+from healcore import Checkpoints, Healer
+from healcore.errors import StateMismatch
+from healcore.torch import DCPStore
+from tests.healer.run_directory import events, new_process
+from tests.healer.training_loops import rules
+
+EPOCHS, BATCHES = 4, 7
+CHANGED_EPOCH = 2
+CHANGE = CHANGED_EPOCH * BATCHES
+"""The first step with the new structure."""
+NAN = float("nan")
+POLICY = rules(cut=False)
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.ones(2, base.in_features) / 10)
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Program:
+    """A program that makes one kind of change at the begin of an epoch."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(0)
+        self.kind = kind
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 1))
+        self.points = {"w": nn.Parameter(torch.randn(6, 4)), "v": nn.Parameter(torch.randn(6, 1))}
+        first: Any = self.model.parameters()
+        if kind == "unfreeze":
+            self.model[0].requires_grad_(False)
+            self.model[2].requires_grad_(False)
+            first = self.model[3].parameters()
+        if kind == "points":
+            first = [{"params": [p], "name": name} for name, p in self.points.items()]
+        self.optimizer = torch.optim.AdamW(first, lr=0.01)
+        model = self.points if kind == "points" else self.model
+        self.state = {"model": model, "optimizer": self.optimizer}
+        self.bad: set[int] = set()
+        """Numbers of the batches whose next loss is NaN, once."""
+
+    def change(self) -> None:
+        model, optimizer = self.model, self.optimizer
+        layers: Any = model
+        if self.kind == "prune":
+            prune.l1_unstructured(layers[0], "weight", amount=0.3)
+        if self.kind in ("wider", "smaller"):
+            size = 12 if self.kind == "wider" else 5
+            model[0], model[2] = nn.Linear(4, size), nn.Linear(size, 8)
+            optimizer.param_groups[0]["params"] = [*model.parameters()]
+            for p in {*optimizer.state} - {*model.parameters()}:
+                del optimizer.state[p]
+        if self.kind == "unfreeze":
+            optimizer.add_param_group({"params": layers[2].requires_grad_().parameters()})
+        if self.kind == "adapters":
+            model[0] = Adapter(layers[0].requires_grad_(False))
+            optimizer.add_param_group({"params": [layers[0].a, layers[0].b], "lr": 0.02})
+        if self.kind == "head":
+            old, model[3] = {*layers[3].parameters()}, nn.Linear(8, 1)
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p not in old]
+            optimizer.add_param_group({"params": model[3].parameters()})
+        for group in optimizer.param_groups if self.kind == "points" else ():
+            [old] = group["params"]
+            moments = optimizer.state.pop(old, {})
+            new = nn.Parameter(torch.cat([old.detach(), old.detach()[:2]]))
+            for key in ("exp_avg", "exp_avg_sq") if moments else ():
+                moments[key] = torch.cat([moments[key], torch.zeros_like(moments[key][:2])])
+                optimizer.state[new] = moments
+            group["params"][0] = self.points[group["name"]] = new
+
+    def loss(self, number: int) -> Tensor:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+        if self.kind == "points":
+            out = torch.tanh(x @ self.points["w"].T) @ self.points["v"]
+        else:
+            out = self.model(x)
+        loss = nn.functional.mse_loss(out, x.sum(1, keepdim=True).sin())
+        if number in self.bad:
+            self.bad.discard(number)
+            loss = loss * NAN
+        return loss
+
+    def step(self, healer: Healer | None, number: int) -> None:
+        loss = self.loss(number)
+        if healer is not None:
+            healer.observe(loss)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[list[float]]:
+        return [p.flatten().tolist() for g in self.optimizer.param_groups for p in g["params"]]
+
+    def is_finite(self) -> bool:
+        return all(math.isfinite(x) for each in self.weights() for x in each)
+
+
+KINDS = ["prune", "wider", "smaller", "unfreeze", "adapters", "head", "points"]
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def plain_run(kind: str) -> Program:
+    program = Program(kind)
+    for epoch in range(EPOCHS):
+        if epoch == CHANGED_EPOCH:
+            program.change()
+        for index in range(BATCHES):
+            program.step(None, epoch * BATCHES + index)
+    return program
+
+
+def healed_run(
+    program: Program,
+    store: Path,
+    *,
+    before: Callable[[Healer], object] = lambda healer: None,
+    policy: Any = POLICY,
+    is_changed: bool = False,
+) -> Healer:
+    """A loop over `Healer.epochs`, which yields an epoch again after a rollback or a restart."""
+    saves = Checkpoints(every=5)
+    with Healer(policy, state=program.state, store=store, checkpoints=saves) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            if epoch == CHANGED_EPOCH and not is_changed:
+                program.change()
+            numbers = [epoch * BATCHES + index for index in range(BATCHES)]
+            for number in healer.batches(numbers, epoch=epoch):
+                before(healer)
+                program.step(healer, number)
+    return healer
+
+
+def once_at(step: int, action: Callable[[], object]) -> Callable[[Healer], None]:
+    left = [action]
+
+    def before(healer: Healer) -> None:
+        if healer.step == step and left:
+            left.pop()()
+
+    return before
+
+
+def poison(program: Program, group: int = 0) -> None:
+    with torch.no_grad():
+        program.optimizer.param_groups[group]["params"][0].view(-1)[0] = NAN
+
+
+@all_kinds
+def test_a_healthy_run_is_exact_and_has_a_checkpoint_right_after_the_change(kind, tmp_path):
+    program = Program(kind)
+    healer = healed_run(program, tmp_path)
+    assert program.weights() == plain_run(kind).weights()
+    assert healer.rollbacks == 0
+    assert CHANGE + 1 in {each["step"] for each in events(tmp_path, "save")}
+
+
+@all_kinds
+def test_a_bad_batch_of_the_next_epoch_does_not_repeat_the_change(kind, tmp_path):
+    """`add_param_group` would raise if the loop returned to the begin of the changed epoch."""
+    program = Program(kind)
+    program.bad = {CHANGE + BATCHES + 1}
+    healer = healed_run(program, tmp_path)
+    assert healer.rollbacks == 1
+    assert program.is_finite()
+    shapes = [len(each) for each in plain_run(kind).weights()]
+    assert [len(each) for each in program.weights()] == shapes
+
+
+@all_kinds
+def test_trouble_right_after_the_change_restores_what_both_sides_have(kind, tmp_path):
+    """No checkpoint of the new structure is known-good, or even there."""
+    program = Program(kind)
+    program.bad = {CHANGE}
+    healer = healed_run(program, tmp_path)
+    assert program.is_finite()
+    assert healer.step > CHANGE + BATCHES
+    if kind == "points":  # they have no names, and other shapes
+        assert healer.rollbacks == 0
+    else:
+        [back] = events(tmp_path, "rollback")
+        assert back["checkpoint"] <= CHANGE
+        assert "has changed the structure of its model" in back["why"]
+
+
+@all_kinds
+def test_damaged_weights_after_the_change_are_restored(kind, tmp_path):
+    program = Program(kind)
+    at = CHANGE + 9  # in the next epoch
+    healed_run(program, tmp_path, before=once_at(at, lambda: poison(program)), policy="default")
+    assert program.is_finite() or not events(tmp_path, "rollback")
+
+
+def test_weights_that_no_checkpoint_has_are_kept_and_the_run_goes_on(tmp_path, capsys):
+    """What stays is not finite, so that no checkpoint helps, and the run is not ended for it."""
+    program = Program("adapters")
+
+    def before(healer: Healer) -> None:
+        if healer.step in (CHANGE, CHANGE + 5):  # the program itself repairs it
+            with torch.no_grad():
+                program.model[0].a.fill_(NAN if healer.step == CHANGE else 0.1)  # type: ignore[operator, union-attr]
+
+    healer = healed_run(program, tmp_path, before=before)
+    assert healer.step == EPOCHS * BATCHES
+    assert healer.rollbacks == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "without a rollback" in line]
+    assert 1 <= len(lines) <= 2
+    assert "not finite now" in lines[0]
+
+
+class Killed(Exception):
+    pass
+
+
+def kill() -> None:
+    raise Killed
+
+
+def killed_at(step: int, kind: str, store: Path) -> None:
+    with pytest.raises(Killed):
+        healed_run(Program(kind), store, before=once_at(step, kill))
+    new_process()
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each != "unfreeze"])
+@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
+def test_a_restart_in_the_first_form_says_what_to_do(kind, late, tmp_path):
+    """Groups of "unfreeze" are added by healcore, see the last test."""
+    killed_at(CHANGE + late, kind, tmp_path)
+    with pytest.raises(StateMismatch, match="changed the structure of its model") as error:
+        healed_run(Program(kind), tmp_path)
+    assert f"at step {CHANGE} (epoch {CHANGED_EPOCH})" in str(error.value)
+    assert "before `with Healer(...)`" in str(error.value)
+
+
+@all_kinds
+@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
+def test_a_restart_of_a_program_that_makes_the_change_is_exact(kind, late, tmp_path):
+    """As the page shows: the newest checkpoint tells which changes are to be made before."""
+    killed_at(CHANGE + late, kind, tmp_path)
+    program = Program(kind)
+    assert max(each.step for each in DCPStore(tmp_path).checkpoints()) > CHANGE
+    program.change()
+    healed_run(program, tmp_path, is_changed=True)
+    assert program.weights() == plain_run(kind).weights()
+
+
+@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
+def test_a_restart_adds_the_groups_that_the_program_had_added(late, tmp_path, capsys):
+    """In the same epoch the program adds its group once more; in the next epoch it does not."""
+    killed_at(CHANGE + late, "unfreeze", tmp_path)
+    program = Program("unfreeze")
+    healed_run(program, tmp_path)
+    assert program.weights() == plain_run("unfreeze").weights()
+    assert len(program.optimizer.param_groups) == 2
+    assert "2.weight, 2.bias" in capsys.readouterr().err
+    assert "add_param_group" not in vars(program.optimizer)  # nothing is left behind
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        program.change()
+
+
+def test_a_rollback_to_before_a_group_was_added_keeps_the_group(tmp_path):
+    program = Program("unfreeze")
+    program.bad = {CHANGE}
+    found: list[Any] = []
+
+    def before(healer: Healer) -> None:
+        if healer.rollbacks and not found:
+            found.append([*program.optimizer.state])
+
+    healed_run(program, tmp_path, before=before)
+    assert len(program.optimizer.param_groups) == 2
+    # The head has its earlier moments, and the unfrozen layer none.
+    assert [p for p in found[0] if p.ndim == 2] == [program.model[3].weight]
+
+
+class Changing:
+    """Calls a change at a step of a loop with its own data."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.at = program, [CHANGE]
+
+    def run(self, healer: Healer) -> Iterator[int]:
+        for step in healer.steps(EPOCHS * BATCHES):
+            if step == CHANGE:  # also if the number comes again
+                self.program.change()
+            yield step
+
+
+@all_kinds
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_a_loop_over_steps_does_not_come_to_the_change_again(kind, bad, tmp_path):
+    program = Program(kind)
+    program.bad = {CHANGE + bad}
+    saves = Checkpoints(every=5)
+    with Healer(POLICY, state=program.state, store=tmp_path, checkpoints=saves) as healer:
+        for step in Changing(program).run(healer):
+            program.step(healer, step)
+    shapes = [len(each) for each in plain_run(kind).weights()]
+    assert [len(each) for each in program.weights()] == shapes
+
+
+def test_code_after_a_pass_may_change_the_model_too(tmp_path):
+    """The pass is ended early by a rollback, and its code runs with the restored weights."""
+    program = Program("wider")
+    program.bad = {CHANGE + 1}
+    saves = Checkpoints(every=5)
+    with Healer(POLICY, state=program.state, store=tmp_path, checkpoints=saves) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            numbers = [epoch * BATCHES + index for index in range(BATCHES)]
+            for number in healer.batches(numbers, epoch=epoch):
+                program.step(healer, number)
+            if epoch == CHANGED_EPOCH:
+                program.change()
+    assert healer.rollbacks == 1
+    assert program.is_finite()
+
+
+def test_copies_of_weights_from_before_a_change_are_not_compared(tmp_path):
+    """Also where the parameters have the same shapes and are the same objects."""
+    program = Program("prune")
+    anchors = []
+
+    def look(healer: Healer) -> None:
+        comparisons = healer._loop.recovery.comparisons  # type: ignore[union-attr]
+        anchors.append((healer.step, [each.step for each in comparisons.anchors]))
+
+    saves, state = Checkpoints(every=5), program.state
+    with Healer(
+        "default",
+        state=state,
+        store=tmp_path,
+        checkpoints=saves,
+        loss_fn=lambda number: program.loss(int(number)),
+    ) as healer:
+        for epoch in healer.epochs(EPOCHS):
+            if epoch == CHANGED_EPOCH:
+                program.change()
+            for number in healer.batches(range(BATCHES), epoch=epoch):
+                look(healer)
+                healer.loss(number).backward()
+                program.optimizer.step()
+                program.optimizer.zero_grad()
+    seen = dict(anchors)
+    assert min(seen[CHANGE]) < CHANGE
+    assert seen[CHANGE + 1] == [CHANGE + 1]

@@ -1,0 +1,231 @@
+"""A list of stores: each checkpoint is in all directories, and a restart needs one intact copy."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from healcore import Healer, Keep
+from healcore.errors import StoreError
+from healcore.jax import OrbaxStore
+from healcore.runtime.run.termination import LastStateNotSaved
+from healcore.runtime.store import manifest
+from healcore.runtime.store.manifest import scan
+from healcore.runtime.store.store import CheckpointStore
+from healcore.torch.store import DCPStore, MemoryStore
+from tests.healer.run_directory import events, flip_a_bit, new_process
+from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+
+STEPS = 30
+"""Batches. With a NaN the run takes one step less, because the rollback skips the bad batch."""
+either = pytest.mark.parametrize("framework", ["torch", "jax"])
+
+
+def places(folder: Path) -> list[Path]:
+    return [folder / "local", folder / "shared"]
+
+
+def loop_with_nan(framework: str) -> Any:
+    return loop_of(framework, Faults(once=[12]), rules())
+
+
+def undisturbed(framework: str, folder: Path) -> list[Any]:
+    loop = loop_with_nan(framework)
+    train(loop, rules(), range(STEPS), store=folder / "undisturbed")
+    return loop.weights()
+
+
+def files(root: Path) -> dict[str, bytes]:
+    """The checkpoints of a directory, without what differs between two writes of the same copy."""
+    found = {p.relative_to(root).as_posix(): p for p in sorted(root.glob("step-*/**/*"))}
+    return {name: path.read_bytes() for name, path in found.items() if path.name == "healing.json"}
+
+
+@either
+def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tmp_path):
+    expected = undisturbed(framework, tmp_path)
+    local, shared = places(tmp_path)
+    loop = loop_with_nan(framework)
+    assert train(loop, rules(), range(STEPS), store=[local, shared])["rollbacks"] == 1
+    assert same(loop.weights(), expected)
+    assert (
+        [*scan(local).complete]
+        == [*scan(shared).complete]
+        == [*scan(tmp_path / "undisturbed").complete]
+    )
+    assert files(local) == files(shared), "a rollback has changed the records in both"
+    assert not events(local, "problem")
+    assert not (shared / "healcore.events.jsonl").exists(), "the events are in the first"
+    for alone in (shared, [shared], [str(local)]):
+        new_process()
+        again = loop_of(framework, policy=rules())
+        assert train(again, rules(), range(STEPS), store=alone)["step"] == STEPS - 1
+        assert again.faults.order == [], "the run has completed"
+        assert same(again.weights(), expected)
+
+
+@either
+@pytest.mark.parametrize("lost", ["first", "second", "a bit of the first", "newest of the first"])
+def test_a_killed_run_continues_from_the_newest_intact_checkpoint(framework, lost, tmp_path):
+    local, shared = places(tmp_path)
+    expected = undisturbed(framework, tmp_path)
+    loop = loop_with_nan(framework)
+    breaks_off(loop, rules(), range(STEPS), at=23, store=[local, shared])
+    newest = scan(local).complete[20].folder
+    if lost == "newest of the first":
+        shutil.rmtree(newest)
+    elif lost == "a bit of the first":
+        flip_a_bit(newest, 1)
+    else:
+        shutil.rmtree(local if lost == "first" else shared)
+    new_process()
+    again = loop_of(framework, policy=rules())
+    train(again, rules(), range(STEPS), store=[local, shared])
+    assert again.faults.order[0] == 21, "after 20 steps and a skipped batch"
+    assert same(again.weights(), expected)
+    damaged = [each["step"] for each in events(local, "damaged")]
+    assert damaged == ([20] if lost == "a bit of the first" else [])
+
+
+def test_both_copies_of_a_checkpoint_are_damaged_so_the_next_older_one_is_restored(tmp_path):
+    for root in places(tmp_path):
+        root.mkdir()
+    breaks_off(loop_of("torch"), rules(), range(STEPS), at=23, store=places(tmp_path))
+    for root in places(tmp_path):
+        flip_a_bit(scan(root).complete[20].folder, 1)
+    again = loop_of("torch")
+    train(again, rules(), range(STEPS), store=places(tmp_path))
+    assert again.faults.order[0] == 15
+
+
+class FailingDisk:
+    """Writes to one directory fail while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[CheckpointStore]) -> None:
+        write, self.full = kind._write, set[Path]()
+
+        def fails(store: Any, captured: Any, folder: Path) -> Any:
+            if folder.parent in self.full:
+                raise OSError(28, "No space left on device")
+            return write(store, captured, folder)
+
+        monkeypatch.setattr(kind, "_write", fails)
+
+
+@pytest.mark.parametrize("full", [0, 1])
+@pytest.mark.parametrize(("framework", "kind"), [("torch", DCPStore), ("jax", OrbaxStore)])
+def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
+    framework, kind, full, tmp_path, monkeypatch
+):
+    """The rollback after step 12 goes to checkpoint 5, which one directory lacks."""
+    expected = undisturbed(framework, tmp_path)
+    roots = places(tmp_path)
+    disk = FailingDisk(monkeypatch, kind)
+    disk.full = {roots[full]}
+    stores = [kind(root) for root in roots]  # without copies in memory
+    loop = loop_with_nan(framework)
+    breaks_off(loop, rules(), range(STEPS), at=23, store=stores)
+    failed = events(roots[0], "save_failed")
+    assert [each["step"] for each in failed] == [0, 5, 10, 10, 15, 20]
+    assert f"{roots[1 - full]} has this checkpoint" in failed[0]["problem"]
+    assert not scan(roots[full]).complete
+    assert 20 in scan(roots[1 - full]).complete
+    del stores
+    disk.full = set()
+    new_process()
+    again = loop_of(framework, policy=rules())
+    train(again, rules(), range(STEPS), store=roots)
+    assert same(again.weights(), expected)
+    assert all(STEPS - 1 in scan(root).complete for root in roots)
+
+
+def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatch):
+    roots, disk = places(tmp_path), FailingDisk(monkeypatch, DCPStore)
+    disk.full = {*roots}
+    with pytest.raises(LastStateNotSaved):
+        train(loop_of("torch"), rules(), range(12), store=roots)
+    disk.full = {roots[0]}
+    assert train(loop_of("torch"), rules(), range(12), store=roots)["step"] == 12
+    assert [*scan(roots[0]).complete] == []
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_old_checkpoints_are_deleted_in_each_directory(stuck, tmp_path, monkeypatch):
+    """Also if one directory keeps what it has, because it has become read-only."""
+    roots, remove = places(tmp_path), manifest.remove
+
+    def fails(folder: Path) -> None:
+        if stuck and folder.parent == roots[0]:
+            raise OSError(30, "Read-only file system")
+        remove(folder)
+
+    options: dict[str, Any] = {"save_every": 2, "keep": Keep(good=1, candidates=2)}
+    train(loop_of("torch"), rules(), range(40), store=tmp_path / "one", **options)
+    monkeypatch.setattr(manifest, "remove", fails)
+    train(loop_of("torch"), rules(), range(40), store=roots, **options)
+    left, kept = [*scan(tmp_path / "one").complete], [*scan(roots[0]).complete]
+    other = [*scan(roots[1]).complete]
+    # Which candidates are left may differ by those that cannot be deleted; their number may not.
+    assert (len(other), other[-1]) == (len(left), left[-1])
+    assert kept == ([*range(0, 41, 2)] if stuck else left)
+    problems = [each["problem"] for each in events(roots[0], "problem")]
+    assert any("cannot be deleted" in each for each in problems) is stuck
+
+
+def test_a_directory_that_missed_a_rollback_does_not_undo_it(tmp_path, monkeypatch):
+    """The record of the newest attempt counts, in whichever directory it is."""
+    expected = undisturbed("torch", tmp_path)
+    roots = places(tmp_path)
+    before = tmp_path / "before"
+    loop = loop_with_nan("torch")
+
+    def keep(healer: Healer, number: int) -> None:
+        if number == 12 and healer.rollbacks == 0:
+            healer._loop.saver.wait()
+            shutil.copytree(roots[0], before)
+        if number == 7 and healer.rollbacks:
+            raise RuntimeError("power")
+
+    with pytest.raises(RuntimeError, match="power"):
+        train(loop, rules(), range(STEPS), store=roots, before=keep)
+    shutil.rmtree(roots[0])
+    shutil.copytree(before, roots[0])
+    new_process()
+    again = loop_of("torch")
+    facts = train(again, rules(), range(STEPS), store=roots)
+    assert facts["rollbacks"] == 1
+    assert same(again.weights(), expected)
+
+
+def test_directories_of_two_runs_are_refused_by_name(tmp_path):
+    for root in places(tmp_path):
+        breaks_off(loop_of("torch"), rules(), range(STEPS), at=12, store=root)
+        new_process()
+    with pytest.raises(StoreError, match=r"(?s)of one run.*local has run .*shared has run ") as got:
+        train(loop_of("torch"), rules(), range(STEPS), store=places(tmp_path))
+    assert "empty directory" in str(got.value)
+    # The directories are free again, and each run can go on.
+    assert train(loop_of("torch"), rules(), range(STEPS), store=tmp_path / "local")["step"] == STEPS
+
+
+def test_what_is_no_list_of_directories_is_refused_in_words(tmp_path):
+    state = loop_of("torch").state
+    for wrong, message in [
+        ([], r'store=\["/local/run", "/shared/run"\], not \[\]'),
+        ([tmp_path, str(tmp_path)], "different directories, not twice"),
+        ([MemoryStore(), tmp_path], "MemoryStore.*has none: leave it out"),
+        ([tmp_path, 3], "not 3"),
+        ([tmp_path, ""], "not ''"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Healer(state=state, store=wrong)
+    with pytest.raises(StoreError, match=r'"dcp".*"orbax".*one framework'):
+        Healer(state=state, store=[tmp_path / "a", OrbaxStore(tmp_path / "b")]).__enter__()
+
+
+def test_one_store_of_a_list_may_keep_the_copies_in_memory(tmp_path):
+    local, shared = places(tmp_path)
+    loop = loop_with_nan("torch")
+    train(loop, rules(), range(STEPS), store=[DCPStore(local), shared])
+    assert same(loop.weights(), undisturbed("torch", tmp_path))

@@ -1,0 +1,322 @@
+"""`Healer.scan`: a loop that is compiled as a whole runs in blocks, with the bits of one scan."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from healcore import Checkpoints, Healer
+from healcore.core.decision import Action
+from healcore.jax import HealStateError, protect
+from healcore.jax.driver.blocks import Block, Scan
+from healcore.runtime.healer import HealerError, loop_of
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.shutdown import Shutdown
+from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run_options import Hooks
+from tests.healer.run_directory import events, new_process
+from tests.healer.training_loops import SKIPS, rules
+from tests.jax.bit_comparison import assert_same_bits
+from tests.jax.driver.small_runs import in_place
+
+TX = protect(optax.adam(1e-2), SKIPS)
+EVERY_4 = Checkpoints(every=4)
+
+
+def loss_of(params: Any, x: Any) -> Any:
+    hidden = jnp.tanh(x @ params["a"])
+    return jnp.mean((hidden @ params["b"] - jnp.sin(x.sum(1, keepdims=True))) ** 2)
+
+
+def start(tx: Any = TX) -> Any:
+    """Parameters, the optimizer, an "environment" and a key, as the carry of PPO."""
+    params = {"a": jnp.full((4, 8), 0.1), "b": jnp.full((8, 1), 0.2)}
+    return params, tx.init(params), jnp.zeros(4), jax.random.key(3)
+
+
+def make_update(tx: Any = TX, bad: int = -1, inner: int = 2) -> Any:
+    """An update with a rollout and `inner` optimizer steps; step `bad` has NaN."""
+
+    def update(state: Any, number: Any) -> Any:
+        params, opt_state, place, key = state
+        key, draw = jax.random.split(key)
+        x = place + jax.random.normal(draw, (inner, 8, 4))
+        x = jnp.where(number == bad, jnp.nan, x)
+
+        def step(carry: Any, x: Any) -> Any:
+            params, opt_state = carry
+            loss, grads = jax.value_and_grad(loss_of)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        (params, opt_state), losses = jax.lax.scan(step, (params, opt_state), x)
+        place = jnp.tanh(place + 0.1)
+        return (params, opt_state, place, key), {"loss": losses.mean(), "number": number}
+
+    return update
+
+
+UPDATE = make_update()
+
+
+def trained(state: Any) -> Any:
+    params, opt_state, place, key = state
+    return params, opt_state.inner_state, place, jax.random.key_data(key)
+
+
+@functools.cache
+def one_scan(length: int) -> Any:
+    """What the program does without a Healer."""
+    state, outputs = jax.jit(lambda s: jax.lax.scan(UPDATE, s, jnp.arange(length)))(start())
+    return trained(state), outputs
+
+
+def scanned(
+    folder: Any, length: int = 22, every: int = 5, update: Any = UPDATE, **options: Any
+) -> Any:
+    new_process()
+    state = start()
+    with Healer(SKIPS, state=state, store=folder, checkpoints=EVERY_4, **options) as healer:
+        state, outputs = healer.scan(update, state, length, every=every)
+        assert state is healer.state
+    return state, outputs, healer
+
+
+@pytest.mark.slow
+def test_blocks_have_the_bits_of_one_scan_and_every_step_is_judged(tmp_path):
+    """The last block is shorter."""
+    state, outputs, healer = scanned(tmp_path)
+    expected, losses = one_scan(22)
+    assert_same_bits((trained(state), outputs), (expected, losses))
+    assert healer.step == 44
+    (blocks,) = loop_of(healer).driver._scans.values()
+    assert blocks._compiled._cache_size() == 2, "of 5 and of 2 updates"
+    steps = [each["step"] for each in events(tmp_path, "save")]
+    assert steps == [0, 10, 20, 30, 40, 44]
+    lines = (tmp_path / "healcore.metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 44
+
+
+class Killed(BaseException):
+    """As a kill: nothing is saved."""
+
+
+@pytest.mark.parametrize("every", [5, 3])
+def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_path, monkeypatch):
+    """Also with blocks of another size; the outputs are those of this process."""
+    whole = Loop.scan
+
+    def killed(self: Any, blocks: Any, run: Any) -> None:
+        def until(first: int, count: int, next_count: int) -> None:
+            if first >= 15:
+                raise Killed
+            run(first, count, next_count)
+
+        whole(self, blocks, until)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "scan", killed)
+        patch.setattr(Shutdown, "close", lambda self: self.loop.claims[0].release())
+        with pytest.raises(Killed):
+            scanned(tmp_path)
+    state, outputs, healer = scanned(tmp_path, every=every)
+    expected, losses = one_scan(22)
+    assert_same_bits(trained(state), expected)
+    first = int(outputs["number"][0])
+    assert 0 < first <= 15
+    assert_same_bits(outputs, jax.tree.map(lambda x: x[first:], losses))
+    assert healer.step == 44
+
+
+def test_a_completed_run_trains_nothing_and_resume_true_goes_on(tmp_path):
+    scanned(tmp_path, 10)
+    state, outputs, healer = scanned(tmp_path, 10)
+    assert_same_bits(trained(state), one_scan(10)[0])
+    assert (healer.step, outputs["loss"].shape) == (20, (0,))
+    state, outputs, healer = scanned(tmp_path, 22, resume=True)
+    expected, losses = one_scan(22)
+    assert_same_bits(trained(state), expected)
+    assert_same_bits(outputs["loss"], losses["loss"][10:])
+
+
+def test_a_rollback_repeats_the_blocks_with_the_same_bits(tmp_path):
+    """The environment and the keys are restored too. No update is skipped."""
+    ordered = []
+
+    def hook(incident: Any) -> Any:
+        ordered.append(incident.step)
+        return Action.ROLLBACK if len(ordered) == 1 else None
+
+    update = make_update(bad=13)
+    plain = jax.jit(lambda s: jax.lax.scan(update, s, jnp.arange(22)))(start())
+    state, outputs, healer = scanned(tmp_path, update=update, hooks=Hooks(on_incident=hook))
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["checkpoint"] <= 20
+    assert rollback["batches"] == []
+    assert healer.rollbacks == 1
+    assert healer.step == 44
+    assert ordered[:2] == [26, 26], "update 13 has NaN again"
+    assert_same_bits(outputs, plain[1])
+    assert np.isfinite(outputs["loss"]).sum() == 21
+    assert_same_bits(trained(state)[2:], trained(plain[0])[2:])
+
+
+def test_a_second_scan_continues_the_first_and_a_loop_over_epochs_goes_back(tmp_path):
+    new_process()
+    with Healer(SKIPS, state=start(), store=tmp_path, checkpoints=EVERY_4) as healer:
+        losses = []
+        for epoch in healer.epochs(2):
+            state, outputs = healer.scan(UPDATE, healer.state, 11, every=5)
+            losses.append(outputs["loss"])
+            assert healer.epoch == epoch
+    expected, outputs = one_scan(22)
+    assert_same_bits(trained(state), expected)
+    assert_same_bits(jnp.concatenate(losses), outputs["loss"])
+
+
+def test_what_the_program_still_holds_can_be_read_unless_it_is_donated():
+    params, *_ = state = start()
+    column = params["a"][:, 0]
+    twice = (*state[:2], column, column)
+
+    def update(state: Any, number: Any) -> Any:
+        new, outputs = UPDATE((state[0], state[1], state[2], jax.random.key(0)), number)
+        return (*new[:2], state[2] + 1, state[3]), outputs
+
+    with Healer(SKIPS, state=twice) as healer:
+        first, _ = healer.scan(update, twice, 4, every=2)
+        assert np.isfinite(params["a"]).all()
+        healer.scan(update, first, 4, every=2)
+        assert np.isfinite(first[0]["a"]).all()
+        changed = (*healer.state[:2], jnp.zeros(4), healer.state[3])
+        last, _ = healer.scan(update, changed, 4, every=2, donate=True)
+        assert changed[0]["a"].is_deleted()
+        assert_same_bits(last[2], jnp.full(4, 4.0))
+        assert healer.step == 24
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_block_that_was_computed_ahead_is_not_computed_again(donate):
+    """Without a rollback each update runs once, also the last block, which is shorter."""
+    ran: list[int] = []
+
+    def update(state: Any, number: Any) -> Any:
+        jax.debug.callback(lambda n: ran.append(int(n)), number)
+        return UPDATE(state, number)
+
+    state = start()
+    with Healer(SKIPS, state=state) as healer:
+        healer.scan(update, state, 11, every=4, donate=donate)
+    jax.effects_barrier()
+    assert sorted(ran) == list(range(11))
+
+
+class NoRoomForTwoStates:
+    """Blocks on a device that has no memory for a block while the Healer works after another."""
+
+    donates = False
+
+    def __init__(self, live: Any) -> None:
+        self.live, self.in_work = live, False
+        self.refused = 0
+
+    def run(self, state: Any, first: int, count: int) -> Block:
+        if self.in_work:
+            self.refused += 1
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return Block(state, first, count, state + count, state, [])
+
+    def take_block(self, state: Any, records: Any) -> None:
+        self.live, self.in_work = state, True
+
+
+def test_without_memory_for_two_states_blocks_are_computed_one_by_one():
+    device = NoRoomForTwoStates(0)
+    scan = Scan(device, device)  # type: ignore[arg-type]
+    for first, count, next_count in [(0, 4, 4), (4, 4, 3), (8, 3, 0)]:
+        device.in_work = False
+        scan.run(first, count, next_count)
+    assert (device.live, device.refused) == (11, 1)
+
+
+def test_functions_and_numbers_of_a_state_stay_constants_of_the_program():
+    """The update branches by the number `inference`, and changes the number `count`."""
+    params, opt_state, place, key = start()
+    state = {"carry": (params, opt_state, place, key), "act": jnp.tanh, "inference": False}
+    state["count"] = 0
+
+    def update(state: Any, number: Any) -> Any:
+        assert state["inference"] is False
+        carry, _ = UPDATE(state["carry"], number)
+        return {**state, "carry": carry, "count": state["count"] + 1}, state["act"](number * 1.0)
+
+    with Healer(SKIPS, state=state) as healer:
+        state, outputs = healer.scan(update, state, 6, every=3)
+    assert (state["act"], state["inference"], int(state["count"])) == (jnp.tanh, False, 6)
+    assert outputs.shape == (6,)
+
+
+def test_updates_without_an_optimizer_step_are_no_steps(tmp_path):
+    """As before the replay buffer of DQN is full, and where only every fourth update learns."""
+
+    def update(state: Any, number: Any) -> Any:
+        learns = (number >= 20) & (number % 4 == 0)
+        return jax.lax.cond(learns, lambda s: UPDATE(s, number)[0], lambda s: s, state), learns
+
+    _, learnt, healer = scanned(tmp_path, 60, update=update)
+    assert int(learnt.sum()) == 10
+    assert healer.metrics()["heal/skips"] == 0
+    assert events(tmp_path, "end")[-1]["ending"] == "completed"
+    assert not events(tmp_path, "problem")
+
+
+def test_more_steps_in_one_update_than_records_are_refused_with_the_remedy():
+    update = make_update(inner=65)
+    message = r"one dispatch has 65 steps.*records=65"
+    with pytest.raises(HealStateError, match=message), Healer(SKIPS, state=start()) as healer:
+        healer.scan(update, healer.state, 2, every=1)
+
+
+def test_a_loss_fn_gets_the_number_of_a_blocks_last_update():
+    seen = []
+
+    def loss_fn(state: Any, number: Any) -> Any:
+        seen.append(int(number))
+        return loss_of(state[0], jax.random.normal(jax.random.key(number), (8, 4)))
+
+    with Healer("default", state=start(PROTECTED), loss_fn=loss_fn) as healer:
+        healer.scan(make_update(PROTECTED), healer.state, 60, every=5)
+    assert seen
+    assert {number % 5 for number in seen} == {4}
+
+
+PROTECTED = protect(optax.adam(1e-2))
+
+
+def test_wrong_arguments_say_what_to_write():
+    state = start()
+    with Healer(SKIPS, state=state) as healer:
+        for wrong in ({"steps": 0, "every": 1}, {"steps": 5, "every": 2.5}):
+            with pytest.raises(ValueError, match="a whole number >= 1"):
+                healer.scan(UPDATE, healer.state, **wrong)
+        with pytest.raises(HealStateError, match=r"was (not present|int32)"):
+            healer.scan(UPDATE, state[1:], 5, every=5)
+        healer.scan(UPDATE, healer.state, 1, every=1)
+    objects = in_place("default")
+    with pytest.raises(HealerError, match="split"), Healer(state=objects.state) as healer:
+        healer.scan(UPDATE, None, 5, every=5)
+
+
+def test_a_policy_that_rolls_back_at_each_nan_stops_because_no_update_is_skipped(tmp_path):
+    policy = rules()
+    tx = protect(optax.adam(1e-2), policy)
+    update = make_update(tx, bad=3)
+    with (
+        pytest.raises(RunStopped, match="the budget of recoveries is exhausted"),
+        Healer(policy, state=start(tx), store=tmp_path, checkpoints=EVERY_4) as healer,
+    ):
+        healer.scan(update, healer.state, 12, every=3)
