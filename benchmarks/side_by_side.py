@@ -45,7 +45,12 @@ class Timing:
 
 
 def interleave(
-    contenders: Sequence[Contender], *, reference: str, rounds: int, warmup: int
+    contenders: Sequence[Contender],
+    *,
+    reference: str,
+    rounds: int,
+    warmup: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Timing]:
     """Times all contenders, round by round.
 
@@ -54,16 +59,17 @@ def interleave(
         reference: name of the contender that ratios are over.
         rounds: timed rounds.
         warmup: untimed rounds before them (compilation, caches, optimizer state).
+        clock: seconds, as `time.perf_counter` or `time.process_time`.
     """
     times: dict[str, list[float]] = {each.name: [] for each in contenders}
     for number in range(warmup + rounds):
         shift = number % len(contenders)
         for each in (*contenders[shift:], *contenders[:shift]):
             each.prepare()
-            start = time.perf_counter()
+            start = clock()
             each.step()
             if number >= warmup:
-                times[each.name].append((time.perf_counter() - start) / each.steps)
+                times[each.name].append((clock() - start) / each.steps)
     base = times[reference]
     return [
         Timing(

@@ -7,16 +7,19 @@ step are counted in torch as calls of aten::_local_scalar_dense.
 
     python benchmarks/step_overhead.py [--quick] [--json FILE]
     python benchmarks/step_overhead.py --framework torch --device cuda --params 124000000
+    python benchmarks/step_overhead.py --whole      whole steps of a small model, see whole_step.py
 
 On CUDA a step is timed until the device has ended it. Packages that are not installed are left out.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib.util
 from typing import Any, Literal
 
+import whole_step
 from side_by_side import Contender, Timing, arguments, interleave, machine, write_json
 
 PARAMS, TENSORS = 25_000_000, 192
@@ -270,15 +273,44 @@ def report(title: str, timings: list[Timing], syncs: dict[str, int] | None = Non
         print(line + (f" {syncs[each.name]:6d}" if syncs else ""))
 
 
+def bench_whole(options: argparse.Namespace) -> None:
+    """Times whole training steps of a small model, in CPU time."""
+    rounds, warmup = (5, 1) if options.quick else (options.rounds or 41, 2)
+    print(machine())
+    print(
+        f"whole steps of a net with {whole_step.PARAMS} parameters, CPU time of all threads, "
+        f"{rounds} interleaved rounds of {whole_step.STEPS} steps"
+    )
+    result: dict[str, Any] = {"parameters": whole_step.PARAMS, "rounds": rounds}
+    if options.framework in ("torch", "both"):
+        timings = whole_step.bench_torch(rounds, warmup)
+        report("torch", timings)
+        result["torch"] = [vars(each) for each in timings]
+    if options.framework in ("jax", "both"):
+        timings = whole_step.bench_jax(rounds, warmup)
+        report("JAX", timings)
+        result["jax"] = [vars(each) for each in timings]
+    write_json(options.json, result)
+
+
 def main() -> None:
-    """Runs both halves."""
+    """Runs what the options ask for."""
     parser = arguments((__doc__ or "").partition("\n")[0])
     choices = ["torch", "jax", "both"]
     parser.add_argument("--framework", choices=choices, default="both")
     parser.add_argument("--rounds", type=int, help="timed rounds; 101, or 10 with --quick")
     parser.add_argument("--device", default="cpu", help="of the torch steps: cpu or cuda")
     parser.add_argument("--params", type=int, help=f"parameters; {PARAMS}, or {QUICK_PARAMS}")
+    parser.add_argument("--whole", action="store_true", help="whole steps of a small model")
     options = parser.parse_args()
+    if options.whole:
+        bench_whole(options)
+    else:
+        bench_optimizer_step(options)
+
+
+def bench_optimizer_step(options: argparse.Namespace) -> None:
+    """Times the optimizer's step alone, in wall time."""
     params, tensors = (QUICK_PARAMS, QUICK_TENSORS) if options.quick else (PARAMS, TENSORS)
     params = options.params or params
     rounds, warmup = (10, 2) if options.quick else (101, 5)

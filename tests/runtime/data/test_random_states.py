@@ -1,6 +1,7 @@
-"""The state of NumPy's generator is read again after each draw, of any kind."""
+"""The states of the generators of Python and NumPy are read again after each draw, of any kind."""
 # ruff: noqa: NPY002 -- the global generator is what users draw from
 
+import random as python_random
 from typing import Any
 
 import numpy as np
@@ -48,3 +49,32 @@ def test_the_state_is_the_state_of_now(first, second):
     for draw in (first, second, first, first, second):
         DRAWS[draw]()
         assert repr(random_states()["numpy"]) == repr(np.random.get_state())
+
+
+PYTHON_DRAWS = {
+    "nothing": lambda: None,
+    "one of a pair of normals": lambda: python_random.gauss(0, 1),
+    "uniform": lambda: python_random.random(),
+    "an order": lambda: python_random.shuffle([1, 2, 3]),
+    "many": lambda: [python_random.random() for _ in range(700)],
+    "a seed": lambda: python_random.seed(3),
+    "the same seed": lambda: python_random.seed(3),
+    "an own state": lambda: python_random.setstate(PYTHON_STATE),
+}
+PYTHON_STATE = python_random.Random(9).getstate()
+
+
+@pytest.mark.parametrize("first", PYTHON_DRAWS)
+@pytest.mark.parametrize("second", PYTHON_DRAWS)
+def test_the_state_of_python_is_the_state_of_now(first, second):
+    random_states()
+    for draw in (first, second, first, first, second):
+        PYTHON_DRAWS[draw]()
+        assert random_states()["python"] == python_random.getstate()
+
+
+def test_a_program_may_replace_the_generator_of_python(monkeypatch):
+    random_states()
+    own = python_random.Random(5)
+    monkeypatch.setattr(python_random, "getstate", own.getstate)
+    assert random_states()["python"] == own.getstate()
