@@ -157,9 +157,7 @@ def heal_optimizer(
         engine = "device" if home.type != "cpu" and enforcer.has_kernel else "host"
     if engine == "device":
         compiled = home.type != "cpu" if compile == "auto" else compile
-        live_engine = DeviceEngine(
-            core, len(params), home, compile=compiled, may_be_late=ranks.world == 1
-        )
+        live_engine = DeviceEngine(core, len(params), home, compile=compiled)
     else:
         live_engine = HostEngine(core, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)

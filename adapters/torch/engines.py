@@ -135,6 +135,15 @@ class _StatefulEngine:
         """The last step's decision as enforced, in the engine's arrays, or None."""
         return self._decision
 
+    @property
+    def compared_decision(self) -> Decision | None:
+        """The decision that several ranks compare at the next step. Waits for nothing.
+
+        The last one, or the one of a fixed number of steps ago if steps are judged late. So the
+        ranks compare the decisions of the same step.
+        """
+        return self._decision
+
     def _to_numpy(self) -> EngineState:
         return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
 
@@ -242,6 +251,7 @@ class LateStep:
 
     Attributes:
         state: the engine's state after it, None until it is judged.
+        decision: the engine's decision, None until it is judged.
     """
 
     def __init__(self, signals: Signals, numbers: Tensor, present: Sequence[str]) -> None:
@@ -249,6 +259,7 @@ class LateStep:
         self._nothing = Signals(*[None] * len(signals))
         self._numbers, self._present = AsyncCopy(numbers), present
         self.state: EngineState | None = None
+        self.decision: Decision | None = None
 
     def signals(self) -> Signals:
         """The signals, in numbers of NumPy. Waits for their copy."""
@@ -278,15 +289,17 @@ class LateJudge:
         self._one = torch.ones((), device=device)
         self._no_action = torch.zeros((), dtype=torch.int32, device=device)
         self._waiting: deque[LateStep] = deque()
-        self._newest: LateStep | None = None
+        self._recent: deque[LateStep] = deque(maxlen=RECORD_LAG + 1)
+        """The newest steps. The oldest of a full queue has been judged."""
 
     def step(self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None) -> StepOrder:
         """Tests whether a step is finite, and keeps its signals. Reads nothing on the host."""
         present = [name for name, value in signals._asdict().items() if value is not None]
         parts = [getattr(signals, name) for name in present]
         numbers = torch.stack([each.to(torch.float32) for each in parts])
-        self._newest = LateStep(signals, numbers, present)
-        self._waiting.append(self._newest)
+        step = LateStep(signals, numbers, present)
+        self._recent.append(step)
+        self._waiting.append(step)
         self._judge(lag=RECORD_LAG)
         engine = self.host.stepping
         skip = torch.zeros((), device=self._device)
@@ -321,7 +334,18 @@ class LateJudge:
         while len(self._waiting) > lag:
             step = self._waiting.popleft()
             self.host.judge(step.signals())
-            step.state = self.host.state
+            step.state, step.decision = self.host.state, self.host.decision
+
+    @property
+    def compared_decision(self) -> Decision | None:
+        """The decision of `RECORD_LAG` steps before the last step, or None if there is none.
+
+        Not of the newest step that is judged: a program may read the engine's state on one rank,
+        which judges all steps of that rank.
+        """
+        if len(self._recent) <= RECORD_LAG:
+            return None
+        return self._recent[0].decision
 
     def finished(self) -> HostEngine:
         """The engine after all steps. Waits for the device."""
@@ -330,8 +354,7 @@ class LateJudge:
 
     def pending_record(self, name: str) -> PendingRecord:
         """As in `HostEngine`."""
-        step = self._newest
-        assert step is not None, "only called after a step"
+        step = self._recent[-1]
 
         def read() -> StepRecord:
             while step.state is None:
@@ -351,24 +374,14 @@ class DeviceEngine(_StatefulEngine):
         groups: number of parameters.
         device: where the gradients are.
         compile: whether a step that decides by the engine's state is compiled.
-        may_be_late: whether steps may be judged after they were taken, see `LateJudge`.
     """
 
     name = "device"
     is_late = True
 
-    def __init__(
-        self,
-        engine: Engine,
-        groups: int,
-        device: torch.device,
-        *,
-        compile: bool,
-        may_be_late: bool = True,
-    ) -> None:
+    def __init__(self, engine: Engine, groups: int, device: torch.device, *, compile: bool) -> None:
         place = partial(torch.tensor, device=device)
         self._device = device
-        self._may_be_late = may_be_late and not engine.per_tensor
         super().__init__(engine, groups, xp=Namespace(device), place=place)
         self.compiled = compile
         self._compiled_step = _compiled(self._step) if compile else None
@@ -401,7 +414,7 @@ class DeviceEngine(_StatefulEngine):
     def _start(self, state: EngineState) -> None:
         super()._start(state)
         self._late: LateJudge | None = None
-        if self._may_be_late and self.stepping.tests_only_finite:
+        if self.stepping.tests_only_finite:
             host = HostEngine(self.engine, self.groups)
             host._start(state)
             self._late = LateJudge(host, self._device)
@@ -420,6 +433,11 @@ class DeviceEngine(_StatefulEngine):
     def decision(self) -> Decision | None:
         """As `state`."""
         return self._decision if self._late is None else self._late.finished().decision
+
+    @property
+    def compared_decision(self) -> Decision | None:
+        """See the base class."""
+        return self._decision if self._late is None else self._late.compared_decision
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""

@@ -299,7 +299,7 @@ class HealedStep:
         own_loss = signals.loss if has_ranks else None
         if has_ranks:
             signals, found_inf = self.all_reduce.reduce(
-                signals, self.measurer.squares, found_inf, live.decision
+                signals, self.measurer.squares, found_inf, live.compared_decision
             )
         if signals.grad_norm is None:  # no rank has a gradient
             self.measurer.eval_loss = evaluation

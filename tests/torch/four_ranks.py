@@ -27,6 +27,7 @@ from tests.torch.layouts import digest, held, part, shard, spread, whole
 from tests.torch.optimizer_cases import HOST_AND_DEVICE
 
 WORLD, ROWS = 4, 4
+LATE_STEPS, LATE_FAULTS = 35, (4, 17, 30)
 STEPS = {"alone": 120, "DDP": 120, "DDP, device": 90, "FSDP2": 120, "HSDP": 90}
 NAN = float("nan")
 SECONDS = 400
@@ -211,6 +212,28 @@ def limited(where: str) -> dict[str, Any]:
     return {"scales": scales, "weights": loop.weights()}
 
 
+def late(where: str) -> dict[str, Any]:
+    """A policy whose steps a device engine judges later; one rank alone reads the state early."""
+    net = small_net()
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+    heal = attach(optimizer, "default", engine=where, clip={"max_norm": 0.5})  # type: ignore[arg-type]
+    for i in range(LATE_STEPS):
+        draw = torch.Generator().manual_seed(i)
+        bad = i in LATE_FAULTS and dist.get_rank() == 2
+        for p in net.parameters():
+            p.grad = torch.randn(p.shape, generator=draw) * (NAN if bad else 1.0)
+        heal.observe(torch.tensor(2.0 + dist.get_rank()))
+        optimizer.step()
+        if i % 3 == 0 and dist.get_rank() == 1:
+            heal.metrics()
+    return {
+        "late": heal.live_engine.judges_late,
+        "metrics": {name: float(value) for name, value in heal.metrics().items()},
+        "state": heal.state_dict(),
+        "weights": digest(held(net, optimizer)),
+    }
+
+
 def pipeline(kind: str) -> dict[str, Any]:
     """Stages of a pipeline: four, or two of two sharded ranks; the last one has the loss."""
     torch.manual_seed(0)
@@ -368,6 +391,7 @@ KINDS: dict[Callable[..., dict[str, Any]], tuple[str, ...]] = {
     fused: HOST_AND_DEVICE,
     scaled: ("fused", "not fused"),
     limited: HOST_AND_DEVICE,
+    late: HOST_AND_DEVICE,
     pipeline: ("four stages", "two stages"),
     partly: PARTLY,
     alone: ("memory", "disk"),

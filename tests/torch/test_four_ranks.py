@@ -97,6 +97,16 @@ def test_an_overflow_in_one_part_is_skipped_on_all_and_not_counted(kind: str, of
         assert each == outcomes[0]
 
 
+def test_steps_that_are_judged_later_are_judged_as_in_the_step(of: Of):
+    """A rank that reads its state judges earlier, and the ranks still compare the same steps."""
+    host, device = of("late: host"), of("late: device")
+    assert [each["late"] for each in (host[0], device[0])] == [False, True]
+    for each in (*host, *device):
+        assert each["weights"] == host[0]["weights"]
+        assert each["state"] == host[0]["state"]
+    assert host[0]["metrics"]["heal/skips"] == len(program.LATE_FAULTS)
+
+
 @host_and_device
 def test_a_limit_of_the_norm_is_of_the_whole_gradient(where: str, of: Of):
     outcomes = of(f"limited: {where}")

@@ -68,6 +68,9 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
+        self._clip_name = config.clip[0] if config.clip else None
+        self.per_tensor = self._clip_name == "adagc"
+        """Whether clipping is per tensor and needs `Signals.group_norms`."""
         self.limits_norm = limits_norm
         """Whether `step` applies `EngineState.norm_limit`."""
         # Attributes, because Dynamo cannot trace the lock of Python 3.11's `cached_property`.
@@ -80,7 +83,8 @@ class Engine:
         self.tests_only_finite = self._tests_only_finite()
         """Whether each decision to enforce follows from the step alone: from a test for NaN and
         Inf, and from a fixed clip. Such a step can be judged after it was taken, because the state
-        changes nothing in it. In observe mode no decision is enforced, so that it is always True.
+        changes nothing in it. In observe mode no decision is enforced. False for a policy that
+        clips per tensor, whose judge reads a norm of each tensor.
         """
         self.skips_bad_loss = any(
             rule.skip and rule.causes & Cause.NONFINITE_LOSS for rule in config.rules
@@ -92,11 +96,10 @@ class Engine:
         """Whether `Decision.grad_scale` or `group_scale` can differ from 1."""
         self._specialised: dict[tuple[bool, bool], Engine] = {}
         """Engines of `without_limit`, by whether they limit the rate, and the gradient norm."""
-        self._clip_name = config.clip[0] if config.clip else None
-        self.per_tensor = self._clip_name == "adagc"
-        """Whether clipping is per tensor and needs `Signals.group_norms`."""
 
     def _tests_only_finite(self) -> bool:
+        if self.per_tensor:
+            return False
         if self.mode == "observe":
             return True
         for rule in self.config.rules:
