@@ -19,8 +19,8 @@ from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run.evidence import FORWARD_PASS
-from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.loss_function import loss_of
+from healcore.runtime.run.run import Run
 from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run.termination import IncompleteRun
@@ -209,7 +209,7 @@ class Healer(Generic[State]):
             attach=dict(attach or {}),
             stop_file=stop_file,
         )
-        self._run: Loop | None = None
+        self._begun_run: Run | None = None
         self._ending: Ending | None = None
         self._error: BaseException | None = None
         self._pid = 0
@@ -226,9 +226,9 @@ class Healer(Generic[State]):
             StateMismatch: the checkpoints are of another state.
             StoreError: the store cannot be used.
         """
-        if self._run is not None:
+        if self._begun_run is not None:
             raise HealerError("a Healer is opened once: create another one")
-        self._run = open_run(self._options)
+        self._begun_run = open_run(self._options)
         self._pid = os.getpid()
         return self
 
@@ -271,12 +271,12 @@ class Healer(Generic[State]):
     @property
     def is_open(self) -> bool:
         """Whether the run has begun and not ended."""
-        return self._run is not None and self._ending is None
+        return self._begun_run is not None and self._ending is None
 
     @property
     def has_left_loop_early(self) -> bool:
         """Whether the program has left its loop in the body, before the last batch or step."""
-        return self._loop.left_early
+        return self._run.loop.left_early
 
     @property
     def store(self) -> Places:
@@ -295,7 +295,7 @@ class Healer(Generic[State]):
         Code after an epoch runs again, unless a step of the next epoch was saved. If that code
         changes the state, as a scheduler's step does, call `save` before it.
         """
-        return self._live.epochs(total)
+        return self._live.loop.epochs(total)
 
     def steps(self, total: int, *, warmup: int | None = None) -> Iterator[int]:
         """Yields the numbers of the steps, and does the work between two steps.
@@ -324,7 +324,7 @@ class Healer(Generic[State]):
         """
         if warmup is not None and (type(warmup) is not int or warmup < 0):
             raise ValueError(f"warmup is a whole number of iterations >= 0, not {warmup!r}")
-        return self._live.steps(total, warmup)
+        return self._live.loop.steps(total, warmup)
 
     def batches(
         self,
@@ -372,7 +372,7 @@ class Healer(Generic[State]):
         """
         if epochs is not None and (type(epochs) is not int or epochs < 1):
             raise ValueError(f"epochs is a whole number >= 1, or None for no end, not {epochs!r}")
-        return Batches(self, self._live.batches(loader, epochs, epoch), loader, epochs)
+        return Batches(self, self._live.loop.batches(loader, epochs, epoch), loader, epochs)
 
     def microbatches(
         self, batch: Batch, *, count: Callable[[Batch], SupportsFloat] | str | None = None
@@ -413,7 +413,7 @@ class Healer(Generic[State]):
         Returns whether the run was rolled back. Then `step` has changed, in JAX also `state`, and
         the loop has to continue, even after the last step. Raises as `batches`.
         """
-        return self._live.after_step(last=last)
+        return self._live.loop.after_step(last=last)
 
     def loss(self, batch: object, optimizer: str | None = None) -> Any:
         """torch: calls `loss_fn` on one (micro-)batch, and observes the loss.
@@ -464,7 +464,7 @@ class Healer(Generic[State]):
         if eval_loss is not None:
             if observe_eval := getattr(run.driver, "observe_eval", None):
                 observe_eval(eval_loss, optimizer)
-            run.recovery.monitor.metrics.eval_loss = float(eval_loss)
+            run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
             return
         if observe is None:
@@ -472,11 +472,11 @@ class Healer(Generic[State]):
                 "observe is for the other framework: in JAX pass value=loss and eval_loss=... to "
                 "tx.update"
             )
-        if run.own_count_error:
-            raise IncompleteRun(f"healcore: {run.own_count_error}")
+        if run.loop.own_count_error:
+            raise IncompleteRun(f"healcore: {run.loop.own_count_error}")
         weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
         if batch is not None and run.data.add_observed(batch, weight):
-            run.recovery.comparisons.loss_function.gives_loss = True
+            run.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
         observe(loss, optimizer, weight=weight)
 
@@ -503,7 +503,7 @@ class Healer(Generic[State]):
             raise HealerError("update is for the other framework: in torch the state is in place")
         if batch is not None:
             self._live.data.add_observed(batch, 1.0)
-        self._live.update(partial(update, state))
+        self._live.loop.update(partial(update, state))
         return self.state
 
     def scan(
@@ -565,13 +565,13 @@ class Healer(Generic[State]):
                 "graphdef, state = nnx.split((model, optimizer)), and merge them in `update`"
             )
         scan = begin(update, state, donate=donate)
-        self._live.scan(ScanBlocks(steps, every), scan.run)
+        self._live.loop.scan(ScanBlocks(steps, every), scan.run)
         return self.state, scan.outputs()
 
     @property
     def state(self) -> State:
         """The live state, also after the block. In JAX the next step has to start from it."""
-        return self._loop.driver.live
+        return self._run.driver.live
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).
@@ -580,12 +580,12 @@ class Healer(Generic[State]):
         """
         self._live.driver.expect_change()
         self._live.saver.keep_weight_sample()
-        self._live.recovery.comparisons.pause_until(self._live.data.step + 1)
+        self._live.comparisons.pause_until(self._live.data.step + 1)
 
     def save(self) -> None:
         """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
-        self._live.queue_dispatch()
-        if self._live.returns_to_epoch:
+        self._live.loop.queue_dispatch()
+        if self._live.loop.returns_to_epoch:
             self._live.log.info(
                 f"step {self._live.data.step}: not saved, because healer.epochs is about to return "
                 "to the epoch of the rollback"
@@ -599,8 +599,8 @@ class Healer(Generic[State]):
     @property
     def step(self) -> int:
         """Steps done (in JAX: updates). A rollback decreases the number."""
-        self._loop.begin()
-        return self._loop.data.step + bool(self._loop.driver.pending_steps())
+        self._run.loop.begin()
+        return self._run.data.step + bool(self._run.driver.pending_steps())
 
     @property
     def epoch(self) -> int:
@@ -612,17 +612,17 @@ class Healer(Generic[State]):
             for batch in healer.batches(loader, epochs=10):
                 temperature = 0.9**healer.epoch
         """
-        return self._loop.data.loaders.place.epoch
+        return self._run.loaders.place.epoch
 
     @property
     def batch_index(self) -> int:
         """Index within the epoch of the batch that the loop uses, or of the next one, from 0."""
-        return self._loop.data.loaders.place.index
+        return self._run.loaders.place.index
 
     @property
     def rollbacks(self) -> int:
         """Number of rollbacks so far, including earlier processes."""
-        return len(self._loop.record.ledger.rollbacks)
+        return len(self._run.ledger.rollbacks)
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest step that was read, and counts so far. Does not sync the device.
@@ -634,29 +634,29 @@ class Healer(Generic[State]):
         `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`, `heal/incidents`. With several optimizers
         the names are `heal/<name>/loss` and so on. Empty until the first step is read.
         """
-        return self._loop.recovery.monitor.metrics.values()
+        return self._run.monitor.metrics.values()
 
     def report(self) -> HealingReport:
         """Summary of the run so far, or of the whole run after the block. Waits for the device."""
-        return HealingReport.of(self._loop, self._ending, self._error)
+        return HealingReport.of(self._run, self._ending, self._error)
 
     def _retries(self, name: str) -> Retries:
         """The attempts at one call, for `healcore.retrying`."""
         return self._live.data.retries(name)
 
     @property
-    def _loop(self) -> Loop:
-        if self._run is None:
+    def _run(self) -> Run:
+        if self._begun_run is None:
             raise HealerError("use the Healer inside its block: `with Healer(...) as healer:`")
-        return self._run
+        return self._begun_run
 
     @property
-    def _live(self) -> Loop:
+    def _live(self) -> Run:
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
-        return self._loop
+        return self._run
 
 
-def loop_of(healer: Healer[Any]) -> Loop:
+def run_of(healer: Healer[Any]) -> Run:
     """The run of an open Healer, for trainers. Its attributes may change in any release."""
-    return healer._loop
+    return healer._run

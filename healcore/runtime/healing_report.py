@@ -12,8 +12,8 @@ from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.history.run import by_name
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import advice, why_no_good_checkpoint
@@ -53,35 +53,35 @@ class HealingReport:
     """What to check in a run that is not healthy, or empty for a healthy run."""
 
     @classmethod
-    def of(cls, loop: Loop, ending: Ending | None, error: BaseException | None) -> HealingReport:
+    def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:
         """The report of a run; `ending` is None before its end. `error` has ended the run."""
-        end = loop.recovery.run_end(Ending.COMPLETED)
-        ledger = loop.record.ledger
+        end = run.recovery.run_end(Ending.COMPLETED)
+        ledger = run.ledger
         causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
-        tallies = [engine["state"]["tally"] for engine in loop.driver.engines().values()]
+        tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
         changes = by_name(
-            observes=loop.policy.observes,
+            observes=run.policy.observes,
             skips=end.counts.skips,
             clips=sum(int(tally["clips"]) for tally in tallies),
             lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
         )
-        events = loop.log.events
+        events = run.log.events
         written = None if events.path is None else path_for(events.path, events.run)
         completed = ending == Ending.COMPLETED
         last = end.run.last_incident
         current = Cause(0) if last is None or last.over else end.cause
         return cls(
-            policy=loop.policy.name,
+            policy=run.policy.name,
             ending=ending.value if ending else "running",
-            converged=completed and not end.open and loop.driver.has_finite_weights(),
+            converged=completed and not end.open and run.driver.has_finite_weights(),
             steps=end.step,
             attempts=end.counts.rollbacks,
             steps_lost=end.steps_lost,
             recoveries=sum(incident.over for incident in ledger.incidents),
             history=tuple(ledger.incidents),
             rollbacks=tuple(ledger.rollbacks),
-            counts={**causes, **changes, "shrinks": loop.record.shrinks},
-            skipped_batches=tuple(sorted(loop.data.loaders.skipped_ids())),
+            counts={**causes, **changes, "shrinks": run.record.shrinks},
+            skipped_batches=tuple(sorted(run.loaders.skipped_ids())),
             lr_scale=end.lr_scale,
             last_good=end.last_good,
             probation=end.probation,

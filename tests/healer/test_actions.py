@@ -431,7 +431,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
 
     def before(healer: Any, number: int) -> None:
         healers[:], step = [healer], healer.step - 1
-        decision = healer._loop.driver.healings["optimizer"].last_decision()
+        decision = healer._run.driver.healings["optimizer"].last_decision()
         if decision is not None:  # after the first step
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)
 

@@ -343,7 +343,7 @@ def test_copies_of_weights_from_before_a_change_are_not_compared(tmp_path):
     anchors = []
 
     def look(healer: Healer) -> None:
-        comparisons = healer._loop.recovery.comparisons  # type: ignore[union-attr]
+        comparisons = healer._run.comparisons  # type: ignore[union-attr]
         anchors.append((healer.step, [each.step for each in comparisons.anchors]))
 
     saves, state = Checkpoints(every=5), program.state

@@ -87,7 +87,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
         for number in healer.batches(data(case, rank)):
             here = case if number == AT and rank == 1 else ""
             if number == AT - 1:
-                healer._loop.saver.store.wait()  # the newest checkpoint is on disk
+                healer._run.store.wait()  # the newest checkpoint is on disk
             x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
             if here == "FSDP2":
                 raise ZeroDivisionError("forward")
@@ -95,7 +95,7 @@ def train(case: str, root: Path, kind: str, rank: int) -> None:
                 name = {"terminated": "SIGTERM", "killed": "SIGKILL", "stopped": "SIGSTOP"}[here]
                 os.kill(os.getpid(), signal.Signals[name])
             if here == "stop":
-                healer._loop.recovery.stop("the user has seen enough")
+                healer._run.recovery.stop("the user has seen enough")
             loss = model(x).square().mean()
             healer.observe(loss)
             loss.backward()

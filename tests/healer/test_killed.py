@@ -37,7 +37,7 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
         def before(healer: Any, number: int) -> None:
             watched.end(STEP)
             loop.state = healer.state
-            state = digest(*loop.weights()), digest(healer._loop.driver.engines())
+            state = digest(*loop.weights()), digest(healer._run.driver.engines())
             file.write(json.dumps([healer.rollbacks, healer.step, number, *state]) + "\n")
             watched.begin(STEP)
 

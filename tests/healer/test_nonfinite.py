@@ -235,7 +235,7 @@ def test_a_step_that_keeps_its_old_state_is_counted_and_said_once(guard, tmp_pat
     (problem,) = events(tmp_path, "problem")
     assert "guard of the training step" in problem["problem"]
     assert healer.report().counts["skips"] == 5
-    assert healer._loop.record.ledger.unhealthy == [*range(20, 25)]
+    assert healer._run.ledger.unhealthy == [*range(20, 25)]
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def train(
     data = [torch.randn(8, 2, generator=random) for _ in range(batches)]
     with healcore.Healer(policy, state=state, **grouped(options)) as healer:
         if part_limit is not None:
-            healer._loop.record.part_limit = part_limit
+            healer._run.record.part_limit = part_limit
         for batch in healer.batches(data):
             memory.step = healer.step
             for part in healer.microbatches(batch):

@@ -66,41 +66,41 @@ class Interrupted(Rows):
 
 def does_not_list(healer: Any) -> None:
     """This rank's view of the checkpoints lacks one."""
-    store, every = healer._loop.saver.store, healer._loop.saver.store.checkpoints
+    store, every = healer._run.store, healer._run.store.checkpoints
     store.checkpoints = lambda: [each for each in every() if each.step != 15]
 
 
 def forgets(healer: Any) -> None:
     """This rank's memory has lost the snapshots that the other one's has."""
-    healer._loop.saver.store.join()
-    healer._loop.saver.store.ring.copies = {}
+    healer._run.store.join()
+    healer._run.store.ring.copies = {}
 
 
 def rots(healer: Any) -> None:
     """A bit of the newest snapshots in this rank's memory flips."""
-    healer._loop.saver.store.join()
-    for step, copy in healer._loop.saver.store.ring.copies.items():
+    healer._run.store.join()
+    for step, copy in healer._run.store.ring.copies.items():
         if step >= 15:
             next(iter(copy.flat.leaves.values())).parts[""][0] ^= 1
 
 
 def loses_a_shard(healer: Any) -> None:
     """Both memories are empty, and rank 1's part of the newest checkpoint is damaged on disk."""
-    healer._loop.saver.store.wait()
+    healer._run.store.wait()
     forgets(healer)
     if dist.get_rank() == 1:
-        (shard,) = healer._loop.saver.store.root.glob("step-*15.*/**/__1_0.distcp")
+        (shard,) = healer._run.store.root.glob("step-*15.*/**/__1_0.distcp")
         flip(shard, 4 * shard.stat().st_size)
     dist.barrier()
 
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._loop.end_requests.propose(termination.Proposal(why))
+        healer._run.end_requests.propose(termination.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
-    found = healer._loop.end_requests.stop_file
+    found = healer._run.end_requests.stop_file
     found.path.touch()
     while not found.found:
         time.sleep(0.01)

@@ -33,7 +33,7 @@ class Crash(BaseException):
 
 def end_without_log(end: Shutdown) -> None:
     """Ends a run as its process's death does, without a word in its log."""
-    run = end.loop
+    run = end.run
     run.saver.wait()
     run.end_requests.signals.stop()
     run.driver.close()
@@ -110,7 +110,7 @@ def poisoned_run(
         if number == at and not healer.rollbacks:
             bias.add_(1e8)
         if number == until:
-            healer._loop.saver.store.wait()
+            healer._run.store.wait()
             raise RuntimeError("power")
         loop.faults.always = frozenset([number] if number >= shows and bias.max() > 1e6 else [])
 
@@ -171,7 +171,7 @@ def start(framework, store, program, kill_at=None, faults=None):
     try:
         program(healer, step)
     except Crash as crash:
-        end_without_log(Shutdown(healer._loop, crash))
+        end_without_log(Shutdown(healer._run, crash))
     except ValueError as error:
         healer.__exit__(ValueError, error, None)
     else:

@@ -182,7 +182,7 @@ def test_a_directory_that_missed_a_rollback_does_not_undo_it(tmp_path, monkeypat
 
     def keep(healer: Healer, number: int) -> None:
         if number == 12 and healer.rollbacks == 0:
-            healer._loop.saver.wait()
+            healer._run.saver.wait()
             shutil.copytree(roots[0], before)
         if number == 7 and healer.rollbacks:
             raise RuntimeError("power")

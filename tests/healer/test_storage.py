@@ -173,7 +173,7 @@ def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framewo
 
         def before(healer: Any, number: int, folder: Path = folder) -> None:
             if number == 22 and folder.name == "deleted" and not healer.rollbacks:
-                healer._loop.saver.store.wait()
+                healer._run.store.wait()
                 shutil.rmtree(folder)
 
         log = folder.with_suffix(".jsonl")

@@ -141,7 +141,7 @@ if __name__ == "__main__":
     def before(healer, number: int) -> None:
         if rest:
             time.sleep(0.05)
-            healer._loop.saver.store.wait()
+            healer._run.store.wait()
             temporary = Path(rest[0] + ".new")
             temporary.write_text(json.dumps(checkpoints(Path(folder))))
             temporary.rename(rest[0])

@@ -235,7 +235,7 @@ def compared(root: Path, fault: str) -> dict[str, Any]:
         **compared_ranks.options(rollbacks),
     )
     with healer:
-        compared_ranks.watched(healer._loop.recovery.comparisons, seen)
+        compared_ranks.watched(healer._run.comparisons, seen)
         for number in healer.batches(list(range(compared_ranks.STEPS))):
             damages = fault == "damage" and number == FAULT and not damaged
             damaged |= damages

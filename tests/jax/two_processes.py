@@ -102,7 +102,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
                     rows[len(rows) // 2 :] = np.nan  # of process 1
                 healer.update(step(healer.state, placed(mesh, rows, P("data"))))
                 if kind == "stopped" and healer.step == 31:
-                    healer._loop.recovery.stop("far enough")
+                    healer._run.recovery.stop("far enough")
                 if ends:
                     if number == 5 and jax.process_index() == 1:
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -111,7 +111,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         stopped = stop.why
     except Terminated as end:
         stopped = end.code
-    healer._loop.driver.expect_change()
+    healer._run.driver.expect_change()
     multihost_utils.sync_global_devices("ended")  # process 0 writes the events of both
     votes = [] if kind == "memory" else [e for e in read(events).events if e["kind"] == "vote"]
     held = whole(mesh, without_heal_state(healer.state))
@@ -122,7 +122,7 @@ def healed(root: Path, kind: str) -> dict[str, Any]:
         "rollbacks": healer.rollbacks,
         "order": order,
         "state": digest(held),
-        "listed": [save.step for save in healer._loop.saver.store.checkpoints()],
+        "listed": [save.step for save in healer._run.store.checkpoints()],
         "traced": len(traces),
         "votes": [[e["step"], e["outcome"], e["why"]] for e in votes],
     }

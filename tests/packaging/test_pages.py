@@ -50,7 +50,7 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
         exec(block, scope)  # each snippet has all that it needs
         if "healer" in scope:
             healer = scope["healer"]
-            healers[healer.step] = sorted(healer._loop.driver.healings)
+            healers[healer.step] = sorted(healer._run.driver.healings)
             assert healer.report().ending == "completed"
         else:
             assert scope["heal"].metrics()["heal/loss"].isfinite()
@@ -118,7 +118,7 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
         exec(block, scope)
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
-    killed += "            healer._loop.saver.store.wait()\n            os.kill(os.getpid(), 9)\n"
+    killed += "            healer._run.store.wait()\n            os.kill(os.getpid(), 9)\n"
     for code, status in ((killed, -signal.SIGKILL), (program, 0)):
         run = forked_programs.run("-c", code, cwd=tmp_path, timeout=120)
         assert run.returncode == status, run.stderr

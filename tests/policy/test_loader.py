@@ -141,7 +141,7 @@ def by_healer(policy, **overrides):
     state = {"model": model, "optimizer": optimizer}
     unused = contextlib.suppress(healcore.errors.IncompleteRun)  # it takes no step
     with unused, healcore.Healer(policy, state=state, **overrides) as healer:
-        (found,) = healer._loop.driver.engines().values()
+        (found,) = healer._run.driver.engines().values()
     return found["policy"]
 
 

@@ -86,7 +86,7 @@ def run(case: str) -> dict[str, Any]:
         loss_fn=loss_fn,
         **options(rollbacks),
     ) as healer:
-        comparisons: Any = healer._loop.recovery.comparisons
+        comparisons: Any = healer._run.comparisons
         if fault != "raises":
             watched(comparisons, compared)
         comparisons.loss_function._warn = problems.append

@@ -134,7 +134,7 @@ class Healed(_Counting):
         except BaseException:
             self._silence.close()
             raise
-        driver: Any = self._healer._loop.driver
+        driver: Any = self._healer._run.driver
         self.heals = {
             name: driver.healings[f"optimizer_{name}"] for name in self.problem.optimizers
         }

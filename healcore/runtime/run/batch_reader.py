@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import MutableMapping, MutableSequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore import console
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.faults.failures import Fault, classify
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.termination import SignalWatch
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 
 class _Unreadable(NamedTuple):
@@ -27,10 +29,10 @@ class _Unreadable(NamedTuple):
 class BatchReader:
     """Reads the batches of a run's loaders, within the limits of `[skip_batch]`."""
 
-    def __init__(self, context: RunContext, signals: SignalWatch) -> None:
-        self._context = context
+    def __init__(self, run: Run, signals: SignalWatch) -> None:
+        self.run = run
         self._signals = signals
-        self._single_rank = context.ranks.world == 1
+        self._single_rank = run.ranks.world == 1
         self._reads = self._consecutive_failures = 0
         self._failed_reads: deque[int] = deque()  # among the last `[skip_batch] within`
 
@@ -69,10 +71,10 @@ class BatchReader:
         if batch is None or self._signals.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
-        skips = "skip_batch" in self._context.policy.answers(Cause.DATA)
+        skips = "skip_batch" in self.run.policy.answers(Cause.DATA)
         if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
             return None
-        limits = self._context.policy.skip_batch
+        limits = self.run.policy.skip_batch
         failed = self._failed_reads
         in_a_row = self._consecutive_failures
         while failed and failed[0] <= self._reads - limits.within:
@@ -102,12 +104,12 @@ class BatchReader:
             loader.skipped_batch_ids.add(batch)
         else:
             problem += "; the previous batch is used in its place"
-        if self._context.ranks.rank:  # only rank 0 has a log
-            console.warning(f"rank {self._context.ranks.rank}: step {step}: {problem}")
+        if self.run.ranks.rank:  # only rank 0 has a log
+            console.warning(f"rank {self.run.ranks.rank}: step {step}: {problem}")
         ids = [list(batch)]
         rows = batch.rows and [batch.rows]
         answer = "skip_batch"
-        self._context.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
+        self.run.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
 
 
 def _copied(batch: Any) -> Any:

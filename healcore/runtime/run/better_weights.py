@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.comparisons import LASTING_STEPS
 from healcore.runtime.run.evidence import TrainedStep, Verdict
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import (
     MAX_ACCEPTED,
     Order,
@@ -21,11 +21,13 @@ from healcore.runtime.run.orders import (
     TroubleFacts,
     next_trial,
 )
-from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
 from healcore.runtime.run.step_history import STEPS_BEFORE_SIGN
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
@@ -36,23 +38,17 @@ INTENDED = f"the program has set this for more than {LASTING_STEPS} steps, so it
 class BetterWeights:
     """Decides what to try where earlier weights are better, see `orders.next_trial`."""
 
-    def __init__(
-        self,
-        restorer: Restorer,
-        monitor: IncidentMonitor,
-        roll_back: Callable[[Order], RollbackRecord | None],
-    ) -> None:
-        self._context, self._data = restorer.context, restorer.data
-        self._monitor = monitor
-        self._roll_back = roll_back
-        self.comparisons = restorer.saver.comparisons
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def compare(self, step: StepResult) -> Verdict | None:
         """Compares the current weights with earlier ones, if there is a reason to."""
         records, taken = step.records, step.records[0].taken
-        if not self.comparisons.is_enabled or (taken and not any(each.judged for each in records)):
+        if not self.run.comparisons.is_enabled or (
+            taken and not any(each.judged for each in records)
+        ):
             return None
-        self.comparisons.steps_are_windows = self._monitor.state.has_micro_steps
+        self.run.comparisons.steps_are_windows = self.run.monitor.state.has_micro_steps
         bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
         loss = math.nan if bad else sum(each.loss for each in records) / len(records)
         norms: dict[str, float] = {}
@@ -63,7 +59,7 @@ class BetterWeights:
             if each.judged and not each.skip and each.lr not in (0.0, 1.0):  # else it is unknown
                 rate = float(each.lr) * float(each.lr_scale)
                 rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
-        return self.comparisons.observe(
+        return self.run.comparisons.observe(
             TrainedStep(step.index, step.contents, norms, rates),
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
@@ -78,8 +74,8 @@ class BetterWeights:
         """
         rise, remembered = verdict.rise, verdict.rise_remembered
         found = verdict.index, verdict.onset, "damage"
-        self._context.log.assessment(*found, rise=rise, rise_remembered=remembered)
-        ledger = self._context.ledger
+        self.run.log.assessment(*found, rise=rise, rise_remembered=remembered)
+        ledger = self.run.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
         last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
         if not past and last_trial > ledger.accepted_until:
@@ -87,41 +83,41 @@ class BetterWeights:
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
             return self._accept(order, verdict, past) if finite else None
-        self.comparisons.expect_again(verdict)
-        done = self._roll_back(order)
+        self.run.comparisons.expect_again(verdict)
+        done = self.run.recovery.roll_back(order)
         if done is None and finite:
-            self.comparisons.pause_until(verdict.index + 1)
+            self.run.comparisons.pause_until(verdict.index + 1)
         return done
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
-        ranks = self._context.ranks
+        ranks = self.run.ranks
         order = Order(
             # At the end of the data, the verdict has the number of steps done.
-            index=min(verdict.index, self._data.step - 1),
+            index=min(verdict.index, self.run.data.step - 1),
             onset=verdict.onset,
             since=verdict.onset,
             by_host=True,
             better_step=verdict.anchor,
             trial=Trial.ACCEPT,
-            held_before=self.comparisons.state.ranges.held,
+            held_before=self.run.comparisons.held,
         )
         tried = [Trial(each.trial) for each in past]
-        if not tried and self._context.ledger.accepted >= MAX_ACCEPTED:
+        if not tried and self.run.ledger.accepted >= MAX_ACCEPTED:
             return order
         held, batches = self._newly_unusual(verdict, past) if tried else (Held(), ())
         if tried and not (held or batches):
-            for older in self.comparisons.about_older_weights(verdict):
+            for older in self.run.comparisons.about_older_weights(verdict):
                 held, batches = self._newly_unusual(older, past)
                 if held or batches:
                     verdict, order = older, replace(order, better_step=older.anchor)
                     break
-        policy = self._context.policy
+        policy = self.run.policy
         cuts = policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
-            from_start=verdict.anchor <= self._context.record.first_step,
+            from_start=verdict.anchor <= self.run.record.first_step,
             unusual=bool(held or batches),
             may_limit=cuts,
         )
@@ -131,18 +127,18 @@ class BetterWeights:
             rates = verdict.rates[:1] if facts.from_start else verdict.rates
             highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
             highest = broadcast(ranks, highest)
-            states = lr_states(self._context.driver.engines())
+            states = lr_states(self.run.driver.engines())
             if not policy.engine.limits_lr:  # the policy cuts the multiplier, whatever the rate is
                 highest = {name: float(state["scale"]) for name, state in states.items()}
             order = replace(order, lr_at_fault=highest, lr_states=states)
-            held = self.comparisons.state.ranges.held
+            held = self.run.comparisons.held
             if facts.from_start:
                 held |= Held(start_rates=states, until=verdict.index + 1)
             else:  # this limit lasts, and replaces a guess from the start of the run
                 held = replace(held, start_rates={})
             return replace(order, held=held)
         if trial == Trial.HOLD:
-            both = self.comparisons.state.ranges.held | held
+            both = self.run.comparisons.held | held
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
                 first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
                 last = min(verdict.found, *(each.index for each in past))  # the earliest evidence
@@ -154,21 +150,23 @@ class BetterWeights:
         self, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> tuple[Held, tuple[BatchId, ...]]:
         """What was unusual at the trouble, and is neither held nor skipped yet. Collective."""
-        held = self.comparisons.outside_ranges(verdict)
-        new = held.without(self.comparisons.state.ranges.held)
-        unusual = broadcast(self._context.ranks, self.comparisons.unusual_batches(verdict))
-        if not self._data.loaders.can_rewind:
+        held = self.run.comparisons.outside_ranges(verdict)
+        new = held.without(self.run.comparisons.held)
+        unusual = broadcast(self.run.ranks, self.run.comparisons.unusual_batches(verdict))
+        if not self.run.loaders.can_rewind:
             return new, ()
         skipped = {batch for each in past for batch in each.batches}
-        batches = [each for each in self._monitor.state.batches_of(unusual) if each not in skipped]
+        batches = [
+            each for each in self.run.monitor.state.batches_of(unusual) if each not in skipped
+        ]
         return new, tuple(batches)
 
     def _accept(
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
         """Undoes the trials. No later rollback is for this trouble."""
-        ledger = self._context.ledger
-        until = self._data.step + 1
+        ledger = self.run.ledger
+        until = self.run.data.step + 1
         ledger.accepted += 1
         ledger.accepted_until = until
         # A restored checkpoint may hold the trouble, such as a rate that the program sets once.
@@ -177,13 +175,13 @@ class BetterWeights:
         undone = bool(order.lr_states or order.read_again or order.held is not None)
         # Trials without any effect on the losses need no repeat to be undone.
         repeats = (undone and not verdict.recurred) or verdict.anchor < oldest
-        done = self._roll_back(order) if repeats else None
+        done = self.run.recovery.roll_back(order) if repeats else None
         if done is None:
-            driver = self._context.driver
+            driver = self.run.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
             if order.held is not None:
-                self.comparisons.hold(order.held, until)
-        self.comparisons.pause_until(until)
+                self.run.comparisons.hold(order.held, until)
+        self.run.comparisons.pause_until(until)
         if past:
             times = "the rollback" if len(past) == 1 else f"each of the {len(past)} rollbacks"
             why = f"the damage has come back after {times}, so the change is taken as intended"
@@ -196,7 +194,7 @@ class BetterWeights:
         if done is None:  # otherwise the line of the rollback has said so
             better = f"the weights of step {verdict.anchor} are better on the same batches"
             why = f"{better}, since step {verdict.onset}; {why}"
-        self._context.log.warning(
+        self.run.log.warning(
             f"step {order.index}: {why}{changes}; the run continues, without another rollback for "
             "this change"
         )
@@ -216,11 +214,11 @@ class BetterWeights:
         Returns:
             The rollback, or None without one.
         """
-        intended = self.comparisons.take_intended()
+        intended = self.run.comparisons.take_intended()
         if not intended:
             return None
-        until = self._data.step + 1
-        held = self.comparisons.state.ranges.held
+        until = self.run.data.step + 1
+        held = self.run.comparisons.held
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past = self._trials_that_hold(intended)
         done = None
@@ -236,14 +234,12 @@ class BetterWeights:
                 trial=Trial.ACCEPT,
                 intended=values,
             )
-            self._context.ledger.accepted_until = until
-            done = self._roll_back(_undone(order, past))
+            self.run.ledger.accepted_until = until
+            done = self.run.recovery.roll_back(_undone(order, past))
         if done is None:
-            self.comparisons.hold(held.without_numbers(intended), until)
-            self._context.log.warning(
-                f"step {index}: {values}: {INTENDED}, and is used from now on"
-            )
-        self.comparisons.pause_until(until)
+            self.run.comparisons.hold(held.without_numbers(intended), until)
+            self.run.log.warning(f"step {index}: {values}: {INTENDED}, and is used from now on")
+        self.run.comparisons.pause_until(until)
         return done
 
     def _trials_that_hold(self, names: Container[str]) -> list[RollbackRecord]:
@@ -252,7 +248,7 @@ class BetterWeights:
         Empty if the steps since then are not repeated by a rollback, or if a later rollback was for
         other trouble.
         """
-        ledger, loaders = self._context.ledger, self._data.loaders
+        ledger, loaders = self.run.ledger, self.run.loaders
         if not loaders.can_rewind:
             return []
         holds = [

@@ -12,11 +12,11 @@ docs/how-it-decides.md has the theorem and the limits of the comparison.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from healcore.runtime.driver import LossFn, NumberRange, Rates
+from healcore.runtime.driver import LossFn, NumberRange
 from healcore.runtime.run.evidence import (
     FIRST_PAUSE,
     FORWARD_PASS,
@@ -33,7 +33,6 @@ from healcore.runtime.run.evidence import (
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.run.loss_function import LossFunction
 from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.step_history import (
     STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
@@ -44,6 +43,9 @@ from healcore.runtime.run.step_history import (
 from healcore.runtime.store import values
 from healcore.runtime.store.packed_values import PackedValues
 from healcore.runtime.store.ranks import broadcast
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 LASTING_STEPS = 2 * REGULAR_INTERVAL
 """Steps after the trouble from which on a number that the program has not taken back is intended. A
@@ -82,38 +84,31 @@ class Comparisons:
     ranks: reduced losses and alarms. None of them depends on the clock.
 
     Args:
-        context: what the parts of the run share.
+        run: the parts of the run.
         loss_fn: the user's function, or None to compare nothing.
         loss_fn_cost: cost of one call of `loss_fn` on a batch, in training steps.
-        interval: steps between two checkpoints.
-        warn: called with a problem of the `loss_fn`.
-        rates: returns the learning rates of the last step.
     """
 
     def __init__(
         self,
-        context: RunContext,
+        run: Run,
         loss_fn: LossFn | None,
         *,
         loss_fn_cost: float = FORWARD_PASS,
-        interval: int,
-        warn: Callable[[str], object],
-        rates: Callable[[], Rates],
     ) -> None:
         self.state = ComparisonState()
         """What a checkpoint holds."""
         self.steps_are_windows = False
         """Whether each step ends an accumulation. The next accumulation may have begun."""
-        self.loss_function = LossFunction(loss_fn, context, warn)
-        self._context, self._interval = context, interval
-        self._threshold = context.policy.rollback.evidence
-        self._rates_in_force = rates
+        self.loss_function = LossFunction(run, loss_fn)
+        self.run = run
+        self._threshold = run.policy.rollback.evidence
         self._history = StepHistory()
         self._credit = Credit(loss_fn_cost)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
         if self.is_enabled:
-            context.driver.watch_numbers()
+            run.driver.watch_numbers()
         self._dispatch_losses: list[float] = []
         """Losses of the steps of the current dispatch."""
         self._expected: Verdict | None = None
@@ -134,9 +129,18 @@ class Comparisons:
         return self.state.anchors
 
     @property
+    def held(self) -> Held:
+        """What is held in its healthy range."""
+        return self.state.ranges.held
+
+    @held.setter
+    def held(self, held: Held) -> None:
+        self.state.ranges.held = held
+
+    @property
     def steps_needed(self) -> frozenset[int]:
         """Steps of the checkpoints that a rollback may need: of anchors, and from before a hold."""
-        held = self.state.ranges.held.numbers.values()
+        held = self.held.numbers.values()
         return frozenset([*(each.step for each in self.anchors), *(each.before for each in held)])
 
     @property
@@ -157,7 +161,7 @@ class Comparisons:
             self.loss_function.function = None
             self.anchors.clear()
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
-            self._context.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
+            self.run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled:
             self._release_all(step)
             return
@@ -171,7 +175,7 @@ class Comparisons:
         level = self._history.mean()
         spread = 0.0 if level is None else self._history.spread()
         new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
-        new.weights = self._context.driver.copy_weights()
+        new.weights = self.run.driver.copy_weights()
         older = self.anchors[:-1]
         if len(self.anchors) == MAX_ANCHORS:
             older = [min(older, key=lambda anchor: (anchor.level_or_inf, -anchor.step))]
@@ -305,8 +309,8 @@ class Comparisons:
             ranges.values |= self.anchors[-1].healthy
         self._forget_trouble()
         self._history.forget(ranges.values.norms)
-        self._history.norm_limits = self.state.ranges.held.norm_limits
-        self._withholds = self.state.ranges.held.withholds(target)
+        self._history.norm_limits = self.held.norm_limits
+        self._withholds = self.held.withholds(target)
 
     def pause_until(self, step: int) -> None:
         """Drops anchors and losses, and compares and copies no weights before `step`."""
@@ -351,20 +355,20 @@ class Comparisons:
 
         Nobody would release it later. Updates that are withheld end by themselves.
         """
-        held = self.state.ranges.held
+        held = self.held
         left = Held(withheld=held.withheld, until=held.until)
         if held == left:
             return
         self._restore_start_rates(held.start_rates)
         self.hold(left, step)
-        self._context.log.info(
+        self.run.log.info(
             f"step {step}: what was held is released, because no weights are compared any more"
         )
 
     def _restore_start_rates(self, before: Mapping[str, Any]) -> None:
         """Ends a limit of the rate from the start of the run, if there is one."""
         if before:
-            driver = self._context.driver
+            driver = self.run.driver
             driver.load(None, with_lr_states(driver.engines(), before))
 
     def _learn_ranges(self, step: int) -> bool:
@@ -374,10 +378,10 @@ class Comparisons:
         older nor present weights are a measure any more.
         """
         ranges = self.state.ranges
-        seen = broadcast(self._context.ranks, self._numbers())
+        seen = broadcast(self.run.ranks, self._numbers())
         self._history.learn_doubtful_norms(step)
         # No step has been trained at the rates of the very first weights.
-        rates = self._rates() if step > self._context.record.first_step else {}
+        rates = self._rates() if step > self.run.record.first_step else {}
         ranges.learn(self._history.healthy_rates(rates), seen, self._history.largest_norms())
         held = ranges.held
         released = ranges.release(step, seen)
@@ -385,14 +389,14 @@ class Comparisons:
         ranges.follow_norms(step, self._history.typical_norms())
         if before := ranges.release_start_rates(step):
             self._restore_start_rates(before)
-            self._context.log.info(
+            self.run.log.info(
                 f"step {step}: the learning rate is the program's own again; its limit was for the "
                 "first steps"
             )
         if ranges.held != held:
             self.hold(ranges.held, step)
         if released:
-            self._context.log.info(
+            self.run.log.info(
                 f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
                 "range again, and is used"
             )
@@ -408,7 +412,7 @@ class Comparisons:
         self._withholds = held.withholds(step)
         self.state.ranges.held = held
         self._history.norm_limits = held.norm_limits
-        driver, engine = self._context.driver, self._context.policy.engine
+        driver, engine = self.run.driver, self.run.policy.engine
         limits, withhold = held.norm_limits, self._withholds
         driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
         driver.hold_numbers(held.number_ranges)
@@ -425,15 +429,15 @@ class Comparisons:
         also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
         withheld to the end of the run.
         """
-        self.hold(self.state.ranges.held, step)
+        self.hold(self.held, step)
 
     def outside_ranges(self, verdict: Verdict) -> Held:
         """What was outside of its healthy range at the trouble of a verdict."""
         suspects = self._suspects(verdict)
         found = self._healthy_at(verdict.anchor).outside(
-            broadcast(self._context.ranks, self._numbers()),
+            broadcast(self.run.ranks, self._numbers()),
             {} if suspects is None else suspects.largest_norms(),
-            intervals=(verdict.onset - verdict.anchor) / self._interval,
+            intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
             before=verdict.anchor,
         )
         return replace(found, until=verdict.index + 1)
@@ -461,7 +465,7 @@ class Comparisons:
         if suspects is None or anchor is None:
             return []
         before = suspects.start - STEPS_BEFORE_SIGN
-        limited = self.state.ranges.held.norms
+        limited = self.held.norms
         healthy = self._healthy_at(verdict.anchor)
         unusual = {i for i in suspects.with_unusual_norm(limited, healthy) if i >= anchor.step}
         ordinary_steps = {
@@ -523,7 +527,7 @@ class Comparisons:
 
     def _numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held."""
-        seen = dict(self._context.driver.numbers())
+        seen = dict(self.run.driver.numbers())
         for name, earlier in self._earlier_numbers.items():
             now = seen.get(name, earlier)
             low, high = min(now.low, earlier.low), max(now.high, earlier.high)
@@ -551,7 +555,7 @@ class Comparisons:
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
         self._history.forget(self.state.ranges.values.norms)
-        self._history.norm_limits = self.state.ranges.held.norm_limits
+        self._history.norm_limits = self.held.norm_limits
         observed = {
             index: tuple(ObservedBatch(*part) for part in parts)
             for index, parts in (batches or {}).items()
@@ -567,8 +571,8 @@ class Comparisons:
         if saved.credit is not None:
             self._credit.left = saved.credit
         if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
-            self.hold(self.state.ranges.held, step)
-        if saved.numbers and self._context.driver.state_is_in_place:
+            self.hold(self.held, step)
+        if saved.numbers and self.run.driver.state_is_in_place:
             found = values.loads(saved.numbers, _NUMBERS)
             self._earlier_numbers = {name: NumberRange(*each) for name, each in found.items()}
 
@@ -585,7 +589,7 @@ class Comparisons:
 
     def _rates(self) -> dict[str, float]:
         """The learning rates of the last step that are known and finite."""
-        rates = self._rates_in_force().items()
+        rates = self.run.monitor.rates_in_force().items()
         return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
 
     def _best_on_average(self, index: int) -> Anchor | None:
@@ -608,7 +612,7 @@ class Comparisons:
         """
         if self.state.verdict is not None:
             return [anchor for anchor in self.anchors if anchor.step == self.state.verdict.anchor]
-        age = max(SAMPLE_SIZE, min(self._interval, int(MIN_AGE * index)))
+        age = max(SAMPLE_SIZE, min(self.run.schedule.every, int(MIN_AGE * index)))
         old = [anchor for anchor in self.anchors if index + 1 - anchor.step >= age]
         return [
             anchor
@@ -618,7 +622,7 @@ class Comparisons:
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
-        if not (self.steps_are_windows or self._context.driver.may_save(self._interval)):
+        if not (self.steps_are_windows or self.run.driver.may_save(self.run.schedule.every)):
             return None  # within an accumulation: the weights have not changed since the last step
         evaluations = 0
         verdict = None
@@ -676,9 +680,9 @@ class Comparisons:
             return self._verdict(index, self._newest_better(anchor), compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
-            self._context.log.assessment(index, onset, "recovered")
+            self.run.log.assessment(index, onset, "recovered")
             recovered = f"the run has recovered from the damage of step {onset}"
-            self._context.log.info(f"step {index}: {recovered}")
+            self.run.log.info(f"step {index}: {recovered}")
             self._forget_trouble()
         return None
 
@@ -689,7 +693,7 @@ class Comparisons:
         measure: in self-distillation, for example, the loss of the first weights is low.
         """
         first, mean = self.state.first_losses, self._history.mean()
-        if anchor.step > self._context.record.first_step or mean is None or not first:
+        if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
 
@@ -708,7 +712,7 @@ class Comparisons:
 
     def _has_waited(self, verdict: Verdict) -> bool:
         """Whether the run was rolled back for this trouble: it has had its time to recover."""
-        return bool(self._context.ledger.same_trouble(verdict.onset))
+        return bool(self.run.ledger.same_trouble(verdict.onset))
 
     def _postpone(self, verdict: Verdict) -> None:
         """Keeps a verdict pending until its step `due`."""
@@ -717,8 +721,8 @@ class Comparisons:
             other.evidence, other.onset = 1.0, None
             if other.step == verdict.anchor:
                 other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
-        self._context.log.assessment(verdict.index, verdict.onset, "worse")
-        self._context.log.warning(
+        self.run.log.assessment(verdict.index, verdict.onset, "worse")
+        self.run.log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
             f"batches, since step {verdict.onset}; unless the run recovers, it rolls back to them "
             f"at step {verdict.due}, or at the end of the data"

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
 from healcore.runtime.store.host_copy import MEMORY
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 
 class KnownCheckpoints:
     """What this process knows about the checkpoints of its run."""
 
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.started_from = -1
         """Step of the snapshot or checkpoint that this process started from, or -1."""
         self.newer_than_start: set[int] = set()
@@ -35,7 +38,7 @@ class KnownCheckpoints:
 
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints with their statuses, without those that are known to be damaged."""
-        saves = self._context.record.attempt_history.with_status(self._context.store.checkpoints())
+        saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
@@ -46,21 +49,21 @@ class KnownCheckpoints:
     @property
     def last_good_step(self) -> int | None:
         """Step of the newest known-good checkpoint, or None."""
-        last = self._context.record.known_good_up_to
+        last = self.run.record.known_good_up_to
         return max((at for at in self.restorable if at <= last), default=None)
 
     @property
     def on_probation(self) -> list[int]:
         """Steps of the checkpoints whose probation is not over, ascending."""
-        return sorted(at for at in self._finite if at > self._context.record.known_good_up_to)
+        return sorted(at for at in self._finite if at > self.run.record.known_good_up_to)
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
 
         Drops all findings so far, because their steps are repeated.
         """
-        record = self._context.record
-        self._context.store.take_nonfinite()
+        record = self.run.record
+        self.run.store.take_nonfinite()
         self._nonfinite_now = {}
         if self.started_from < 0:
             self.started_from = step
@@ -82,8 +85,8 @@ class KnownCheckpoints:
 
     def end_due_probation(self) -> None:
         """Extends the known-good checkpoints if a probation may be over. Called once per step."""
-        ledger, on_probation = self._context.ledger, self.on_probation
-        probation = self._context.policy.rollback.probation
+        ledger, on_probation = self.run.ledger, self.on_probation
+        probation = self.run.policy.rollback.probation
         may_end = on_probation and ledger.next_step - on_probation[0] >= probation
         if may_end and not ledger.open:
             self.end_probation()
@@ -92,29 +95,29 @@ class KnownCheckpoints:
 
     def end_probation(self, *, before: float = math.inf) -> None:
         """Extends the known-good checkpoints to those whose probation was over before a step."""
-        ledger, probation = self._context.ledger, self._context.policy.rollback.probation
+        ledger, probation = self.run.ledger, self.run.policy.rollback.probation
         for step in self.on_probation:
             if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
                 break
-            self._context.record.known_good_up_to = step
+            self.run.record.known_good_up_to = step
             self.read_nonfinite(step)
             if self._finite[step]:
-                self._context.log.event("good", step=step)
+                self.run.log.event("good", step=step)
 
     def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
 
         Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
         """
-        for step, names in self._context.store.take_nonfinite(up_to):
+        for step, names in self.run.store.take_nonfinite(up_to):
             if step in self._finite:
                 self._finite[step] = False
             if step in self._nonfinite_now:
                 continue
             problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
-            self._context.log.event("problem", step=step, problem=problem)
+            self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
-                self._context.log.warning(
+                self.run.log.warning(
                     f"{problem}: it can never be known-good. A skipped step does not undo changes "
                     "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
                     "nonfinite_ok"
@@ -127,11 +130,11 @@ class KnownCheckpoints:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
         if error.path == MEMORY or all(each.path != error.path for each in self.damage):
             self.damage.append(error)
-            self._context.log.event("damaged", step=error.step, problem=str(error))
+            self.run.log.event("damaged", step=error.step, problem=str(error))
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy."""
         self.report_damage(error)
-        if error.step not in self._context.store.ring.copies:
+        if error.step not in self.run.store.ring.copies:
             self._lost.add(error.step)
             self.remove({error.step})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
@@ -14,7 +14,9 @@ from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.faults.microbatches import clear_frames
 from healcore.runtime.run.evidence import TrainedStep
-from healcore.runtime.run.run_context import RunContext
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 SAME_LOSS = 1e-3
 """Relative difference up to which two losses of one batch are equal, in half precision too."""
@@ -66,14 +68,13 @@ class LossFunction:
             comparison has, so both weights are evaluated.
     """
 
-    def __init__(
-        self, function: LossFn | None, context: RunContext, warn: Callable[[str], object]
-    ) -> None:
+    def __init__(self, run: Run, function: LossFn | None) -> None:
+        self.run = run
         self.function = None if function is None else lambda *given: loss_of(function(*given))
         self.gives_loss = self.draws = self.is_checked = False
-        self._driver, self._ranks = context.driver, context.ranks
-        self._parts, self._log = context.parts, context.log
-        self._warn = warn
+
+    def _warn(self, problem: str) -> None:
+        self.run.log.problem(self.run.data.step, problem)
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
         """Checks `loss_fn` on the first step, and compares it with the step's training loss.
@@ -139,7 +140,7 @@ class LossFunction:
     def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
         """The items of all ranks. `failure`: exception of the call on this rank, or None."""
         try:
-            return self._ranks.gather(item)
+            return self.run.ranks.gather(item)
         except Exception as error:  # the other ranks wait in the forward pass (FSDP)
             raise error from failure
 
@@ -159,10 +160,10 @@ class LossFunction:
     ) -> list[float]:
         """The loss of each batch, which is evaluated in the parts that fit into memory."""
         assert self.function is not None
-        in_parts = [self._parts.to_evaluate(batch) for batch in batches]
+        in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
         contents = [part for parts in in_parts for part, _ in parts]
         with isolated():
-            found = self._driver.losses_of(self.function, contents, weights, redraw=redraw)
+            found = self.run.driver.losses_of(self.function, contents, weights, redraw=redraw)
         of_parts = map(_checked_loss, found)
         losses = []
         for parts in in_parts:
@@ -176,7 +177,7 @@ class LossFunction:
         """The size that has to be halved, or None if the exception is about something else."""
         if classify(error).cause is not Cause.OOM:
             return None
-        size = max(map(self._parts.size_to_evaluate, batches))
+        size = max(map(self.run.batch_parts.size_to_evaluate, batches))
         if size <= 1:
             return None
         clear_frames(error)  # the tensors of the pass that failed
@@ -190,10 +191,10 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        self._parts.largest_evaluated = -(-min(sizes) // 2)
-        self._log.info(
+        self.run.batch_parts.largest_evaluated = -(-min(sizes) // 2)
+        self.run.log.info(
             f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
-            f"{self._parts.largest_evaluated} at a time"
+            f"{self.run.batch_parts.largest_evaluated} at a time"
         )
         return True
 

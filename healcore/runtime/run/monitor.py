@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import is_logged, passes_power_of_ten
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
@@ -21,12 +21,14 @@ from healcore.runtime.driver import Rates
 from healcore.runtime.faults.failures import Severity, failures_of
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
 from healcore.runtime.story import diagnosis
 from healcore.runtime.story.program_clip import ProgramClip
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _ORDERS = Action.STOP | Action.ROLLBACK | Action.SAVE
 """Actions that the host carries out; the engine cuts the rate, and an alert is only an event."""
@@ -60,20 +62,19 @@ class IncidentMonitor:
         nonfinite_record: newest record of a step that was not finite, or None.
     """
 
-    def __init__(self, context: RunContext, hooks: Hooks, every: int) -> None:
-        """Takes the hooks, and the steps between two saves."""
-        self.context, self.hooks = context, hooks
-        config = self.context.policy.engine.config
+    def __init__(self, run: Run, hooks: Hooks) -> None:
+        self.run, self.hooks = run, hooks
+        config = self.run.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
-        self._alert_steps = self.context.policy.incident.alert_steps
+        self._alert_steps = self.run.policy.incident.alert_steps
         """Steps without a cause after which it is alerted again, or 0 for `quiet_steps`."""
-        per_tensor, observes = self.context.policy.engine.per_tensor, self.context.policy.observes
+        per_tensor, observes = self.run.policy.engine.per_tensor, self.run.policy.observes
         self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
-        self.state = context.record.monitor
+        self.state = run.record.monitor
         self.nonfinite_record: StepRecord | None = None
-        several = _MIN_INTERVALS_REMEMBERED * every
-        self._kept = max(self.context.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        several = _MIN_INTERVALS_REMEMBERED * run.schedule.every
+        self._kept = max(self.run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
         self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
         self._alarms_outside = 0
         self._unclosed: list[IncidentRecord] = []
@@ -84,7 +85,7 @@ class IncidentMonitor:
         """Diagnoses on the console so far."""
         self._alerts: set[tuple[int, Cause]] = set()
         """Number of an incident, and causes, of the events `alert` within incidents."""
-        self._alerting = _alerting_causes((*config.rules, *self.context.policy.rules))
+        self._alerting = _alerting_causes((*config.rules, *self.run.policy.rules))
         self._faults: Counter[str] = Counter()
         """Name of a cause -> steps with an alert about it outside of incidents."""
         self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
@@ -94,7 +95,7 @@ class IncidentMonitor:
 
     def continue_incidents(self) -> None:
         """Continues the incidents of an earlier process, after its ledger was read."""
-        incidents = self.context.ledger.incidents
+        incidents = self.run.ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
     def process(self, step: StepResult) -> Order | None:
@@ -103,7 +104,7 @@ class IncidentMonitor:
         order = None
         self.state.add_batches(step.index, step.batches, kept=self._kept)
         self._count_nonfinite(step)
-        incident = self.context.ledger.add_step(step.index, records, self._causes)
+        incident = self.run.ledger.add_step(step.index, records, self._causes)
         if any(record.judged and not record.skip for record in records):
             self.state.last_trained = step.index
         self.state.has_micro_steps |= not any(record.judged for record in records)
@@ -116,7 +117,7 @@ class IncidentMonitor:
             if record.judged and not record.skip:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
-                    self.context.log.warning(f"step {step.index}: {line}")
+                    self.run.log.warning(f"step {step.index}: {line}")
         if not any(record.cause or record.action for record in records):
             self._newest_causes = 0
             for record in records:
@@ -147,7 +148,7 @@ class IncidentMonitor:
         `alert_steps`, had no alarm with it.
         """
         record, index = judged.record, judged.step.index
-        last, begins = self.context.ledger.last_alarms, Cause(0)
+        last, begins = self.run.ledger.last_alarms, Cause(0)
         for name in names(record.cause):
             key = f"{record.engine}/{name}"
             gap = self._alert_steps or self._quiet_steps
@@ -164,7 +165,7 @@ class IncidentMonitor:
 
     def counts(self) -> Counts:
         """Counts of the whole run."""
-        ledger, total = self.context.ledger, self.metrics.total
+        ledger, total = self.run.ledger, self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
@@ -176,7 +177,7 @@ class IncidentMonitor:
     @property
     def is_unhealthy(self) -> bool:
         """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
-        ledger = self.context.ledger
+        ledger = self.run.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self.lasting_causes)
 
@@ -198,7 +199,7 @@ class IncidentMonitor:
 
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event."""
-        engines = self.context.driver.engines()
+        engines = self.run.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self.metrics.set(engines)
 
@@ -209,7 +210,7 @@ class IncidentMonitor:
 
     def rates_in_force(self) -> Rates:
         """Engine name -> last step's learning rate with the multiplier, None if it is unknown."""
-        rates = self.context.driver.trained_rates().items()
+        rates = self.run.driver.trained_rates().items()
         return {name: rate and rate * self.lr_scales.get(name, 1.0) for name, rate in rates}
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
@@ -231,7 +232,7 @@ class IncidentMonitor:
             why = "the last cut has no effect any more"
         else:
             return
-        self.context.log.event(
+        self.run.log.event(
             "lr",
             step=index,
             engine=record.engine,
@@ -239,7 +240,7 @@ class IncidentMonitor:
             lr_scale_before=before,
             lr_scale=now,
             why=why,
-            observed=self.context.policy.observes,
+            observed=self.run.policy.observes,
         )
 
     # -- incidents and alarms -------------------------------------------------------------------
@@ -248,7 +249,7 @@ class IncidentMonitor:
         """Counts a step of which every optimizer had a NaN or Inf, or which was not taken."""
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
-            state.never_finite = self.context.ledger.untrained >= step.index
+            state.never_finite = self.run.ledger.untrained >= step.index
             state.nonfinite_streak = step.index if state.never_finite else 0
         counted = [record for record in step.records if record.judged or not record.taken]
         if any(r.judged and not (r.cause and r.cause & NONFINITE) for r in counted):
@@ -262,10 +263,10 @@ class IncidentMonitor:
         self._unclosed.append(incident)
         first = max(step.records, key=lambda record: record.cause != 0)
         of_ranks = None
-        if first.rank_signals is not None and self.context.ranks.world > 1:
-            values = enumerate(self.context.ranks.gather(first.rank_signals))
+        if first.rank_signals is not None and self.run.ranks.world > 1:
+            values = enumerate(self.run.ranks.gather(first.rank_signals))
             of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
-        self.context.log.event(
+        self.run.log.event(
             "incident",
             step=step.index,
             incident=incident.number,
@@ -283,7 +284,7 @@ class IncidentMonitor:
         begun, self._unclosed = self._unclosed, []
         for incident in begun:
             incident.reported_over = True
-            event = self.context.log.event(
+            event = self.run.log.event(
                 "over",
                 step=step.index,
                 incident=incident.number,
@@ -293,7 +294,7 @@ class IncidentMonitor:
                 readings=step.records[0].readings,
             )
             if is_logged(incident.number):
-                self.context.log.info(f"step {step.index}: {sentence(event)}")
+                self.run.log.info(f"step {step.index}: {sentence(event)}")
 
     def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
         """Whether the step has a console line, which is about one of its records.
@@ -307,11 +308,11 @@ class IncidentMonitor:
         """
         incident = lead.incident
         records = lead.step.records
-        skips = self.context.ledger.skips
+        skips = self.run.ledger.skips
         outside = self._alarms_outside
         new = 0 if incident is not None else sum(record.cause != 0 for record in records)
         return (
-            (bool(lead.record.action & Action.CUT_LR) and not self.context.policy.observes)
+            (bool(lead.record.action & Action.CUT_LR) and not self.run.policy.observes)
             or (incident is not None and begins and is_logged(incident.number))
             or passes_power_of_ten(skips - any(record.skip for record in records), skips)
             or passes_power_of_ten(outside, outside + new)
@@ -351,16 +352,16 @@ class IncidentMonitor:
         if record.lr not in (0.0, 1.0):
             return float(record.lr)
         with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-            return self.context.driver.trained_rates().get(record.engine)
+            return self.run.driver.trained_rates().get(record.engine)
         return None
 
     def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
         step, record, incident = judged[:3]
-        policy = self.context.policy
+        policy = self.run.policy
         self._alarms_outside += incident is None
         number = incident.alarms if incident else self._alarms_outside
         if number == MOST_ALARMS + 1 and incident is None:
-            self.context.log.info(
+            self.run.log.info(
                 f"step {step.index}: more than {MOST_ALARMS} alarms outside of incidents: from now "
                 "on only those with an alert or a line have an event; the metrics file has them all"
             )
@@ -374,16 +375,16 @@ class IncidentMonitor:
         if record.by_optimizer:
             numbers: list[str] = []
             with suppress(RuntimeError):  # as in `_rate_of`
-                numbers = self.context.driver.suspect_numbers()
+                numbers = self.run.driver.suspect_numbers()
             explanation = by_optimizer = diagnosis.by_optimizer_text(numbers)
-        event = self.context.log.event(
+        event = self.run.log.event(
             "alarm",
             step=step.index,
             engine=record.engine,
             incident=judged.number,
             cause=record.cause,
             skip=record.skip,
-            skips=self.context.ledger.skips if record.skip and not policy.observes else None,
+            skips=self.run.ledger.skips if record.skip and not policy.observes else None,
             grad_scale=None if policy.engine.per_tensor else record.grad_scale,
             lr=rate,
             lr_scale=record.lr_scale,
@@ -401,7 +402,7 @@ class IncidentMonitor:
             if is_error and explanation not in self._explained:
                 self._explained.add(explanation)
                 line += f". {explanation}"
-            (self.context.log.error if is_error else self.context.log.warning)(line)
+            (self.run.log.error if is_error else self.run.log.warning)(line)
 
     # -- orders ---------------------------------------------------------------------------------
 
@@ -410,27 +411,27 @@ class IncidentMonitor:
         onset, first = (incident.onset, incident.first) if incident else (step.index, {})
         if incident and incident.only_skips:
             # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.context.ledger.first_consecutive(step.index)
+            onset = self.run.ledger.first_consecutive(step.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
-        of_ranks = self.context.ranks.gather((int(action), record.rollback_depth))
+        of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
         action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
         depth = max(depth for _, depth in of_ranks)
         if action & Action.ALERT:
             self._alert(judged, action, has_line=has_line)
-        if self.context.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
-            self.context.log.event(
+        if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
+            self.run.log.event(
                 "order",
                 step=step.index,
                 incident=judged.number,
                 cause=record.cause,
                 action=action,
                 depth=depth,
-                observed=self.context.policy.observes,
+                observed=self.run.policy.observes,
             )
-        if self.context.policy.observes or not action & _ORDERS:
+        if self.run.policy.observes or not action & _ORDERS:
             return None
         since = min([first[name] for name in names(record.cause) if name in first], default=onset)
         since = max(since, onset)
@@ -453,11 +454,11 @@ class IncidentMonitor:
         context = IncidentContext(judged.number, step.index, onset, *about, batches)
         action, hook, problems = self.hooks.run(context)
         for problem in problems:
-            self.context.log.event("hook", step=step.index, hook="", problem=problem)
-        if action is None or self.context.policy.observes:
+            self.run.log.event("hook", step=step.index, hook="", problem=problem)
+        if action is None or self.run.policy.observes:
             return record.action
         ordered = record.action
-        self.context.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
+        self.run.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
         return action
 
     def _alert(self, judged: _Judged, action: Action, *, has_line: bool) -> None:
@@ -469,7 +470,7 @@ class IncidentMonitor:
             return
         self._alerts.add(key)
         rows = failures_of(cause)
-        self.context.log.event(
+        self.run.log.event(
             "alert",
             step=judged.step.index,
             incident=judged.number,
@@ -479,7 +480,7 @@ class IncidentMonitor:
             severity=rows[0].severity,
             diagnosis=" ".join(row.diagnosis for row in rows),
             references=list(dict.fromkeys(each for row in rows for each in row.references)),
-            observed=self.context.policy.observes,
+            observed=self.run.policy.observes,
         )
 
 

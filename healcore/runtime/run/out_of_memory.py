@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.core.decision import Cause
 from healcore.runtime.faults.failures import Fault, classify
@@ -22,10 +22,12 @@ from healcore.runtime.faults.microbatches import (
     part_weights,
     split,
 )
-from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 from healcore.runtime.story.postmortem import path_of
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 MAX_PROFILE_BYTES = 16 << 20
 """A larger profile is not written: a snapshot grows with the recorded history."""
@@ -52,11 +54,11 @@ class OutOfMemory:
         part: the current part, or None.
     """
 
-    def __init__(self, recovery: Recovery) -> None:
-        self._recovery, self._context, self._data = recovery, recovery.context, recovery.data
-        self._answers = self._context.policy.answers(Cause.OOM)
-        self._retries = self._data.retries("a part of healer.microbatches")
-        self._gradients = self._context.driver.window
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._answers = self.run.policy.answers(Cause.OOM)
+        self._retries = self.run.data.retries("a part of healer.microbatches")
+        self._gradients = self.run.driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
@@ -88,7 +90,7 @@ class OutOfMemory:
                 the change: the parts are then repeated. Returns "" without a change.
         """
         self._last_resort = last_resort
-        self._context.parts.count, self._context.parts.obstacle = count, split_obstacle
+        self.run.batch_parts.count, self.run.batch_parts.obstacle = count, split_obstacle
         if self._begin(split_obstacle):
             self._try_larger(batch)
         self._batches.append((batch, count))
@@ -113,22 +115,22 @@ class OutOfMemory:
                 clear_cache = "clear_cache" in self._answers
                 self._gradients.redo_window(self._held, clear_cache=clear_cache)
                 self._held.clear()
-                self._data.forget_parts()
+                self.run.data.forget_parts()
         finally:
             self.part = None
 
     def profile(self) -> str:
         """Writes the memory profiles. Returns a sentence about what holds most of the memory."""
         try:
-            sizes = self._context.driver.memory()
+            sizes = self.run.driver.memory()
         except Exception as error:  # the device may fail again
             return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
         owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
         text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
-        if self._context.log.events.path is None:  # on rank 0 only
+        if self.run.log.events.path is None:  # on rank 0 only
             return text
         try:
-            names = self._write_profiles(self._context.log.events.path, sizes)
+            names = self._write_profiles(self.run.log.events.path, sizes)
         except Exception as error:  # also of a full disk
             return f"{text}; no memory profile: {type(error).__name__}: {error:.100}"
         return f"{text}; memory profile: {', '.join(names)}"
@@ -138,13 +140,13 @@ class OutOfMemory:
 
         The files of a later failure of the same process replace these.
         """
-        profiles = self._context.driver.memory_profiles()
+        profiles = self.run.driver.memory_profiles()
         owners = "".join(f"{size:>20,} bytes  {name}\n" for name, size in sizes.items())
         profiles[".txt"] = owners.encode() + b"\n" + profiles.get(".txt", b"")
         written = []
         for suffix, content in sorted(profiles.items()):
             if len(content) <= MAX_PROFILE_BYTES:
-                path = path_of(events, self._context.log.events.run, "memory", suffix)
+                path = path_of(events, self.run.log.events.run, "memory", suffix)
                 files.replace(path, content)
                 written.append(path.name)
         return written
@@ -172,17 +174,17 @@ class OutOfMemory:
         have the same size. They ask each other only when a trial is due, which is the same step on
         all ranks.
         """
-        step, record, ranks = self._data.step, self._context.record, self._context.ranks
+        step, record, ranks = self.run.data.step, self.run.record, self.run.ranks
         size, growth = record.part_limit, record.part_growth
         if size is None:
             return
         if growth.ends_trial(step):
-            self._context.log.info(
+            self.run.log.info(
                 f"step {growth.since}: up to {size} samples at a time fit into memory again"
             )
         if not growth.is_due(step):
             return
-        vote = not self._repeat_obstacle, self._context.parts.gains_from(batch, 2 * size)
+        vote = not self._repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
         votes = [vote] if self._joint is None else ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
             record.part_limit = growth.begin_trial(step, size)
@@ -191,15 +193,15 @@ class OutOfMemory:
 
     def _find_obstacle(self) -> str:
         """Reason why this window cannot be repeated in smaller parts, or an empty string."""
-        if self._context.policy.observes:
+        if self.run.policy.observes:
             return "the policy only observes"
         if "shrink_microbatch" not in self._answers:
             return (
-                f"policy {self._context.policy.name} has no rule for out of memory: add "
+                f"policy {self.run.policy.name} has no rule for out of memory: add "
                 'to = ["oom"], do = ["shrink_microbatch", "clear_cache"]'
             )
-        if self._context.ranks.world > 1 and self._joint is None and not self._joint_obstacle:
-            joint = self._gradients.between_ranks(self._context.ranks)
+        if self.run.ranks.world > 1 and self._joint is None and not self._joint_obstacle:
+            joint = self._gradients.between_ranks(self.run.ranks)
             if isinstance(joint, str):
                 advice = "use smaller batches, and accumulate the gradients of more batches"
                 self._joint_obstacle = f"{joint}; {advice}"
@@ -215,7 +217,7 @@ class OutOfMemory:
 
     def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
         for number, (batch, count) in enumerate(batches, 1):
-            parts = 1 if self._split_obstacle else self._context.parts.number(batch)
+            parts = 1 if self._split_obstacle else self.run.batch_parts.number(batch)
             pieces = split(batch, parts)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             weights = part_weights(pieces, count)
@@ -238,7 +240,7 @@ class OutOfMemory:
         overrun = None if error is None else self._overrun(batch, parts, error)
         if error is not None and overrun is None:
             # With several ranks, the other ranks would wait.
-            alone = self._context.ranks.world == 1 and self._owns_gradients
+            alone = self.run.ranks.world == 1 and self._owns_gradients
             again = alone and self._retries.wait_after(error)
             self._held = clear_frames(error) if again else []
             return again
@@ -270,7 +272,7 @@ class OutOfMemory:
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
             some = self._joint.end_batch(overrun is not None)
-            overruns = self._context.ranks.gather(overrun) if some else []
+            overruns = self.run.ranks.gather(overrun) if some else []
         return {rank: each for rank, each in enumerate(overruns) if each is not None}
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
@@ -286,7 +288,7 @@ class OutOfMemory:
             except UnsplittableBatch as reason:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        if not obstacle and not self._context.record.part_growth.trying:
+        if not obstacle and not self.run.record.part_growth.trying:
             line += f". {self.profile()}"  # a failed trial keeps the profile of the failure before
         return _Overrun(samples, parts, fault, line, obstacle)
 
@@ -297,8 +299,8 @@ class OutOfMemory:
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, record = self._data.step, self._context.record
-        growth, limit = record.part_growth, self._context.policy.budget.shrinks
+        step, record = self.run.data.step, self.run.record
+        growth, limit = record.part_growth, self.run.policy.budget.shrinks
         before = -(-samples // parts)
         after = -(-samples // min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
@@ -313,8 +315,8 @@ class OutOfMemory:
         if why:
             changed = self._last_resort()
             if not changed:
-                self._recovery.stop(prefix + why, error, Cause.OOM)
-            self._context.log.fault(step, fault, f"{prefix}{why}: {changed}", answer="clear_cache")
+                self.run.recovery.stop(prefix + why, error, Cause.OOM)
+            self.run.log.fault(step, fault, f"{prefix}{why}: {changed}", answer="clear_cache")
             return
         then = ""
         if goes_back:
@@ -324,7 +326,7 @@ class OutOfMemory:
             record.shrinks += growth.is_new(after)
             growth.shrink(step, after)
         record.part_limit = after
-        self._context.log.fault(
+        self.run.log.fault(
             step,
             fault,
             f"{prefix}{before} of {samples} samples do not fit into memory, the step is repeated "

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names, sentence
 from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.run.better_weights import INTENDED, BetterWeights
+from healcore.runtime.run.better_weights import INTENDED
 from healcore.runtime.run.dead_run import (
     STEPS_TO_REVIVE,
     Attempt,
@@ -21,11 +21,9 @@ from healcore.runtime.run.dead_run import (
     next_attempt,
 )
 from healcore.runtime.run.evidence import TrainedStep
-from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restorer import Restorer
 from healcore.runtime.run.rollback_rates import lr_states
-from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
+from healcore.runtime.run.steps import HostRules, StepResult
 from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
@@ -37,6 +35,9 @@ from healcore.runtime.store.ranks import broadcast
 from healcore.runtime.story import diagnosis
 from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW, RunEnd
 
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
 _SERIOUS = Action.ROLLBACK | Action.STOP
 _NONFINITE_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
 
@@ -47,14 +48,9 @@ STEPS_TO_CHECK = 10
 class Recovery:
     """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
 
-    def __init__(self, restorer: Restorer, monitor: IncidentMonitor) -> None:
-        self.restorer, self.saver = restorer, restorer.saver
-        self.context, self.data = restorer.context, restorer.data
-        self.monitor = monitor
-        self.reader = DelayedReader()
-        self.comparisons = self.saver.comparisons
-        self.better_weights = BetterWeights(restorer, monitor, self.roll_back)
-        policy, state = self.context.policy, monitor.state
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        policy, state = run.policy, run.monitor.state
         self._host_rules = HostRules(policy.rules, policy.engine.config, state)
         self.counts_steps = False
         """Whether the loop asks for the number of each step, so that a rollback repeats steps also
@@ -70,14 +66,14 @@ class Recovery:
     def process(self, step: StepResult) -> Order | None:
         """Processes a step that was read. Returns its order, or None."""
         # A dispatch may have more or fewer steps than `PendingDispatch.count`.
-        self.data.step += self.reader.take_count_correction()
+        self.run.data.step += self.run.reader.take_count_correction()
         records = [self._host_rules.with_rollback_order(each) for each in step.records]
-        step = step._replace(records=self.monitor.metrics.with_loss_ratios(records))
-        self.context.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
+        step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
+        self.run.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
         self._trained_rates.add(step.records)
-        order = self.monitor.process(step)
-        if self.monitor.state.nonfinite_streak == 1:
-            self._trained_rates.add_rates(self.monitor.rates_in_force())
+        order = self.run.monitor.process(step)
+        if self.run.monitor.state.nonfinite_streak == 1:
+            self._trained_rates.add_rates(self.run.monitor.rates_in_force())
         return order
 
     def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
@@ -91,12 +87,12 @@ class Recovery:
         if revived is not None:
             return revived
         self.stop_if_never_finite(order)
-        verdict = self.better_weights.compare(step)
+        verdict = self.run.better_weights.compare(step)
         if order is not None:
             return self.carry_out(order)
         if verdict is not None:
-            return self.better_weights.carry_out(verdict)
-        return self.better_weights.accept_intended(step.index)
+            return self.run.better_weights.carry_out(verdict)
+        return self.run.better_weights.accept_intended(step.index)
 
     def _order_for_damage(self, step: StepResult) -> Order | None:
         """The order for weights with NaN or Inf under a policy without a rule for them. Collective.
@@ -104,7 +100,7 @@ class Recovery:
         Such weights make every step not finite. A policy that only skips these steps would skip on
         until the next save shows the damage.
         """
-        policy, streak = self.context.policy, self.monitor.state.nonfinite_streak
+        policy, streak = self.run.policy, self.run.monitor.state.nonfinite_streak
         action = _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
         if streak != STEPS_TO_CHECK or policy.observes or not action & _SERIOUS:
             return None
@@ -116,11 +112,11 @@ class Recovery:
         since = step.index - streak + 1
         return Order(
             index=step.index,
-            onset=self.context.ledger.first_consecutive(step.index),
+            onset=self.run.ledger.first_consecutive(step.index),
             since=since,
             action=int(action),
             cause=int(step.records[0].cause),
-            batches=tuple(self.monitor.state.batches_between(since, step.index)),
+            batches=tuple(self.run.monitor.state.batches_between(since, step.index)),
             by_host=True,
         )
 
@@ -129,13 +125,16 @@ class Recovery:
 
         With an order to roll back or to stop, ends a run that began with weights with NaN or Inf.
         """
-        streak, from_start = self.monitor.state.nonfinite_streak, self.monitor.state.never_finite
+        streak, from_start = (
+            self.run.monitor.state.nonfinite_streak,
+            self.run.monitor.state.never_finite,
+        )
         longest = FROM_START if from_start else IN_A_ROW
         due = streak >= longest or (at_end and from_start and streak > 0)
         ordered = order is not None and order.action & _SERIOUS
-        if self.context.policy.observes or not (due or (from_start and ordered)):
+        if self.run.policy.observes or not (due or (from_start and ordered)):
             return
-        weights, record = self.context.driver.nonfinite_weights(), self.monitor.nonfinite_record
+        weights, record = self.run.driver.nonfinite_weights(), self.run.monitor.nonfinite_record
         if record is not None and (due or weights):
             self.stop(diagnosis.nonfinite_streak_text(record, streak, weights, from_start))
 
@@ -144,13 +143,16 @@ class Recovery:
 
         See `dead_run` for when and how. Returns the rollback, or None without one. Collective.
         """
-        streak, record = self.monitor.state.nonfinite_streak, self.monitor.nonfinite_record
+        streak, record = (
+            self.run.monitor.state.nonfinite_streak,
+            self.run.monitor.nonfinite_record,
+        )
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
-        policy, ledger = self.context.policy, self.context.ledger
+        policy, ledger = self.run.policy, self.run.ledger
         decides = policy.rolls_back and policy.rollback.confirm  # else only the policy's own rules
         # A run without any finite step has nothing to go back to.
-        if not decides or self.monitor.state.never_finite or record is None:
+        if not decides or self.run.monitor.state.never_finite or record is None:
             return None
         if not self.weights_are_finite():
             return None
@@ -159,11 +161,11 @@ class Recovery:
         if is_sound is False:
             return None  # the data
         # What the comparisons have found is surer, and a run without finite steps cannot recover.
-        suspicion = self.comparisons.suspicion(step.index)
-        better = suspicion and self.better_weights.carry_out(suspicion)
+        suspicion = self.run.comparisons.suspicion(step.index)
+        better = suspicion and self.run.better_weights.carry_out(suspicion)
         if better is not None:
             return better
-        loaders = self.data.loaders
+        loaders = self.run.loaders
         repeats = loaders.can_rewind or (loaders.last_trained is None and self.counts_steps)
         attempt = next_attempt(
             streak, ledger.rollbacks, onset, repeats=repeats, sure=is_sound is True
@@ -178,16 +180,16 @@ class Recovery:
         If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
         Collective.
         """
-        earlier = [each for each in self.comparisons.anchors if each.step <= onset]
-        if not self.comparisons.is_enabled or not earlier or not step.contents:
+        earlier = [each for each in self.run.comparisons.anchors if each.step <= onset]
+        if not self.run.comparisons.is_enabled or not earlier or not step.contents:
             return None
         batch = TrainedStep(step.index, step.contents)
-        losses = self.comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
+        losses = self.run.comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
         return None if losses is None else math.isfinite(losses[1][0])
 
     def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
         """The order to bring back a dead run that was last trained at step `onset`."""
-        streak = self.monitor.state.nonfinite_streak
+        streak = self.run.monitor.state.nonfinite_streak
         order = Order(
             index=step.index,
             onset=onset,
@@ -198,13 +200,11 @@ class Recovery:
             sound_until_onset=attempt == Attempt.REPEAT and streak == STEPS_TO_REVIVE,
             attempt=attempt,
         )
-        if attempt == Attempt.LIMIT_RATE and self.context.policy.may_limit_lr:
-            rates = broadcast(self.context.ranks, dict(self.monitor.state.rates))
-            return replace(
-                order, lr_at_fault=rates, lr_states=lr_states(self.context.driver.engines())
-            )
+        if attempt == Attempt.LIMIT_RATE and self.run.policy.may_limit_lr:
+            rates = broadcast(self.run.ranks, dict(self.run.monitor.state.rates))
+            return replace(order, lr_at_fault=rates, lr_states=lr_states(self.run.driver.engines()))
         if attempt == Attempt.UNDO:
-            limited = attempts_at(onset, self.context.ledger.rollbacks)[-1]
+            limited = attempts_at(onset, self.run.ledger.rollbacks)[-1]
             return replace(order, lr_states=limited.lr_states)
         return order
 
@@ -217,20 +217,20 @@ class Recovery:
         now. Raises RunStopped if the run has to stop.
         """
         damaged, needs_evidence = self._is_damaged(order), self._needs_evidence(order)
-        first = self.monitor.state.last_trained
+        first = self.run.monitor.state.last_trained
         # NaN in an accumulator comes from the batches of the bad update itself.
-        if damaged and 0 <= first < order.since and not self.monitor.state.has_micro_steps:
+        if damaged and 0 <= first < order.since and not self.run.monitor.state.has_micro_steps:
             # Skipped steps change no weights, so the last step before them has done the damage.
-            batches = tuple(self.monitor.state.batches_between(first, order.index))
+            batches = tuple(self.run.monitor.state.batches_between(first, order.index))
             onset = min(order.onset, first)
             order = replace(order, onset=onset, sound_until_onset=True, batches=batches)
         if needs_evidence and damaged:
             by = "state" if self.weights_are_finite() else "weights"
             cause = Cause(order.cause)
-            self.context.log.assessment(order.index, order.onset, "damage", by, cause=cause)
+            self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
         elif needs_evidence:
             why = "healcore cannot tell without loss_fn whether the model is worse"
-            if self.comparisons.is_enabled:
+            if self.run.comparisons.is_enabled:
                 why = "no comparison shows that the weights are worse"
             elif order.cause & NONFINITE:
                 why = "the weights are finite"
@@ -239,18 +239,18 @@ class Recovery:
             self.stop(self._stop_reason(order))
         if not order.action & Action.ROLLBACK:
             return None
-        verdict = self.comparisons.pending_verdict(order.index) if damaged else None
-        better = verdict and self.better_weights.carry_out(verdict, finite=False)
+        verdict = self.run.comparisons.pending_verdict(order.index) if damaged else None
+        better = verdict and self.run.better_weights.carry_out(verdict, finite=False)
         if better is not None:
             return better
         # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
         # refund it, and rollbacks by a hook do not use it.
-        reach = max(self.context.policy.budget.refund_after, 1)
-        ledger = self.context.ledger
+        reach = max(self.run.policy.budget.refund_after, 1)
+        ledger = self.run.ledger
         count = len(ledger.same_trouble(order.onset, reach))
-        if order.onset <= self.context.record.first_step + reach:
+        if order.onset <= self.run.record.first_step + reach:
             count += ledger.spent  # by a run in another framework, whose engine was ported
-        budget = max(self.context.policy.budget.recoveries, 1)
+        budget = max(self.run.policy.budget.recoveries, 1)
         if count < budget:
             order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
             return self.roll_back(order)
@@ -260,14 +260,14 @@ class Recovery:
 
     def _needs_evidence(self, order: Order) -> bool:
         """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
-        if not self.context.policy.rollback.confirm or order.by_host or not order.action & _SERIOUS:
+        if not self.run.policy.rollback.confirm or order.by_host or not order.action & _SERIOUS:
             return False
-        rules = self.context.policy.engine.config.rules
+        rules = self.run.policy.engine.config.rules
         return not any(rule.action & Action.STOP and rule.causes & order.cause for rule in rules)
 
     def weights_are_finite(self) -> bool:
         """Whether the weights are finite on every rank. Collective."""
-        return all(self.context.ranks.gather(self.context.driver.has_finite_weights()))
+        return all(self.run.ranks.gather(self.run.driver.has_finite_weights()))
 
     def _is_damaged(self, order: Order) -> bool:
         """Whether the state has disallowed NaN or Inf at an order of the engine. Collective."""
@@ -275,34 +275,34 @@ class Recovery:
             return False
         if not self.weights_are_finite():
             return True
-        judges = self.context.policy.rollback.nonfinite_state == "rollback"
+        judges = self.run.policy.rollback.nonfinite_state == "rollback"
         return (
             judges
-            and not self.monitor.state.has_micro_steps
-            and bool(self.saver.nonfinite_in_state())
+            and not self.run.monitor.state.has_micro_steps
+            and bool(self.run.saver.nonfinite_in_state())
         )
 
     def _decline(self, order: Order, by: str, why: str) -> None:
         """Declines an order, and logs that the run continues without it."""
         cause = Cause(order.cause)
-        self.context.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
+        self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
         self._declined[why] += 1
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
             line = f"{flag_names(names(cause))}: {why}, therefore no rollback{again}"
-            self.context.log.info(f"step {order.index}: {line}")
+            self.run.log.info(f"step {order.index}: {line}")
 
     def _with_depth_and_limit(self, order: Order) -> Order:
         """An order of the policy with its depth and learning-rate limit.
 
         The rate is limited if an earlier rollback for the same trouble has not helped.
         """
-        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if not order.by_host:
-            rollback = self.context.policy.engine.config.rollback
+            rollback = self.run.policy.engine.config.rollback
             order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
-        limits = self.context.policy.may_limit_lr and past
+        limits = self.run.policy.may_limit_lr and past
         return replace(order, lr_at_fault={}) if limits else order
 
     def _stop_reason(self, order: Order) -> str:
@@ -310,7 +310,7 @@ class Recovery:
             return nonfinite_save(order)
         if order.by_host:
             return "an on_incident hook stopped it"
-        engines = self.context.driver.engines().values()
+        engines = self.run.driver.engines().values()
         if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
             return "the budget of recoveries is exhausted, and the trouble continues"
         return "a rule of the policy stops it"
@@ -323,19 +323,19 @@ class Recovery:
         the result depends on the steps only. With `at_end`, the data have ended: non-finite weights
         are saved first for this check.
         """
-        policy, step, ledger = self.context.policy, self.data.step, self.context.ledger
+        policy, step, ledger = self.run.policy, self.run.data.step, self.run.ledger
         if at_end:
-            self.saver.save_if_not_finite()
-        nonfinite = self.saver.known.read_nonfinite()
+            self.run.saver.save_if_not_finite()
+        nonfinite = self.run.known.read_nonfinite()
         new = len(nonfinite) - self._answered_nonfinite
         self._answered_nonfinite = len(nonfinite)
         if not new or (policy.observes and len(nonfinite) > new):
             return None  # an observing policy reports the first bad save only
         first = min(nonfinite)
         action = _NONFINITE_ACTIONS[policy.rollback.nonfinite_state]
-        since = max((each for each in self.saver.known.restorable if each < first), default=0)
+        since = max((each for each in self.run.known.restorable if each < first), default=0)
         bad = ledger.unhealthy_between(since, first) or list(range(since, first))
-        last_trained = self.monitor.state.last_trained
+        last_trained = self.run.monitor.state.last_trained
         if since <= last_trained < bad[0]:
             bad.insert(0, last_trained)  # no step has been trained after the damage
         order = Order(
@@ -343,7 +343,7 @@ class Recovery:
             onset=max(first - 1, 0),  # the state after that step is bad
             since=since,
             action=int(action),
-            batches=tuple(self.monitor.state.batches_of(bad)),
+            batches=tuple(self.run.monitor.state.batches_of(bad)),
             by_host=True,
             sound_until_onset=True,  # an earlier save has found no NaN or Inf
             arrays=tuple(nonfinite[first]),
@@ -352,7 +352,7 @@ class Recovery:
         again = any({*order.arrays} <= {*each.arrays} for each in past)
         harmless = bool(action & _SERIOUS) and again and not ledger.unhealthy_between(since, step)
         if harmless and self.weights_are_finite():
-            self.context.log.problem(
+            self.run.log.problem(
                 step,
                 f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
@@ -361,7 +361,7 @@ class Recovery:
             return None
         why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
         observed = policy.observes
-        self.context.log.event(
+        self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=observed
         )
         return self.carry_out(order) if action & _SERIOUS and not policy.observes else None
@@ -372,16 +372,16 @@ class Recovery:
         Returns None if no checkpoint is usable for better earlier weights; then the run continues.
         """
         # Unread steps belong to the trouble up to their last alarm.
-        unread = list(self.reader.read_due(all=True))
-        self.data.step += self.reader.take_count_correction()
+        unread = list(self.run.reader.read_due(all=True))
+        self.run.data.step += self.run.reader.take_count_correction()
         skips = sum(any(each.skip for each in late.records) for late in unread)
-        self.context.ledger.skips += skips
+        self.run.ledger.skips += skips
         if order.better_step is None and not order.attempt:
-            late = self.monitor.batches_of_alarms(unread)
+            late = self.run.monitor.batches_of_alarms(unread)
             order = replace(order, batches=(*order.batches, *late))
-        order = replace(order, lr_scale_before=self.monitor.lr_scale)
+        order = replace(order, lr_scale_before=self.run.monitor.lr_scale)
         try:
-            done = self.restorer.restore(order, self._lost_steps)
+            done = self.run.restorer.restore(order, self._lost_steps)
         except StoreError as error:
             is_optional = order.better_step is not None or order.attempt
             may_continue = isinstance(error, StateMismatch)
@@ -389,15 +389,15 @@ class Recovery:
             if not may_continue:
                 self.stop(str(error))
             self._report_impossible(order, error)
-            self.context.ledger.skips -= skips
+            self.run.ledger.skips -= skips
             for late in unread:
                 self.process(late)
             return None
         self.report(done)
-        self.data.on_rollback(done.target)
-        self.reader.forget_accumulation()
+        self.run.data.on_rollback(done.target)
+        self.run.reader.forget_accumulation()
         self._answered_nonfinite = 0
-        self.monitor.read_engines()
+        self.run.monitor.read_engines()
         return done
 
     def _report_impossible(self, order: Order, error: StoreError) -> None:
@@ -414,7 +414,7 @@ class Recovery:
                 reason = f"the checkpoint of step {error.step} does not fit: "
                 reason += first_of(error.differences, separator="; ")
             problem = f"{why}, but {reason}; the run continues without a rollback"
-            self.context.log.problem(self.data.step, problem)
+            self.run.log.problem(self.run.data.step, problem)
 
     def _lost_steps(self, target: int, why_not: str) -> int:
         """Steps since `target` that the loop does not repeat, where the data was not rewound.
@@ -423,16 +423,16 @@ class Recovery:
         """
         if not why_not or self.counts_steps or self.ends_by_steps:
             return 0
-        end = self.monitor.state.loader_start if why_not == EPOCH_LOST else self.data.step
+        end = self.run.monitor.state.loader_start if why_not == EPOCH_LOST else self.run.data.step
         return max(end - target, 0)
 
     def count_last_steps(self) -> None:
         """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
-        for step in self.reader.read_due(all=True):
-            self.data.step += self.reader.take_count_correction()
-            self.context.log.records(step.index, step.records)
-            self.monitor.metrics.add(step.records)
-            self.context.ledger.skips += any(each.skip for each in step.records)
+        for step in self.run.reader.read_due(all=True):
+            self.run.data.step += self.run.reader.take_count_correction()
+            self.run.log.records(step.index, step.records)
+            self.run.monitor.metrics.add(step.records)
+            self.run.ledger.skips += any(each.skip for each in step.records)
 
     def report_before_kill(self, resumed: int) -> None:
         """Reports the last rollback if the process was killed after its commit, before its event.
@@ -440,11 +440,11 @@ class Recovery:
         Then the run resumes from the target of this rollback, which is step `resumed`. Without the
         events of earlier processes it is not known whether the rollback was reported.
         """
-        run = self.context.log.run
+        run = self.run.log.run
         known = max((each.number or 0 for each in run.rollbacks), default=0)
-        for done in self.context.ledger.rollbacks[-1:]:
+        for done in self.run.ledger.rollbacks[-1:]:
             is_new = done.number > known and done.target == resumed
-            if is_new and len(run.processes) > 1 and self.context.ranks.rank == 0:
+            if is_new and len(run.processes) > 1 and self.run.ranks.rank == 0:
                 self.report(done)
 
     def report(self, done: RollbackRecord) -> None:
@@ -454,7 +454,7 @@ class Recovery:
             by = "nonfinite_steps"
         elif done.intended:
             by = "intended_numbers"
-        rollback = self.context.log.event(
+        rollback = self.run.log.event(
             "rollback",
             step=done.step,
             number=done.number,
@@ -473,14 +473,14 @@ class Recovery:
             steps_lost=done.lost or None,
             why=done.why_lost or None,
             held=None if done.held is None else done.held.sentences() or None,
-            moments_reset=self.context.policy.rollback.reset_moments or None,
+            moments_reset=self.run.policy.rollback.reset_moments or None,
         )
         why_not = done.why_forward
         data = f"continues forward: {why_not}" if why_not else "rewound"
-        self.context.log.event("data", step=done.target, outcome=data, rewound=not why_not)
+        self.run.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         of_data = "" if done.lost else f", data {data}"
         since = "" if done.intended else f", since step {done.since}"
-        self.context.log.warning(
+        self.run.log.warning(
             f"step {done.index}: {reason_of(done)}{since}; {sentence(rollback)}{of_data}"
         )
 
@@ -496,31 +496,31 @@ class Recovery:
         text = diagnosis.explain(end)
         good = end.last_good
         cause = fault or None
-        self.context.log.event(
+        self.run.log.event(
             "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=cause
         )
         raise RunStopped(text, why, good) from error
 
     def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
         """How the run ends. `why` is the reason of a stop, or the signal."""
-        good = self.saver.known.last_good_step
+        good = self.run.known.last_good_step
         path = next((each.path for each in self.listed() if each.step == good), None)
-        lost = [each for each in self.context.ledger.rollbacks if each.lost]
-        saves = self.saver.store.trainer_save is None  # else no checkpoint becomes known-good
+        lost = [each for each in self.run.ledger.rollbacks if each.lost]
+        saves = self.run.store.trainer_save is None  # else no checkpoint becomes known-good
         return RunEnd(
-            self.context.log.run,
+            self.run.log.run,
             ending,
-            self.data.step,
-            self.monitor.counts(),
+            self.run.data.step,
+            self.run.monitor.counts(),
             why,
-            open=self.monitor.is_unhealthy,
-            lasting=self.monitor.lasting_causes,
-            lr_scale=self.monitor.lr_scale,
+            open=self.run.monitor.is_unhealthy,
+            lasting=self.run.monitor.lasting_causes,
+            lr_scale=self.run.monitor.lr_scale,
             last_good=good,
             last_good_path=path,
-            probation=self.context.policy.rollback.probation if saves else None,
-            nonfinite_saves=tuple(self.saver.known.nonfinite),
-            metrics=self.monitor.metrics.values(),
+            probation=self.run.policy.rollback.probation if saves else None,
+            nonfinite_saves=tuple(self.run.known.nonfinite),
+            metrics=self.run.monitor.metrics.values(),
             steps_lost=sum(each.lost for each in lost),
             why_lost=lost[-1].why_lost if lost else "",
             **fields,
@@ -529,7 +529,7 @@ class Recovery:
     def listed(self) -> list[CheckpointInfo]:
         """The checkpoints, or none if the store cannot be read."""
         try:
-            return self.saver.known.listed()
+            return self.run.known.listed()
         except StoreError:
             return []
 

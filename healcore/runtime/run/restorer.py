@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause
@@ -31,7 +31,6 @@ from healcore.runtime.run.rollback_rates import (
     with_lr_states,
 )
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.saver import Saver
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointInfo,
@@ -45,6 +44,9 @@ from healcore.runtime.store.checkpoints import (
 from healcore.runtime.store.host_copy import MEMORY
 from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each, run_on_first
 from healcore.runtime.store.values import attribute
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 T = TypeVar("T")
 MODEL_CHANGED_SINCE = "the program has changed the structure of its model since"
@@ -70,8 +72,8 @@ class _Checkpoint(NamedTuple):
 class Restorer:
     """Restores checkpoints, for rollbacks and after a start."""
 
-    def __init__(self, saver: Saver) -> None:
-        self.saver, self.context, self.data = saver, saver.context, saver.data
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def restore(
         self, order: Order, lost_steps: Callable[[int, str], int] = lambda target, why_not: 0
@@ -84,12 +86,12 @@ class Restorer:
         Raises NoGoodCheckpoint if no checkpoint is usable (a failed load may have changed a part of
         the live state), StateMismatch if the state differs, or another StoreError.
         """
-        saver = self.saver
+        saver = self.run.saver
         saver.wait()
-        saver.known.end_probation(before=order.onset)
+        self.run.known.end_probation(before=order.onset)
         self.find_damage()
         steps = self._choose(order)
-        live, rates = self.context.driver.engines(), self.context.driver.learning_rates()
+        live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
         order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
         load = partial(self._load_target, order, live, rates)
         try:
@@ -98,16 +100,16 @@ class Restorer:
             if order.better_step is not None or order.attempt:
                 raise  # the weights are finite: what fits only in part is no remedy
             return self._restore_common(order, steps, mismatch)
-        extra = self.context.policy.rollback.skip_batches
-        why_not = self.data.loaders.rewind(saved.position, order.batches, extra, order.read_again)
+        extra = self.run.policy.rollback.skip_batches
+        why_not = self.run.loaders.rewind(saved.position, order.batches, extra, order.read_again)
         done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
-        self.context.ledger.on_rollback(done, saved.record and saved.record.ledger)
+        self.run.ledger.on_rollback(done, saved.record and saved.record.ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
-            self.data.host.put_back(saved.host)
-        saver.comparisons.state.ranges.held = self._held_after(order)
-        saver.comparisons.on_rollback(done.target)
-        self.context.record.monitor.on_rollback(done.target)
-        self.context.record.part_growth.on_rollback(done.target)
+            self.run.data.host.put_back(saved.host)
+        self.run.comparisons.held = self._held_after(order)
+        self.run.comparisons.on_rollback(done.target)
+        self.run.record.monitor.on_rollback(done.target)
+        self.run.record.part_growth.on_rollback(done.target)
         self._forget_changes(since=done.target)
         saver.begin_attempt(done.target)
         self._commit_rollback(done)
@@ -125,7 +127,7 @@ class Restorer:
         remaining = [*steps]
         while remaining:
             try:
-                return self._load_first_intact(remaining, load, self.data.step)
+                return self._load_first_intact(remaining, load, self.run.data.step)
             except StateMismatch as error:
                 if error.step is None or error.step not in remaining:
                     raise
@@ -146,7 +148,7 @@ class Restorer:
         The newest one up to the onset; then, as a last resort, the oldest one after the onset,
         whose arrays are finite at least. Without those that were tried for the same trouble.
         """
-        past = self.context.ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         tried = {each.checkpoint for each in past}
         usable = [
             each.step
@@ -166,12 +168,12 @@ class Restorer:
         which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
         checkpoint has enough in common.
         """
-        driver, saver, step = self.context.driver, self.saver, self.data.step
+        driver, saver, step = self.run.driver, self.run.saver, self.run.data.step
         live = driver.engines()
         found = None
-        for each in steps if self.context.ranks.world == 1 else ():
+        for each in steps if self.run.ranks.world == 1 else ():
             try:
-                driver.load_common(saver.store.restore_common(each, saver.items()))
+                driver.load_common(self.run.store.restore_common(each, saver.items()))
             except StateMismatch as error:
                 mismatch = replace(error, step=each)
             except (CheckpointNotFound, CheckpointDamaged):
@@ -181,10 +183,10 @@ class Restorer:
                 break
         if found is None:
             raise mismatch
-        driver.load(None, engines_after_rollback(self.context.policy.engine, live, {}))
+        driver.load(None, engines_after_rollback(self.run.policy.engine, live, {}))
         done = RollbackRecord(
             **vars(order),
-            number=len(self.context.ledger.rollbacks) + 1,
+            number=len(self.run.ledger.rollbacks) + 1,
             step=step,
             target=step,
             weights_of=found,
@@ -192,26 +194,26 @@ class Restorer:
             why_lost=MODEL_CHANGED_SINCE,
             why_forward=MODEL_CHANGED_SINCE,
         )
-        self.context.ledger.on_rollback(done, None)
-        saver.comparisons.on_rollback(step)
-        self.context.record.monitor.on_rollback(step)
-        saver.comparisons.on_structure_change()
+        self.run.ledger.on_rollback(done, None)
+        self.run.comparisons.on_rollback(step)
+        self.run.record.monitor.on_rollback(step)
+        self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
         saver.write(step, "rollback")
         return done
 
     def _forget_changes(self, *, since: int) -> None:
         """Forgets the program's changes of the model in steps that are undone."""
-        record = self.context.record
+        record = self.run.record
         record.changes = [each for each in record.changes if each.step < since]
-        self.data.loaders.changed_in = max((each.epoch for each in record.changes), default=-1)
+        self.run.loaders.changed_in = max((each.epoch for each in record.changes), default=-1)
 
     def _choose(self, order: Order) -> tuple[int, ...]:
         """Steps of the checkpoints to try, the best first."""
         if order.better_step is not None:
             return choose_checkpoints(self.saves(), onset=order.better_step, sound_until_onset=True)
-        ledger = self.context.ledger
-        past = ledger.same_trouble(order.onset, self.context.policy.rollback.region)
+        ledger = self.run.ledger
+        past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
         if order.attempt:
             past = attempts_at(order.onset, ledger.rollbacks)
         return choose_checkpoints(
@@ -219,7 +221,7 @@ class Restorer:
             onset=order.onset,
             depth=order.depth,
             tried=[each.checkpoint for each in past],
-            initial=(self.context.record.first_step, self.saver.known.started_from),
+            initial=(self.run.record.first_step, self.run.known.started_from),
             sound_until_onset=order.sound_until_onset,
         )
 
@@ -227,7 +229,7 @@ class Restorer:
         """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
         if order.lr_at_fault is None:
             return None
-        engine = self.context.policy.engine
+        engine = self.run.policy.engine
         scales = {name: float(engine.from_dict(each).lr.scale) for name, each in live.items()}
         given = {name: rate for name, rate in rates.items() if rate is not None}
         return {n: given.get(n, 1.0) * scale for n, scale in scales.items()} | {**order.lr_at_fault}
@@ -236,34 +238,34 @@ class Restorer:
         self, order: Order, live: Engines, rates: Rates, saved: _Checkpoint
     ) -> RollbackRecord:
         """Loads the target of a rollback, with the engine states and rates that follow it."""
-        engine = self.context.policy.engine
+        engine = self.run.policy.engine
         engines = engines_after_rollback(engine, live, saved.engines)
         if order.trial == Trial.ACCEPT or order.attempt == Attempt.UNDO:
             engines = with_lr_states(engines, order.lr_states)
-        self._load_state(saved.state, engines, reset=self.context.policy.rollback.reset_moments)
-        now = self.context.driver.learning_rates()  # the schedules are at the restored step
+        self._load_state(saved.state, engines, reset=self.run.policy.rollback.reset_moments)
+        now = self.run.driver.learning_rates()  # the schedules are at the restored step
         # No step has been trained at the rate of the very first state: it may be the start of a
         # warm-up, so it limits only the last rollback that the budget allows.
-        trained = saved.step > self.context.record.first_step or order.is_last
+        trained = saved.step > self.run.record.first_step or order.is_last
         engines, limits, scales = limit_rates(
             engine,
             engines,
             order.lr_at_fault,
             now,
             healthy=trained,
-            learnt=self.saver.comparisons.state.ranges.values,
+            learnt=self.run.comparisons.state.ranges.values,
         )
         held = self._held_after(order)
         engines = limit_norms(
             engine, engines, held.norm_limits, withhold=held.withholds(saved.step)
         )
         lowest = min(scales, key=lambda n: (scales[n], n not in limits), default="")
-        self.context.driver.load(None, engines)
-        self.context.driver.hold_numbers(held.number_ranges)
+        self.run.driver.load(None, engines)
+        self.run.driver.hold_numbers(held.number_ranges)
         return RollbackRecord(
             **vars(order),
-            number=len(self.context.ledger.rollbacks) + 1,
-            step=self.data.step,
+            number=len(self.run.ledger.rollbacks) + 1,
+            step=self.run.data.step,
             target=saved.step,
             skipped=len(order.batches),
             engine=lowest,
@@ -274,7 +276,7 @@ class Restorer:
 
     def _with_repeat(self, done: RollbackRecord, lost: int, why_not: str) -> RollbackRecord:
         """The record of a rollback with the numbers of repeated and of lost steps."""
-        skipped = self.data.steps_of(len({*done.batches}))
+        skipped = self.run.data.steps_of(len({*done.batches}))
         why, _, _ = why_not.partition(": ")  # without the advice
         repeated = max(done.step - done.target - lost - skipped, 0)
         why_lost = why if lost else ""
@@ -282,26 +284,26 @@ class Restorer:
 
     def _held_after(self, order: Order) -> Held:
         """What is held in its healthy range after the rollback of an order."""
-        return self.saver.comparisons.state.ranges.held if order.held is None else order.held
+        return self.run.comparisons.held if order.held is None else order.held
 
     def _commit_rollback(self, done: RollbackRecord) -> None:
         """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
-        saver, step = self.saver, done.target
+        saver, step = self.run.saver, done.target
         try:
             saver.replace_record(step)
-            on_disk = saver.store.steps_on_disk
-            if saver.store.durable and step not in run_on_first(self.context.ranks, on_disk):
+            on_disk = self.run.store.steps_on_disk
+            if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
                 saver.write(step, "rollback")
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
-            self.context.log.problem(done.step, f"{problem} does it again")
+            self.run.log.problem(done.step, f"{problem} does it again")
         saver.report_failures()
 
     def newest_record(self) -> RunRecord | None:
         """The newest record in the store, or None. Reads no arrays."""
         found: list[RunRecord] = []
-        stored = self.saver.store.records() if self.context.ranks.rank == 0 else {}
-        for each in broadcast(self.context.ranks, stored).values():
+        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
+        for each in broadcast(self.run.ranks, stored).values():
             with suppress(Exception):  # the resume reports a malformed record
                 found.append(RunRecord.of(each))
         return max(found, key=lambda each: (len(each.attempts), each.step), default=None)
@@ -319,19 +321,19 @@ class Restorer:
         def load(saved: _Checkpoint) -> RunRecord:
             own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
             weights = self._copies(own.comparisons, saved.step)
-            repeats, reset = own.repeats(saved.step), self.context.policy.rollback.reset_moments
-            comparisons, engines = self.saver.comparisons, saved.engines
+            repeats, reset = own.repeats(saved.step), self.run.policy.rollback.reset_moments
+            comparisons, engines = self.run.comparisons, saved.engines
             if not comparisons.is_enabled:
-                engines = limit_norms(self.context.policy.engine, engines, {})
+                engines = limit_norms(self.run.policy.engine, engines, {})
             self._load_state(saved.state, engines, reset=reset and repeats)
             if own.comparisons is not None:
                 if comparisons.is_enabled and saved.step in own.comparisons.needed():
-                    weights[saved.step] = self.context.driver.copy_weights()
+                    weights[saved.step] = self.run.driver.copy_weights()
                 batches = None if saved.host is None else saved.host.batches
                 at = saved.step
                 comparisons.continue_from(own.comparisons, weights, step=at, batches=batches)
-            self.context.ledger.continue_from(own.ledger, saved.step)
-            vars(self.context.record.monitor).update(vars(own.monitor))
+            self.run.ledger.continue_from(own.ledger, saved.step)
+            vars(self.run.record.monitor).update(vars(own.monitor))
             # Loaders that the rollback did not rewind keep their positions.
             forward = own.forward if repeats else {}
             places = saved.position or {}
@@ -339,34 +341,34 @@ class Restorer:
             if worlds:
                 moved = position_of_other_ranks
                 forward = {name: moved(each, worlds[0]) for name, each in forward.items()}
-            self.data.loaders.resume({**places, **forward}, own.skipped)
+            self.run.loaders.resume({**places, **forward}, own.skipped)
             return own
 
         self._add_param_groups(steps)
         try:
             own, saved = self._load_first_intact(steps, load)
         except StateMismatch as error:
-            where = self.saver.store.place
+            where = self.run.store.place
             raise replace(error, where=where, advice=_advice_for(newest)) from None
-        record = self.context.record
+        record = self.run.record
         live = {"ledger": record.ledger, "monitor": record.monitor}
         vars(record).update(vars(newest or own), completed=False, **live)
         record.part_growth.on_rollback(own.step)
         self._forget_changes(since=own.step)
-        self.context.driver.structure_changes()  # those of the restart itself
-        self.saver.begin_attempt(own.step)
+        self.run.driver.structure_changes()  # those of the restart itself
+        self.run.saver.begin_attempt(own.step)
         return own.step, saved.host
 
     def _add_param_groups(self, steps: Sequence[int]) -> None:
         """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
-        stored = self.saver.store.records() if self.context.ranks.rank == 0 else {}
-        stored = broadcast(self.context.ranks, stored.get(max(steps, default=-1), {}))
+        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
+        stored = broadcast(self.run.ranks, stored.get(max(steps, default=-1), {}))
         groups: dict[str, list[list[str]]] = {}
         with suppress(Exception):  # the resume reports a malformed record
             groups = RunRecord.of(stored).param_groups
-        added = self.context.driver.add_param_groups(groups) if groups else []
+        added = self.run.driver.add_param_groups(groups) if groups else []
         if added:
-            self.context.log.info(
+            self.run.log.info(
                 f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
                 f"added with add_param_group: {first_of(added)}. A call for the same parameters "
                 "finds the group there"
@@ -374,37 +376,39 @@ class Restorer:
 
     def load_state_of(self, step: int) -> None:
         """Loads the user's state of a checkpoint, without healcore's record."""
-        reset = self.context.policy.rollback.reset_moments and self.context.record.repeats(step)
-        self._load_state(self.saver.store.restore(step, self.saver.items()).state, {}, reset=reset)
+        reset = self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
+        self._load_state(
+            self.run.store.restore(step, self.run.saver.items()).state, {}, reset=reset
+        )
 
     def restore_again(self, step: int) -> None:
         """Restores the checkpoint of the last rollback once more, before any further step.
 
         In JAX a pytree is not replaced: the program cannot have changed it, and may hold it.
         """
-        driver = self.context.driver
+        driver = self.run.driver
         engines = driver.engines()
-        reset = self.context.policy.rollback.reset_moments and self.context.record.repeats(step)
+        reset = self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
 
         def load(saved: _Checkpoint) -> bool:
             if driver.state_is_in_place:
                 self._load_state(saved.state, engines, reset=reset)
             return driver.state_is_in_place
 
-        self.saver.wait()
+        self.run.saver.wait()
         try:
             _, saved = self._load_first_intact([step], load)
         except StateMismatch as error:
-            self.context.log.problem(
+            self.run.log.problem(
                 step,
                 "the program has changed the structure of its model after a pass over the data "
                 f"that a rollback has ended early, and the change stays: {error}",
             )
             return
         if saved.position is not None:
-            self.data.loaders.rewind(saved.position, (), 0)
+            self.run.loaders.rewind(saved.position, (), 0)
         if saved.host is not None:
-            self.data.repeat_pass(saved.host)
+            self.run.data.repeat_pass(saved.host)
 
     def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
         """The weights of older checkpoints that a comparison needs, by step; changes live state.
@@ -412,23 +416,23 @@ class Restorer:
         A checkpoint that some rank cannot load is left out. The resumed one is not affected.
         """
         copies: dict[int, Any] = {}
-        if saved is None or not self.saver.comparisons.is_enabled:
+        if saved is None or not self.run.comparisons.is_enabled:
             return copies
         for step in [each for each in saved.needed() if each < resumed]:
             weights = None
             try:
                 self.load_state_of(step)
-                weights = self.context.driver.copy_weights()
+                weights = self.run.driver.copy_weights()
             except Exception as error:
                 problem = f"the weights of checkpoint {step} cannot be compared: {error}"
-                self.context.log.event("problem", step=resumed, problem=problem)
-            if all(self.context.ranks.gather(weights is not None)):
+                self.run.log.event("problem", step=resumed, problem=problem)
+            if all(self.run.ranks.gather(weights is not None)):
                 copies[step] = weights
         return copies
 
     def saves(self) -> list[CheckpointInfo]:
         """The checkpoints that every rank lists, as rank 0 sees them."""
-        listed = self.context.ranks.gather(self.saver.known.listed())
+        listed = self.run.ranks.gather(self.run.known.listed())
         common = set.intersection(*({saved.step for saved in saves} for saves in listed))
         return [saved for saved in listed[0] if saved.step in common]
 
@@ -436,9 +440,9 @@ class Restorer:
         """Reports checkpoints that are too damaged for a listing."""
         damaged = []
         with suppress(StoreError):  # a missing disk is reported where it is needed
-            damaged = self.saver.store.damaged()
-        for error in broadcast(self.context.ranks, damaged):
-            self.saver.known.report_damage(error)
+            damaged = self.run.store.damaged()
+        for error in broadcast(self.run.ranks, damaged):
+            self.run.known.report_damage(error)
 
     def _load_first_intact(
         self, steps: Sequence[int], load: Callable[[_Checkpoint], T], now: int | None = None
@@ -453,25 +457,25 @@ class Restorer:
 
         def damaged(error: CheckpointDamaged) -> None:
             problems.append(str(error))
-            self.saver.known.report_damage(error)
+            self.run.known.report_damage(error)
 
         for step in steps:
             restored = None
             try:
-                restored = self.saver.store.restore(step, self.saver.items())
+                restored = self.run.store.restore(step, self.run.saver.items())
             except CheckpointNotFound:
                 pass
             except CheckpointDamaged as error:
                 damaged(error)
             # The ranks' copies in memory may differ.
-            if not all(self.context.ranks.gather(restored is not None)):
+            if not all(self.run.ranks.gather(restored is not None)):
                 continue
             assert restored is not None
             loaded = self._load_on_all_ranks(step, restored, load)
             if isinstance(loaded, tuple):
                 if problem := loaded[1].problem:
                     at = step if now is None else now
-                    self.context.log.event("problem", step=at, problem=problem)
+                    self.run.log.event("problem", step=at, problem=problem)
                 return loaded
             why = f"{type(loaded).__name__}: {' '.join(str(loaded).split())[:200]}"
             path = next((s.path for s in self.saves() if s.step == step), None) or MEMORY
@@ -489,7 +493,7 @@ class Restorer:
         """
         saved = loaded = failure = None
         try:
-            saved = run_on_each(self.context.ranks, partial(self._checked, step, restored))
+            saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
             saved = self._adapt_to_world(saved)
             loaded = load(saved)
         except Exception as error:
@@ -498,7 +502,7 @@ class Restorer:
             failure = StateMismatch(step, failure.differences)
         cause = failure and classify(failure).cause
         ends = isinstance(failure, StateMismatch) or cause is Cause.OOM
-        outcomes = self.context.ranks.gather(None if failure is None else ends)
+        outcomes = self.run.ranks.gather(None if failure is None else ends)
         if loaded is not None and saved is not None and outcomes.count(None) == len(outcomes):
             return loaded, saved
         failure = failure or RankFailed("another rank cannot load it")
@@ -509,37 +513,37 @@ class Restorer:
     def _checked(self, step: int, restored: Restored) -> _Checkpoint:
         """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
         record = None if restored.record is None else RunRecord.of(restored.record)
-        host = self.data.host.read(restored.state.get(HOST_ITEM))
+        host = self.run.data.host.read(restored.state.get(HOST_ITEM))
         if record is not None:
             if record.step != step:
                 raise StoreError(f"its record is of step {record.step}")
-            if host is None and record.world == self.context.ranks.world:
+            if host is None and record.world == self.run.ranks.world:
                 raise StoreError("it has no random states and positions of the loaders")
-            self.data.loaders.check(record.forward)
+            self.run.loaders.check(record.forward)
         stored = record.engines if record else {}
-        engines, problem = compatible_states(self.context.policy.engine, stored)
+        engines, problem = compatible_states(self.run.policy.engine, stored)
         saved = _Checkpoint(step, restored.state, record, engines, problem, host)
-        self.data.loaders.check(saved.position or {})
+        self.run.loaders.check(saved.position or {})
         return saved
 
     def _load_state(self, saved: Mapping[str, Any], engines: Any, *, reset: bool) -> None:
         state = {name: each for name, each in saved.items() if name != HOST_ITEM}
-        self.context.driver.load(state, engines, reset_moments=reset)
+        self.run.driver.load(state, engines, reset_moments=reset)
 
     def _adapt_to_world(self, saved: _Checkpoint) -> _Checkpoint:
         """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
 
         Random generators stay as the program has set them: added ranks have no saved state.
         """
-        world = self.context.ranks.world
+        world = self.run.ranks.world
         saved_by = world if saved.record is None else saved.record.world
         if saved_by == world:
             return saved
-        parts = self.context.ranks.gather(saved.position)
+        parts = self.run.ranks.gather(saved.position)
         wrong = [
             f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of ranks '
             f"is {world} now"
-            for name, item in self.context.driver.state().items()
+            for name, item in self.run.driver.state().items()
             if attribute(item, "per_rank")
         ]
         first, *others = [
@@ -550,7 +554,7 @@ class Restorer:
             wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
         if wrong:
             raise StateMismatch(saved.step, wrong)
-        self.context.log.problem(
+        self.run.log.problem(
             saved.step,
             f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
             "saved random generators are not used; the loaders begin the epoch again and discard "

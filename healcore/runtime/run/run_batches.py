@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from healcore.console import counted
 from healcore.core.decision import Cause
@@ -14,10 +14,12 @@ from healcore.runtime.faults.retry import CallAttempt, Retries
 from healcore.runtime.run.batch_reader import BatchReader
 from healcore.runtime.run.evidence import ObservedBatch
 from healcore.runtime.run.host_state import HostParts, HostState
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.termination import SignalWatch
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 
 class RunBatches:
@@ -36,19 +38,19 @@ class RunBatches:
         last_read: the loader of the last batch, or None before the first batch.
     """
 
-    def __init__(self, context: RunContext, signals: SignalWatch, *, keeps_batches: bool) -> None:
+    def __init__(self, run: Run, signals: SignalWatch, *, keeps_batches: bool) -> None:
         self.loaders = LoaderRegistry()
-        self.loaders.inform = context.log.info
+        self.loaders.inform = run.log.info
         self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
         self.passes = 0  # calls of `batches` in this process
         self.last_read: RunLoader | None = None
-        self._context = context
+        self.run = run
         self._signals = signals
-        if "retry" in context.policy.answers(Cause.NETWORK):
+        if "retry" in run.policy.answers(Cause.NETWORK):
             self.loaders.retries = self.retries("reading a batch")
-        self._reader = BatchReader(context, signals)
+        self._reader = BatchReader(run, signals)
         self._keeps_batches = keeps_batches
         self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
         self.last_ids: list[BatchId] = []
@@ -85,22 +87,22 @@ class RunBatches:
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
         """
-        return 0 < self.passes >= self._context.record.passes and self.loaders.at_epochs
+        return 0 < self.passes >= self.run.record.passes and self.loaders.at_epochs
 
     def begin(
         self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
     ) -> RunLoader:
         """Begins to iterate over a loader; see `LoaderRegistry.begin`."""
         self.passes += 1
-        self._context.record.passes = max(self._context.record.passes, self.passes)
+        self.run.record.passes = max(self.run.record.passes, self.passes)
         saved = self.loaders.saved_position(loader, epoch)
         self.restore_generators()  # for an epoch that begins, and draws, after the checkpoint
         begun = self.loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # a rewind has drawn; an epoch that begins keeps its draws
             self._resumed_evaluation = None if begun.trains else begun
-        settings = self._context.record.settings
-        log = self._context.log
+        settings = self.run.record.settings
+        log = self.run.log
         before = {*settings}
         change = change_of_batch_size(settings, begun.number, loader)
         if new := {n: v for n, v in settings.items() if n not in before}:
@@ -152,22 +154,22 @@ class RunBatches:
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
         if batches := [list(each) for each in loader.take_skipped()]:
-            self._context.log.event("skipped_batches", step=self.step, batches=batches)
+            self.run.log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
-            self._context.log.info(f"step {self.step}: {text} skipped")
+            self.run.log.info(f"step {self.step}: {text} skipped")
 
     def retries(self, name: str) -> Retries:
         """The retries of a call under the run's policy."""
-        return Retries(name, self._context.policy, self._report_attempt, self._signals.sleep)
+        return Retries(name, self.run.policy, self._report_attempt, self._signals.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         line, number, fault, wait = attempt
         if fault is None:
-            self._context.log.event("retried", step=self.step, attempt=number, why=line)
-            self._context.log.info(line)
+            self.run.log.event("retried", step=self.step, attempt=number, why=line)
+            self.run.log.info(line)
             return
         answer = None if wait is None else "retry"
-        self._context.log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
+        self.run.log.fault(self.step, fault, line, answer=answer, attempt=number, wait_s=wait)
 
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from healcore.runtime.run.evidence import MAX_SHARE
-from healcore.runtime.run.run_batches import RunBatches
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.store.ranks import Ranks
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 RECENT_ALARM_STEPS = 2
 """Steps after an alarm in which no checkpoint is saved: the alarm may begin an incident."""
@@ -22,16 +24,16 @@ FREE_S = 10.0
 class SaveSchedule:
     """When a regular save is due: once per interval, unless alarms or slow saves delay the save."""
 
-    def __init__(self, context: RunContext, data: RunBatches, every: int | None) -> None:
+    def __init__(self, run: Run, every: int | None) -> None:
         """Saves every `every` steps, by default once per probation or rarer if saves are slow."""
-        self.every = every or context.policy.rollback.probation
+        self.every = every or run.policy.rollback.probation
         """Steps between two saves."""
         self.last_saved = -1
         """Step of the last checkpoint or of the start."""
         self.after_change = False
         """Whether no checkpoint has the structure that the program has given to its model."""
-        self._context, self._data = context, data
-        self._time = _SavingTime(context.ranks)
+        self.run = run
+        self._time = _SavingTime(run.ranks)
         self._limits_time = every is None
         self._next_warning = _UNSAVED_INTERVALS * self.every  # steps without a save
         self._slow_saves_reported = False
@@ -41,13 +43,15 @@ class SaveSchedule:
 
         Warns if nothing was saved for three intervals, then at twice the distance each time.
         """
-        if self._data.step - self.last_saved >= self._next_warning:
+        if self.run.data.step - self.last_saved >= self._next_warning:
             self._next_warning *= 2
             self._warn()
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        return not (self._limits_time and self._time.exceeds_limit(self._data.step // self.every))
+        return not (
+            self._limits_time and self._time.exceeds_limit(self.run.data.step // self.every)
+        )
 
     def _warn(self) -> None:
         saved, slow = self.last_saved, self._time.exceeded
@@ -59,18 +63,18 @@ class SaveSchedule:
             why += "Checkpoints(every=N) saves every N steps"
         if not (slow and self._slow_saves_reported):
             line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-            self._context.log.problem(self._data.step, line)
+            self.run.log.problem(self.run.data.step, line)
         self._slow_saves_reported |= slow
 
     @property
     def may_save(self) -> bool:
         """Whether no gradients are accumulated, see `Driver.may_save`."""
-        return self._context.driver.may_save(self.every)
+        return self.run.driver.may_save(self.every)
 
     @property
     def _missed_saves(self) -> int:
         """Number of regular saves that were due since the last checkpoint."""
-        return self._data.step // self.every - self.last_saved // self.every
+        return self.run.data.step // self.every - self.last_saved // self.every
 
     @property
     def delayed(self) -> bool:
@@ -79,19 +83,19 @@ class SaveSchedule:
         The delay is at most one interval, because a run with occasional alarms has an incident open
         most of the time. A checkpoint after an onset does no harm: a rollback abandons it.
         """
-        return self.recent_alarm and self._missed_saves <= 1 and not self._context.policy.observes
+        return self.recent_alarm and self._missed_saves <= 1 and not self.run.policy.observes
 
     @property
     def recent_alarm(self) -> bool:
         """Whether one of the last steps had an alarm."""
-        first = self._data.step - RECENT_ALARM_STEPS
-        return any(step >= first for step in self._context.ledger.unhealthy[-1:])
+        first = self.run.data.step - RECENT_ALARM_STEPS
+        return any(step >= first for step in self.run.ledger.unhealthy[-1:])
 
     @contextmanager
     def saving(self, *, regular: bool) -> Iterator[None]:
         """A context for the save of the current step. The time of a `regular` save counts."""
         began = time.monotonic()
-        self.last_saved = self._data.step
+        self.last_saved = self.run.data.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield

@@ -5,19 +5,15 @@ So the contents of a store depend on the steps, and not on the speed of a disk.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.host_state import HOST_ITEM
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
-from healcore.runtime.run.run_batches import RunBatches
-from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -30,6 +26,9 @@ from healcore.runtime.store.checkpoints import (
 )
 from healcore.runtime.store.ranks import run_on_first
 
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
 MAX_CANDIDATES = 8
 """Max checkpoints on probation in a store, unless `keep` is set."""
 
@@ -39,78 +38,72 @@ class Saver:
 
     def __init__(
         self,
-        context: RunContext,
-        data: RunBatches,
-        schedule: SaveSchedule,
-        comparisons: Comparisons,
+        run: Run,
         keep: Keep | None,
     ) -> None:
-        self.context, self.data, self.store = context, data, context.store
-        self.schedule = schedule
-        self.comparisons = comparisons
-        if self.store.arrays_by_rank:
-            data.host.pack_batches = comparisons.batches_to_save
-        self.known = KnownCheckpoints(context)
-        self.resumes_exactly = context.store.durable and context.ranks.world == 1
+        self.run = run
+        if run.store.arrays_by_rank:
+            run.data.host.pack_batches = run.comparisons.batches_to_save
+        self.resumes_exactly = run.store.durable and run.ranks.world == 1
         """Whether a run can resume exactly from a save at an exception."""
         self.unsaved: dict[int, str] = {}
         """Step whose save failed and was not repeated -> the problem."""
-        self._deleter = Deleter(context, self.known, keep, schedule.every)
+        self._deleter = Deleter(run, keep)
         self._failures = 0
         self._saved_once = False
 
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
-        return {**self.context.driver.state(), HOST_ITEM: self.data.host}
+        return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
         return replace(
-            self.context.record,
+            self.run.record,
             step=step,
-            world=self.context.ranks.world,
-            engines=self.context.driver.engines(),
-            skipped=self.data.loaders.skipped_by_loader(),
-            forward=self.data.loaders.forward_positions(),
-            comparisons=self.comparisons.to_save() if self.comparisons.is_enabled else None,
+            world=self.run.ranks.world,
+            engines=self.run.driver.engines(),
+            skipped=self.run.loaders.skipped_by_loader(),
+            forward=self.run.loaders.forward_positions(),
+            comparisons=self.run.comparisons.to_save() if self.run.comparisons.is_enabled else None,
         ).to_dict()
 
     def replace_record(self, step: int) -> None:
         """Replaces the record of a checkpoint by the current record, by one rename."""
-        self.store.replace_record(step, self.record_of(step))
+        self.run.store.replace_record(step, self.record_of(step))
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned."""
         self._deleter.begin_attempt(step)
-        self.known.begin_attempt(step)
-        self.schedule.last_saved = step
+        self.run.known.begin_attempt(step)
+        self.run.schedule.last_saved = step
 
     def keep_random_states(self) -> None:
         """Keeps the random states after a step or an epoch, for a save at a later exception."""
         if self.resumes_exactly:
-            self.data.host.after_step()
+            self.run.data.host.after_step()
 
     def keep_weight_sample(self) -> None:
         """Keeps a sample of the weights, to notice at an exception that they were replaced."""
         if self.resumes_exactly:
-            self.context.driver.keep_weight_sample()
+            self.run.driver.keep_weight_sample()
 
     def save(self, why: str) -> None:
         """Saves a checkpoint of this step, for the reason `why`."""
-        with self.schedule.saving(regular=why == "regular"):
-            step = self.data.step
-            if why in ("first", "regular") and self.store.trainer_save is None:
+        with self.run.schedule.saving(regular=why == "regular"):
+            step = self.run.data.step
+            if why in ("first", "regular") and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.write(step, why)
-            if step not in self.known.restorable:
-                self.comparisons.forget_unsaved_anchor(step)
+            if step not in self.run.known.restorable:
+                self.run.comparisons.forget_unsaved_anchor(step)
 
     def add_anchor(self) -> None:
         """Adds the current weights as an anchor, and protects checkpoints that may be needed."""
-        step = self.data.step
-        self.comparisons.add_anchor(step, {*self.known.restorable, step})
-        self.store.ring.protected = self.comparisons.steps_needed
+        step = self.run.data.step
+        self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
+        self.run.store.ring.protected = self.run.comparisons.steps_needed
 
     def write(self, step: int, why: str) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
@@ -118,23 +111,23 @@ class Saver:
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
         Raises UnsavableState if the first save found a value that cannot be saved.
         """
-        if self.store.trainer_save is not None:
+        if self.run.store.trainer_save is not None:
             if why == "ordered":
-                self.store.trainer_save()
+                self.run.store.trainer_save()
             return
         began = time.monotonic()
         try:
-            self.store.save(step, self.items(), record=self.record_of(step))
+            self.run.store.save(step, self.items(), record=self.record_of(step))
         except (StoreError, OSError) as error:
             if isinstance(error, UnsavableState) and not self._saved_once:
                 raise
             self._save_failed(step, error)
         else:
             self._saved_once = True
-            self.known.add(step)
+            self.run.known.add(step)
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
-            self.context.log.event("save", step=step, why=why, seconds=seconds)
+            self.run.log.event("save", step=step, why=why, seconds=seconds)
         self._deleter.queue(step)
 
     def poll(self) -> None:
@@ -144,42 +137,44 @@ class Saver:
         """
         self.report_failures()
         self._deleter.read()
-        self.known.end_due_probation()
+        self.run.known.end_due_probation()
 
     def wait(self) -> None:
         """Waits until the background is done, and reports failed saves."""
-        self.store.join()
+        self.run.store.join()
         self.report_failures()
 
     def report_failures(self) -> None:
         """Reports failed saves, and errors for which another copy was used."""
-        for error in self.store.take_failures():
+        for error in self.run.store.take_failures():
             if isinstance(error, SaveFailed):
                 self._save_failed(error.step, error)
             elif isinstance(error, CheckpointDamaged):
-                self.known.report_damage(error)
-                self.context.log.warning(f"{error}; another copy was used")
+                self.run.known.report_damage(error)
+                self.run.log.warning(f"{error}; another copy was used")
             else:
-                self.context.log.problem(self.data.step, str(error))
+                self.run.log.problem(self.run.data.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
         if not (isinstance(error, SaveFailed) and error.elsewhere):
-            if step not in self.store.ring.copies:
-                self.known.remove({step})
+            if step not in self.run.store.ring.copies:
+                self.run.known.remove({step})
             self.unsaved[step] = str(error)
         self._failures += 1
-        self.context.log.event("save_failed", step=step, problem=str(error))
+        self.run.log.event("save_failed", step=step, problem=str(error))
         if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
-            self.context.log.warning(f"checkpoint {step} was not saved: {error}")
+            self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def nonfinite_in_state(self) -> list[str]:
         """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
-        return sorted(disallowed(self.store.nonfinite_in(self.items()), self.store.nonfinite_ok))
+        return sorted(
+            disallowed(self.run.store.nonfinite_in(self.items()), self.run.store.nonfinite_ok)
+        )
 
     def save_if_not_finite(self) -> None:
         """Saves weights with NaN or Inf if their alarm is so recent that no order has followed."""
-        due = self.data.step != self.schedule.last_saved and self.schedule.recent_alarm
-        if due and self.schedule.may_save and not self.context.driver.has_finite_weights():
+        due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
+        if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
             self.save("last")
 
     def save_last(self, *, completed: bool) -> None:
@@ -188,15 +183,17 @@ class Saver:
         `completed` says whether the loop has ended by itself. Then no later step needs the
         accumulated gradients, which a checkpoint does not hold.
         """
-        step = self.data.step
-        if step == self.schedule.last_saved:
+        step = self.run.data.step
+        if step == self.run.schedule.last_saved:
             self.wait()
             if step not in self.unsaved:
                 return
-        if not self.schedule.may_save:
+        if not self.run.schedule.may_save:
             lost = "the gradients since the last optimizer step are not saved"
-            lost = lost if completed else f"a restart resumes from step {self.schedule.last_saved}"
-            self.context.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            lost = (
+                lost if completed else f"a restart resumes from step {self.run.schedule.last_saved}"
+            )
+            self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
         with nullcontext() if completed else self._before_batches():
@@ -208,13 +205,13 @@ class Saver:
         A restart resumes from this checkpoint, which has passed no probation. `replaced` is the
         reason if the program has replaced the weights, or an empty string.
         """
-        if self.context.ledger.open or self.schedule.recent_alarm:
+        if self.run.ledger.open or self.run.schedule.recent_alarm:
             return "the last steps had an alarm"
-        if not self.context.driver.has_finite_weights():
+        if not self.run.driver.has_finite_weights():
             return "the weights are not finite"
-        if self.data.within_batch:
+        if self.run.data.within_batch:
             return "the updates on this batch have not ended"
-        if self.data.step != self.schedule.last_saved:
+        if self.run.data.step != self.run.schedule.last_saved:
             if replaced:
                 return replaced
             with self._before_batches():
@@ -228,35 +225,34 @@ class Saver:
         A restart reads the batches since then again. Raises StoreError if the
         changes by these batches cannot be undone.
         """
-        loaders = self.data.loaders
+        loaders = self.run.loaders
         pending = any(loader.first_pending is not None for loader in loaders)
         in_body = loaders.last_trained is not None and loaders.last_trained.in_use
         if not self.resumes_exactly or (in_body and not pending):
             yield
             return
-        if why_not := self.context.driver.undo_window():
+        if why_not := self.run.driver.undo_window():
             raise StoreError(why_not)
         position = loaders.position_after_step()
         if position is None:
             raise StoreError("the loader cannot be rewound to the first batch of the step")
-        with self.data.host.before_batches(position):
+        with self.run.data.host.before_batches(position):
             yield
         if pending:
             line = "batches that were read for the next step come again after a restart"
-            self.context.log.event("data", step=self.data.step, outcome=line)
-            self.context.log.info(f"step {self.data.step}: {line}")
+            self.run.log.event("data", step=self.run.data.step, outcome=line)
+            self.run.log.info(f"step {self.run.data.step}: {line}")
 
 
 class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
 
-    def __init__(
-        self, context: RunContext, known: KnownCheckpoints, keep: Keep | None, every: int
-    ) -> None:
-        """Keeps the candidates of one probation by default; a save is due after `every` steps."""
-        candidates = min(-(-context.policy.rollback.probation // every) + 1, MAX_CANDIDATES)
+    def __init__(self, run: Run, keep: Keep | None) -> None:
+        """Keeps the candidates of one probation by default."""
+        saves_per_probation = math.ceil(run.policy.rollback.probation / run.schedule.every)
+        candidates = min(saves_per_probation + 1, MAX_CANDIDATES)
         self._keep = keep or Keep(candidates=candidates, older=True)
-        self._context, self._known = context, known
+        self.run = run
         self._known_good_up_to = -1  # of the record, at the last deletion
         self._results: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
@@ -274,14 +270,14 @@ class Deleter:
         decision uses the attempts as saved, so that a restart knows the same known-good ones. The
         newest of them is verified first. If it is damaged, nothing is deleted.
         """
-        store, record = self._context.store, self._context.record
+        store, record = self.run.store, self.run.record
         if record.known_good_up_to <= self._known_good_up_to:
             return
         self._known_good_up_to = record.known_good_up_to
-        attempts, region = record.attempt_history, self._context.policy.rollback.region
+        attempts, region = record.attempt_history, self.run.policy.rollback.region
         past = record.ledger.same_trouble(record.ledger.next_step, region)
         target = past[-1].target if past else -1
-        stay = store.ring.protected | self._known.newer_than_start
+        stay = store.ring.protected | self.run.known.newer_than_start
 
         def choose() -> tuple[list[int], set[int], int | None]:
             saves = attempts.with_status(store.checkpoints())
@@ -313,9 +309,9 @@ class Deleter:
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):
-                self._known.remove(result)
+                self.run.known.remove(result)
             elif isinstance(result, CheckpointDamaged):
-                self._known.lose(result)
+                self.run.known.lose(result)
             else:
-                step = self._context.ledger.next_step
-                self._context.log.event("problem", step=step, problem=str(result))
+                step = self.run.ledger.next_step
+                self.run.log.event("problem", step=step, problem=str(result))

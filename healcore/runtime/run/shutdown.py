@@ -19,7 +19,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
-from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.run import Run
 from healcore.runtime.run.termination import (
     AlreadyCompleted,
     EndRequested,
@@ -68,10 +68,9 @@ class Shutdown:
         problems: errors at the end.
     """
 
-    def __init__(self, loop: Loop, error: BaseException | None) -> None:
-        self.loop, self.error = loop, error
-        self.saver, self.data, self.ranks = loop.saver, loop.data, loop.ranks
-        self.ending = ending_of(error, loop.end_requests.signals.signal_number)
+    def __init__(self, run: Run, error: BaseException | None) -> None:
+        self.run, self.error = run, error
+        self.ending = ending_of(error, self.run.end_requests.signals.signal_number)
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
         if isinstance(error, AlreadyCompleted):
@@ -84,14 +83,14 @@ class Shutdown:
 
     def close(self) -> BaseException | None:
         """Ends the run. Returns an exception for the block to raise instead of its own, or None."""
-        loop, saver, given = self.loop, self.saver, self.error
-        loop.guard.pause()
-        loop.driver.on_end()
+        saver, given = self.run.saver, self.error
+        self.run.guard.pause()
+        self.run.driver.on_end()
         together = self.all_ranks_end()
         ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
         if self.raised is not None and ends_by_fault:
             self.fault = classify(self.raised)
-        if loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
+        if self.run.loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
             self.discard()
             return None
         if not self.completed:
@@ -99,34 +98,36 @@ class Shutdown:
         if together:
             self.read_last_steps()
         if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
-            self.collect("the last step could not be counted", loop.count_last_step)
-        uncounted = loop.driver.pending_steps() or loop.driver.is_interrupted()
-        between_steps = self.data.between_steps and not (loop.after_update or uncounted)
+            self.collect("the last step could not be counted", self.run.loop.count_last_step)
+        uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
+        between_steps = self.run.data.between_steps and not (
+            self.run.loop.after_update or uncounted
+        )
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self.save_and_log_fault, self.fault, self.raised)
             self.collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
-        if may_save and self.replaced and self.data.step != saver.schedule.last_saved:
+        if may_save and self.replaced and self.run.data.step != self.run.schedule.last_saved:
             may_save = False
             if self.fault is None:  # otherwise `save_and_log_fault` has said so
-                loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
+                self.run.loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
         left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
-        if left_in_body and self.saver.resumes_exactly and not loop.after_update:
+        if left_in_body and self.run.saver.resumes_exactly and not self.run.loop.after_update:
             # As at an exception: the batches that were read come again.
             self.collect("the last state could not be saved", self.save_before_batches)
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
-            self.collect("the last saves", saver.known.read_nonfinite)
-        if self.ending == Ending.COMPLETED and not loop.is_complete:
-            loop.record.completed = True
-            self.collect("the record of the end", partial(saver.replace_record, self.data.step))
+            self.collect("the last saves", self.run.known.read_nonfinite)
+        if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
+            self.run.record.completed = True
+            self.collect("the record of the end", partial(saver.replace_record, self.run.data.step))
         self.collect("the values at the exception could not be read", self.explain_nan)
         for problem in self.problems:
-            loop.warn(problem)
-        loop.log.report_trackers(self.data.step)
-        if isinstance(self.error, RunStopped) and self.ranks.rank:
+            self.run.loop.warn(problem)
+        self.run.log.report_trackers(self.run.data.step)
+        if isinstance(self.error, RunStopped) and self.run.ranks.rank:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         self.write()
@@ -138,19 +139,19 @@ class Shutdown:
 
         The next run then starts again, instead of from a snapshot for another batch size.
         """
-        self.collect("", self.saver.wait)
-        self.collect("", partial(self.saver.store.delete, self.loop.record.first_step))
-        self.loop.log.info(
+        self.collect("", self.run.saver.wait)
+        self.collect("", partial(self.run.store.delete, self.run.record.first_step))
+        self.run.log.info(
             "memory ran out before the first step: the trainer begins again with a smaller batch"
         )
         self.close_parts()
 
     def close_parts(self) -> None:
         """Closes the parts of the run. It is too late to report their errors."""
-        loop, signals = self.loop, self.loop.end_requests.signals
-        parts = [loop.guard.close, signals.stop, self.saver.store.join, loop.driver.close]
-        parts += [claim.release for claim in loop.claims]
-        for close_part in (*parts, loop.log.close):
+        signals = self.run.end_requests.signals
+        parts = [self.run.guard.close, signals.stop, self.run.store.join, self.run.driver.close]
+        parts += [claim.release for claim in self.run.claims]
+        for close_part in (*parts, self.run.log.close):
             self.collect("", close_part)
 
     def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
@@ -168,13 +169,13 @@ class Shutdown:
         A rank that ends alone, or a step before the others, must not wait for them.
         """
         if not self.completed:
-            return self.loop.end_requests.ends_together or self.ranks.world == 1
-        if self.ranks.world > 1:
+            return self.run.end_requests.ends_together or self.run.ranks.world == 1
+        if self.run.ranks.world > 1:
             what = (
                 "another rank has not ended its loop (give every rank as many batches, as torch's "
                 "DistributedSampler does, and leave the loop at the same step on all ranks)"
             )
-            self.raised = self.collect(what, partial(self.ranks.gather, None))
+            self.raised = self.collect(what, partial(self.run.ranks.gather, None))
         return self.raised is None
 
     def read_last_steps(self) -> None:
@@ -182,26 +183,29 @@ class Shutdown:
 
         A restart from a later state would not see these orders.
         """
-        loop = self.loop
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
 
             def act() -> None:
-                if loop.count_last_step():
+                if self.run.loop.count_last_step():
                     # An order may compare the weights, which are not those of the training now.
-                    _ = loop.report_last_steps() if self.replaced else loop.read_and_act(all=True)
+                    _ = (
+                        self.run.loop.report_last_steps()
+                        if self.replaced
+                        else self.run.loop.read_and_act(all=True)
+                    )
 
             try:
                 self.collect(failed, act)
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
-            self.collect(failed, loop.report_last_steps)
+            self.collect(failed, self.run.loop.report_last_steps)
 
     def explain_nan(self) -> None:
         """Says what to do about a program that raises at NaN itself, before the policy can skip."""
-        loop, data, error = self.loop, self.data, self.raised
-        if error is None or not loop.policy.skips_nonfinite or isinstance(error, HealcoreError):
+        data, error = self.run.data, self.raised
+        if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
             return
         if not (isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code)):
             return
@@ -215,10 +219,10 @@ class Shutdown:
         step = data.step if data.pending_ids else max(0, data.step - 1)
         where = ", ".join(filter(None, [f"step {step}", first_of(places)]))
         again = ""
-        if (events := loop.log.events.path) is not None:
+        if (events := self.run.log.events.path) is not None:
             again = postmortem.same_end_before(events, data.step, type(error).__name__)
             again = again and f"An earlier start has ended at this step in the same way ({again}). "
-        loop.warn(
+        self.run.loop.warn(
             f"{first_of(names)} had NaN at {where}, and the program itself raised "
             f"{type(error).__name__}. {again}If that is a check for NaN, remove this check: "
             "healcore skips the step, and the run continues. set_detect_anomaly and the "
@@ -227,18 +231,18 @@ class Shutdown:
 
     def find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved."""
-        if not self.loop.driver.is_interrupted():
-            self.replaced = self.loop.driver.replaced_weights()
+        if not self.run.driver.is_interrupted():
+            self.replaced = self.run.driver.replaced_weights()
 
     def replaced_text(self) -> str:
         """Reason why replaced weights are not saved, or an empty string."""
         if not self.replaced:
             return ""
         return (
-            f"the program has replaced weights since step {self.data.step} "
+            f"the program has replaced weights since step {self.run.data.step} "
             f"({first_of(self.replaced)}), as for an evaluation of averaged weights, and a restart "
             "must not train on from them; it resumes from the checkpoint of step "
-            f"{self.saver.schedule.last_saved}"
+            f"{self.run.schedule.last_saved}"
         )
 
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
@@ -246,41 +250,40 @@ class Shutdown:
         completed = self.completed
         saved = True
         if together and may_save:
-            save = partial(self.saver.save_last, completed=completed)
+            save = partial(self.run.saver.save_last, completed=completed)
             saved = self.collect("the last state could not be saved", save) is None
-        self.collect("checkpoints being written", self.saver.wait)
+        self.collect("checkpoints being written", self.run.saver.wait)
         if completed and (not together or self.is_lost_on_any_rank(saved)):
             # Not "completed", so that the next start resumes and saves the run.
             self.error = LastStateNotSaved(self.unsaved_state_text())
             self.ending = Ending.EXCEPTION
         elif completed:
-            self.error = _incomplete_run_error(self.loop)
+            self.error = _incomplete_run_error(self.run)
             self.ending = ending_of(self.error)
-            if self.error is None and self.loop.break_place:
+            if self.error is None and self.run.loop.break_place:
                 self.ending = Ending.REQUESTED
 
     def save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step."""
-        if why_not := self.saver.save_emergency(self.replaced_text()):
-            self.loop.warn(f"no checkpoint was saved at the end: {why_not}")
+        if why_not := self.run.saver.save_emergency(self.replaced_text()):
+            self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
         """Saves if a rule of the policy says so, and logs the exception that ends the run."""
-        loop = self.loop
         why_not = ""
         answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
-        answers = loop.policy.answers(fault.cause)
+        answers = self.run.policy.answers(fault.cause)
         if fault.hint:  # an error of the program, which a rule for unknown errors may save
-            answers |= loop.policy.answers(Cause.UNKNOWN)
-        if self.saver.resumes_exactly and "save" in answers:
+            answers |= self.run.policy.answers(Cause.UNKNOWN)
+        if self.run.saver.resumes_exactly and "save" in answers:
             why_not = "the exception interrupted the updates of a step"
             try:
-                if loop.count_last_step():
-                    loop.report_last_steps()
+                if self.run.loop.count_last_step():
+                    self.run.loop.report_last_steps()
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
-                    if not loop.after_update:
-                        why_not = self.saver.save_emergency(self.replaced_text())
+                    if not self.run.loop.after_update:
+                        why_not = self.run.saver.save_emergency(self.replaced_text())
             except StoreError as problem:
                 why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
@@ -288,29 +291,31 @@ class Shutdown:
             answer = None if why_not else "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
-            self.memory_text = f". {loop.out_of_memory.profile()}"
+            self.memory_text = f". {self.run.out_of_memory.profile()}"
             problem += self.memory_text
-        loop.log.fault(self.data.step, fault, problem, answer=answer)
+        self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
         if why_not:
-            loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+            self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
     def is_lost_on_any_rank(self, saved: bool) -> bool:
         """Whether the last state is lost on any rank. A rank that does not answer counts as lost.
 
         A store in memory ends with the process in any case.
         """
-        lost = self.saver.store.durable and (self.data.step in self.saver.unsaved or not saved)
+        lost = self.run.store.durable and (
+            self.run.data.step in self.run.saver.unsaved or not saved
+        )
         answers: list[bool] = []
-        ask = lambda: answers.extend(self.ranks.gather(lost))  # noqa: E731
+        ask = lambda: answers.extend(self.run.ranks.gather(lost))  # noqa: E731
         return self.collect("another rank has left", ask) is not None or any(answers)
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
-        step = self.data.step
-        saver = self.saver
+        step = self.run.data.step
+        saver = self.run.saver
         target = "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
-            newest = max(saver.store.steps_on_disk(), default=None)
+            newest = max(self.run.store.steps_on_disk(), default=None)
             known = f"resumes from the checkpoint of step {newest}"
             target = "starts from the beginning" if newest is None else known
         why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
@@ -325,27 +330,27 @@ class Shutdown:
         The postmortem comes first: a start writes a missing postmortem only without the event
         `end`.
         """
-        loop, ending, error = self.loop, self.ending, self.error
+        ending, error = self.ending, self.error
         with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
-            loop.count_last_step()
-            loop.recovery.count_last_steps()
-            loop.recovery.monitor.read_engines()
-        why = loop.break_place if error is None else getattr(error, "why", "")
+            self.run.loop.count_last_step()
+            self.run.recovery.count_last_steps()
+            self.run.monitor.read_engines()
+        why = self.run.loop.break_place if error is None else getattr(error, "why", "")
         exception = trace = None
         if ending == Ending.EXCEPTION and error is not None:
             exception = self.exception_text(error)
             trace = with_short_arrays("".join(traceback.format_exception(error)))
         fault = self.fault or Fault(Cause(0), "")
-        end = loop.recovery.run_end(
+        end = self.run.recovery.run_end(
             ending, why, exception=exception, fault=fault.cause, hint=fault.hint
         )
-        events = loop.log.events
-        is_complete = loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
+        events = self.run.log.events
+        is_complete = self.run.loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
         if events.path is not None and not is_complete:
             problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
             if problem:
-                loop.log.warning(problem)
-        loop.log.event(
+                self.run.log.warning(problem)
+        self.run.log.event(
             "end",
             step=end.step,
             ending=end.ending,
@@ -367,59 +372,67 @@ class Shutdown:
 
     def log_last_line(self, end: RunEnd) -> None:
         """Logs how the run has ended."""
-        loop, ending = self.loop, self.ending
-        saves = [saved for saved in loop.recovery.listed() if saved.status != "abandoned"]
+        ending = self.ending
+        saves = [saved for saved in self.run.recovery.listed() if saved.status != "abandoned"]
         newest = max((saved.step for saved in saves if saved.path), default=None)
-        if ending == Ending.COMPLETED and self.data.had_completed and self.data.resumed_here:
-            loop.log.warning(
+        if (
+            ending == Ending.COMPLETED
+            and self.run.data.had_completed
+            and self.run.data.resumed_here
+        ):
+            self.run.log.warning(
                 f"completed earlier, at step {end.step}: nothing was trained, and the state is the "
                 "saved state; an empty directory begins a new run"
             )
         else:
-            log = loop.log.error if ending in (Ending.EXCEPTION, Ending.STOPPED) else loop.log.info
+            log = (
+                self.run.log.error
+                if ending in (Ending.EXCEPTION, Ending.STOPPED)
+                else self.run.log.info
+            )
             log(last_line(end, newest))
         if end.lasting:
             hints = " ".join(advice(end.lasting))
-            loop.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
+            self.run.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
 
 
-def _incomplete_run_error(loop: Loop) -> BaseException | None:
+def _incomplete_run_error(run: Run) -> BaseException | None:
     """The exception for a loop that has ended by itself with an incomplete run, or None."""
-    if loop.is_complete:
+    if run.loop.is_complete:
         return None
-    data = loop.data
-    untrained = loop.record.ledger.untrained
+    data = run.data
+    untrained = run.ledger.untrained
     unread = len(data.pending_ids)
     skipped = data.skipped_steps
     total = data.step + skipped
-    loop_text = _RECOMMENDED_LOOPS[loop.driver.framework]
-    if data.steps_taken and not loop.was_used:
+    loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
+    if data.steps_taken and not run.loop.was_used:
         return IncompleteRun(
             "healcore: the loop took its steps without the Healer, which could not save between "
             f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
             "step. The last state is saved"
         )
-    if not data.steps_taken and (data.step == 0 or (unread and not loop.break_place)):
+    if not data.steps_taken and (data.step == 0 or (unread and not run.loop.break_place)):
         return IncompleteRun(
             "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
             f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
             f"start begins at step {data.step}"
         )
     try:
-        loop.recovery.stop_if_never_finite(at_end=True)
-        judges = loop.policy.rollback.nonfinite_state == "rollback" and not loop.policy.observes
-        judges = judges and not loop.recovery.weights_are_finite()
-        if judges and (found := loop.saver.nonfinite_in_state()):
-            loop.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
-        if not loop.policy.observes and 2 * (untrained + skipped) > total:
-            loop.recovery.stop(
+        run.recovery.stop_if_never_finite(at_end=True)
+        judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
+        judges = judges and not run.recovery.weights_are_finite()
+        if judges and (found := run.saver.nonfinite_in_state()):
+            run.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
+        if not run.policy.observes and 2 * (untrained + skipped) > total:
+            run.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
                 f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
             )
     except RunStopped as stop:
         return stop
-    has_ended = loop.reached_end or data.had_completed or data.repeated_all_passes
-    if data.resumed_here and not (has_ended or loop.break_place or loop.has_trainer):
+    has_ended = run.loop.reached_end or data.had_completed or data.repeated_all_passes
+    if data.resumed_here and not (has_ended or run.loop.break_place or run.loop.has_trainer):
         return IncompleteRun(
             f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
             "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "

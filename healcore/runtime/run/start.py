@@ -14,18 +14,23 @@ from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
+from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.better_weights import BetterWeights
 from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.recovery import Recovery
 from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_batches import RunBatches
-from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.steps import DelayedReader
 from healcore.runtime.run.termination import EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
@@ -64,7 +69,7 @@ class Options(NamedTuple):
     stop_file: str | os.PathLike[str] | None
 
 
-def open_run(options: Options) -> Loop:
+def open_run(options: Options) -> Run:
     """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
     policy = options.policy
     driver = driver_for(options.state, policy.engine, options.attach)
@@ -90,14 +95,14 @@ def open_run(options: Options) -> Loop:
                 )
         places = options.store if isinstance(options.store, tuple) else (options.store,)
         warnings = [warning for each in places if (warning := _claim(each, ranks, claims))]
-        loop = _construct(options, driver, ranks, claims)
-        _start(loop, options, warnings)
+        run = _construct(options, driver, ranks, claims)
+        _start(run, options, warnings)
     except BaseException:
         for each in claims:
             each.release()
         driver.close()
         raise
-    return loop
+    return run
 
 
 def _claim(given: Any, ranks: Ranks, claims: list[Claim]) -> str | None:
@@ -139,7 +144,7 @@ def _open_store(given: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
     return given
 
 
-def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Loop:
+def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
     policy = options.policy
     store = _open_store(options.store, driver, ranks)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
@@ -157,23 +162,33 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     )
     loss_fn = options.loss_fn if policy.rolls_back else None
     record = RunRecord()
-    context = RunContext(policy, driver, store, ranks, log, record, BatchParts(record))
-    data = RunBatches(context, end_requests.signals, keeps_batches=loss_fn is not None)
-    schedule = SaveSchedule(context, data, options.checkpoints.every)
-    monitor = IncidentMonitor(context, options.hooks, schedule.every)
-    comparisons = Comparisons(
-        context,
-        loss_fn,
-        loss_fn_cost=options.loss_fn_cost,
-        interval=schedule.every,
-        warn=lambda problem: log.problem(data.step, problem),
-        rates=monitor.rates_in_force,
+    run = Run(
+        policy=policy,
+        driver=driver,
+        store=store,
+        ranks=ranks,
+        log=log,
+        record=record,
+        end_requests=end_requests,
+        claims=claims,
+        batch_parts=BatchParts(record),
     )
-    saver = Saver(context, data, schedule, comparisons, options.checkpoints.keep)
-    recovery = Recovery(Restorer(saver), monitor)
+    run.data = RunBatches(run, end_requests.signals, keeps_batches=loss_fn is not None)
+    run.schedule = SaveSchedule(run, options.checkpoints.every)
+    run.monitor = IncidentMonitor(run, options.hooks)
+    run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+    run.known = KnownCheckpoints(run)
+    run.saver = Saver(run, options.checkpoints.keep)
+    run.restorer = Restorer(run)
+    run.reader = DelayedReader()
+    run.better_weights = BetterWeights(run)
+    run.recovery = Recovery(run)
+    run.guard = HangGuard(policy, ranks, log)
+    run.out_of_memory = OutOfMemory(run)
     of_trainer = run_settings.trainer_settings(options.state)
-    recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
-    return Loop(recovery, end_requests, claims, has_trainer=bool(of_trainer))
+    run.recovery.ends_by_steps = run_settings.trainer_ends_by_steps(of_trainer)
+    run.loop = Loop(run, has_trainer=bool(of_trainer))
+    return run
 
 
 def _events(given: Any, folder: Path | None) -> Log:
@@ -202,14 +217,14 @@ def _unlinked(path: Path | None, option: str) -> Path | None:
     return path
 
 
-def _start(loop: Loop, options: Options, warnings: Sequence[str]) -> None:
+def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """Checks `resume`, logs the start, and resumes or takes the first snapshot.
 
     `warnings` are the problems of the claims of directories.
     """
-    log, policy, ranks, store = loop.log, loop.policy, loop.ranks, loop.saver.store
-    stop_file = loop.end_requests.stop_file
-    restorer = loop.recovery.restorer
+    log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
+    stop_file = run.end_requests.stop_file
+    restorer = run.restorer
     events = log.events.path
     previous = None if events is None else postmortem.read_last_run(events)
     after_kill = False
@@ -219,20 +234,20 @@ def _start(loop: Loop, options: Options, warnings: Sequence[str]) -> None:
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
     saves, newest = restorer.saves(), restorer.newest_record()
-    settings = run_settings.settings_of(loop.driver, policy, options.state, ranks.world)
+    settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
     saved = {} if newest is None else newest.settings
     changes = broadcast(ranks, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
         last = max([each.step for each in saves if each.status != "abandoned"], default=0)
-        _check_resume(loop, options.resume, newest, last, changes)
+        _check_resume(run, options.resume, newest, last, changes)
         # A trainer decides itself when its run is complete.
-        loop.is_complete = not loop.has_trainer
+        run.loop.is_complete = not run.loop.has_trainer
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
         store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
         saves, newest = [], None
     if saves and previous is not None:
         log.run = previous
-    _log_start(loop, settings, resumes=bool(saves))
+    _log_start(run, settings, resumes=bool(saves))
     for warning in warnings:
         log.problem(None, warning)
     if after_kill:
@@ -241,63 +256,63 @@ def _start(loop: Loop, options: Options, warnings: Sequence[str]) -> None:
         how = 'compares no weights with loss_fn; "default" does, with any clip={...}'
         log.warning(f"policy {policy.name} never rolls back, so it {how}")
     try:
-        _begin(loop, newest, settings, bool(saves))
+        _begin(run, newest, settings, bool(saves))
     except BaseException as error:
         # With an end event, the next start does not take this process for killed.
         problem = f"the run did not start: {error_text(error)}"
-        step = loop.data.step
+        step = run.data.step
         log.event("problem", step=step, problem=problem)
         log.event("end", step=step, ending="exception")
-        loop.end_requests.signals.stop()
+        run.end_requests.signals.stop()
         raise
     # Not if its last checkpoint is lost: then the run trains what is missing.
-    loop.is_complete &= loop.data.had_completed
-    _log_first_lines(loop, settings, changes, resumed=bool(saves))
-    if saves and not loop.has_trainer:
-        _warn_of_snapshot(loop, settings, saved)
-    log.trackers.start(loop.record.run or log.events.run)
-    loop.guard.start()
-    loop.driver.on_step = loop.on_step
+    run.loop.is_complete &= run.data.had_completed
+    _log_first_lines(run, settings, changes, resumed=bool(saves))
+    if saves and not run.loop.has_trainer:
+        _warn_of_snapshot(run, settings, saved)
+    log.trackers.start(run.record.run or log.events.run)
+    run.guard.start()
+    run.driver.on_step = run.loop.on_step
     if store.root is not None:
-        _records[store.root.resolve()] = loop.record
+        _records[store.root.resolve()] = run.record
 
 
-def _log_start(loop: Loop, settings: Mapping[str, Any], *, resumes: bool) -> None:
-    store = loop.saver.store
-    rate = next(iter(loop.driver.learning_rates().values()))
-    loop.log.event(
+def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
+    store = run.store
+    rate = next(iter(run.driver.learning_rates().values()))
+    run.log.event(
         "start",
         step=None,
-        policy=loop.policy.name,
-        fingerprint=loop.policy.engine.fingerprint,
-        policy_toml=loop.policy.text,
-        mode=loop.policy.engine.mode,
-        framework=loop.driver.framework,
-        rank=loop.ranks.rank,
-        world=loop.ranks.world,
-        save_every=loop.saver.schedule.every,
+        policy=run.policy.name,
+        fingerprint=run.policy.engine.fingerprint,
+        policy_toml=run.policy.text,
+        mode=run.policy.engine.mode,
+        framework=run.driver.framework,
+        rank=run.ranks.rank,
+        world=run.ranks.world,
+        save_every=run.schedule.every,
         store=str(store.root or type(store).__name__),
         settings=run_settings.named(settings, rate),
         resumes=resumes,
     )
 
 
-def _warn_of_snapshot(loop: Loop, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
+def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
-        loop.own_count_error = (
-            f"checkpoint {loop.data.step} replaces the snapshot that the program has loaded: a "
+        run.loop.own_count_error = (
+            f"checkpoint {run.data.step} replaces the snapshot that the program has loaded: a "
             "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
         )
-        loop.warn(loop.own_count_error)
+        run.loop.warn(run.loop.own_count_error)
 
 
 def _check_resume(
-    loop: Loop, resume: Any, newest: RunRecord | None, last: int, changes: Mapping[str, str]
+    run: Run, resume: Any, newest: RunRecord | None, last: int, changes: Mapping[str, str]
 ) -> None:
     """Raises if a run with checkpoints up to step `last` must not be resumed."""
-    root = loop.saver.store.root
-    where = loop.saver.store.place or "the store"
+    root = run.store.root
+    where = run.store.place or "the store"
     if resume is False:
         raise StoreNotEmpty(
             f"{where} holds checkpoints of an earlier run, up to step {last}: pass an empty "
@@ -316,82 +331,82 @@ def _check_resume(
         )
 
 
-def _spent_before(loop: Loop) -> int:
+def _spent_before(run: Run) -> int:
     """Rollbacks that the engines of a new run have made already: their state was ported."""
-    budget = loop.policy.engine.config.budget
-    engines = loop.driver.engines().values()
+    budget = run.policy.engine.config.budget
+    engines = run.driver.engines().values()
     left = min((engine["state"]["budget"]["recoveries"] for engine in engines), default=0)
     return max(int(budget.recoveries) - int(left), 0) if engines else 0
 
 
-def _begin(loop: Loop, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
+def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
-    saver, data, recovery, record = loop.saver, loop.data, loop.recovery, loop.record
-    recovery.restorer.find_damage()
+    saver, data, record = run.saver, run.data, run.record
+    run.restorer.find_damage()
     if resume:
-        _resume(loop, newest)
-        recovery.monitor.continue_incidents()
+        _resume(run, newest)
+        run.monitor.continue_incidents()
     else:
-        if saver.known.damage:
-            raise _no_usable_checkpoint(loop, {})
-        record.run = broadcast(loop.ranks, loop.log.events.run)
+        if run.known.damage:
+            raise _no_usable_checkpoint(run, {})
+        record.run = broadcast(run.ranks, run.log.events.run)
         record.first_step = data.step
-        record.ledger.spent = _spent_before(loop)
+        record.ledger.spent = _spent_before(run)
         saver.begin_attempt(data.step)
     record.settings = record.settings or settings
-    recovery.monitor.read_engines()
-    comparisons = recovery.comparisons.state
-    comparisons.silent_until = max(comparisons.silent_until, loop.record.ledger.accepted_until)
+    run.monitor.read_engines()
+    comparisons = run.comparisons.state
+    comparisons.silent_until = max(comparisons.silent_until, run.ledger.accepted_until)
     if resume:  # otherwise the first save does it
         if not comparisons.anchors:
             saver.add_anchor()
-        saver.store.ring.protected = recovery.comparisons.steps_needed
+        run.store.ring.protected = run.comparisons.steps_needed
     else:
         record.nonfinite_ok = saver.nonfinite_in_state()
-        saver.store.nonfinite_ok += tuple(record.nonfinite_ok)
+        run.store.nonfinite_ok += tuple(record.nonfinite_ok)
         if record.nonfinite_ok:
             shown = ", ".join(record.nonfinite_ok[:5])
-            loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
+            run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
-    loop.end_requests.signals.start()
+    run.end_requests.signals.start()
 
 
-def _resume(loop: Loop, newest: RunRecord | None) -> None:
-    restorer, saver = loop.recovery.restorer, loop.saver
+def _resume(run: Run, newest: RunRecord | None) -> None:
+    restorer = run.restorer
     if newest is not None:
-        saver.store.nonfinite_ok += tuple(newest.nonfinite_ok)
+        run.store.nonfinite_ok += tuple(newest.nonfinite_ok)
     saves = (newest or RunRecord()).attempt_history.with_status(restorer.saves())
     usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
     wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
     try:
         step, generators = restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
-        raise _no_usable_checkpoint(loop, wrong) from error
+        raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
-    loop.data.resume(step, generators, completed=completed)
-    loop.log.event("resume", step=step, checkpoint=step)
-    loop.recovery.report_before_kill(step)
+    run.data.resume(step, generators, completed=completed)
+    run.log.event("resume", step=step, checkpoint=step)
+    run.recovery.report_before_kill(step)
     abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
-    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(loop)
+    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(run)
     lost = {at: why for at, why in sorted(lost.items()) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
-        loop.warn(
+        run.loop.warn(
             f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
             f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
             f"cannot be used: {which}"
         )
 
 
-def _damage(loop: Loop) -> dict[int, str]:
+def _damage(run: Run) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {e.step: f"damaged: {e.file} {e.difference}" for e in loop.saver.known.damage}
+    return {e.step: f"damaged: {e.file} {e.difference}" for e in run.known.damage}
 
 
-def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
+def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
     """The error that names the problem of each checkpoint, newest first, and what to do."""
-    where = loop.saver.store.place or "the store"
-    wrong = {**wrong, **_damage(loop)}
+    where = run.store.place or "the store"
+    wrong = {**wrong, **_damage(run)}
     lines = [f"step {step} ({wrong[step]})" for step in sorted(wrong, reverse=True)]
     return NoGoodCheckpoint(
         f"{where} holds an earlier run, and none of its checkpoints can be used: "
@@ -401,33 +416,33 @@ def _no_usable_checkpoint(loop: Loop, wrong: Mapping[int, str]) -> NoGoodCheckpo
 
 
 def _log_first_lines(
-    loop: Loop, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
+    run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
-    policy, store, step = loop.policy, loop.saver.store, loop.data.step
+    policy, store, step = run.policy, run.store, run.data.step
     where = "by the trainer only" if store.trainer_save else "in host memory only"
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    rate = next(iter(loop.driver.learning_rates().values()))  # of the first optimizer
+    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
     size = run_settings.named(settings, rate).get("batch_size")
     parts = [
         f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
         "" if rate is None else f"learning rate {rate:.4g}",
         "" if size is None else f"batch size {size}",
     ]
-    if loop.is_complete:
-        loop.log.info(
+    if run.loop.is_complete:
+        run.log.info(
             f"this run has completed at step {step}: its final state is loaded, the loop trains "
             f"nothing, and the program goes on after it; checkpoints {where}. To train further, "
             "raise the number of epochs or steps and pass resume=True; an empty directory begins a "
             "new run"
         )
         return
-    loop.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
-    for line in loop.driver.start_lines:
-        loop.log.info(line)
+    run.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
+    for line in run.driver.start_lines:
+        run.log.info(line)
     if text := run_settings.changes_text(changes):
-        loop.warn(
+        run.loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
             "Hyperparameters of optimizers and schedules in the state stay as saved. To train with "
             "new settings from the start, pass an empty directory"

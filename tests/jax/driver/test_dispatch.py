@@ -179,7 +179,7 @@ def test_steps_have_the_same_line_each_however_many_are_in_a_dispatch(tmp_path):
     for k in (1, 7):
         healer, lines = run(data(52), k, tmp_path, save_every=20)  # the last of 7 is shorter
         assert healer.step == 52
-        kept = [saved.step for saved in healer._loop.saver.store.checkpoints()]
+        kept = [saved.step for saved in healer._run.store.checkpoints()]
         assert kept[0] == 0
         assert all(step % k == 0 for step in kept[:-1])
         logs.append([{k: v for k, v in e.items() if k not in ("time", "run")} for e in lines])

@@ -13,13 +13,12 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
+from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.saver import Saver
 from healcore.runtime.run_options import HostPolicy
@@ -31,11 +30,11 @@ from healcore.runtime.store.checkpoints import (
     Keep,
     Restored,
 )
-from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story.run_log import RunLog
 from tests.healer.step_records import record
 from tests.healer.training_loops import rules
+from tests.runtime.run.bare_run import bare_run
 
 EVERY, PROBATION, REGION = 4, 3, 12
 KEEP = Keep(good=3, candidates=2)
@@ -136,8 +135,6 @@ class Process:
 
     def __init__(self, store: Listed) -> None:
         self.store, self.loaders = store, LoaderRegistry()
-        facts = RunRecord()
-        self.ledger = facts.ledger
         self.events: list[dict[str, Any]] = []
         log: Any = RunLog(Log(None), console=False)
         log.event = lambda kind, **fields: self.events.append({"kind": kind, **fields})
@@ -146,20 +143,25 @@ class Process:
             step=0, loaders=self.loaders, host=host, steps_of=lambda batches: batches
         )
         driver: Any = Nothing()
-        context = RunContext(POLICY, driver, store, Alone(), log, facts, BatchParts(facts))
-        schedule = SaveSchedule(context, self.data, EVERY)
+        self.run = bare_run(log, driver, policy=POLICY, store=store)
+        self.ledger = self.run.ledger
+        self.run.data = self.data
+        self.run.schedule = SaveSchedule(self.run, EVERY)
+        self.run.known = KnownCheckpoints(self.run)
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
             state=ComparisonState(),
+            held=Held(),
             on_rollback=lambda target: None,
             batches_to_save=lambda: None,
         )
-        self.saver = Saver(context, self.data, schedule, no_comparisons, KEEP)
-        self.restorer = Restorer(self.saver)
+        self.run.comparisons = no_comparisons
+        self.saver = self.run.saver = Saver(self.run, KEEP)
+        self.restorer = self.run.restorer = Restorer(self.run)
         self.incident, self._goes_on = 0, False
 
     step = property(lambda self: self.data.step)
-    known = property(lambda self: self.saver.known)
+    known = property(lambda self: self.run.known)
     onset = property(lambda self: self.ledger.incidents[-1].onset)
     """The onset of the incident under way."""
 

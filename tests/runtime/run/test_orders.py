@@ -14,7 +14,6 @@ from healcore.core.engine import incidents
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import (
@@ -25,15 +24,15 @@ from healcore.runtime.run.orders import (
     TroubleFacts,
     next_trial,
 )
-from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.run_record import Ledger, RunRecord
+from healcore.runtime.run.run_record import Ledger
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
-from healcore.runtime.store.ranks import Alone
 from healcore.runtime.story.run_log import RunLog
 from tests.events.sample_events import READINGS
 from tests.healer.step_records import record
+from tests.runtime.run.bare_run import bare_run
 
 
 def saved(step: int, status: Any = "good", finite: bool = True) -> CheckpointInfo:
@@ -139,14 +138,13 @@ NAN = {"cause": Cause.NONFINITE_LOSS, "skip": True, "action": Action.ALERT}
 def monitor() -> IncidentMonitor:
     log = RunLog(Log(None), console=True)
     driver: Any = SimpleNamespace(trained_rates=dict)
-    context = RunContext(
-        HostPolicy.of("default"), driver, driver, Alone(), log, RunRecord(), BatchParts(RunRecord())
-    )
-    return IncidentMonitor(context, Hooks(), 0)
+    run = bare_run(log, driver)
+    run.schedule = SaveSchedule(run, None)
+    return IncidentMonitor(run, Hooks())
 
 
 def steps(monitor: IncidentMonitor, number: int, **changes: Any) -> None:
-    for index in range(monitor.context.ledger.next_step, monitor.context.ledger.next_step + number):
+    for index in range(monitor.run.ledger.next_step, monitor.run.ledger.next_step + number):
         each = FINE._replace(step=index + 1, **changes)
         monitor.process(StepResult(index, [each], ()))
 
@@ -189,7 +187,7 @@ def test_an_incident_that_is_over_has_one_event_and_one_line(monitor, capsys):
     steps(monitor, 30, loss=0.5)
     (line,) = capsys.readouterr().err.splitlines()
     assert "step 17: incident 1 is over: nonfinite loss, steps 5 to 7; loss 0.5" in line
-    (incident,) = monitor.context.log.run.incidents
+    (incident,) = monitor.run.log.run.incidents
     assert incident.over
     assert not monitor.is_unhealthy
 

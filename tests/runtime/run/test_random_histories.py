@@ -119,7 +119,7 @@ class History(RuleBasedStateMachine):
         usable = [s for s in self.process.known.listed() if s.finite and s.step <= self.onset]
         good = [s.step for s in usable if s.status == "good"]
         # The run's first snapshot before what this process has gone on from.
-        first = self.process.restorer.context.record.first_step
+        first = self.process.run.record.first_step
         begun = first, self.process.known.started_from
         unproven = {s.step for s in usable if s.status == "candidate"}
         last = sorted({step for step in begun if step in unproven}, reverse=True)
@@ -292,7 +292,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
     goes_well(process, EVERY - 1)
     process.take(alarm=True, skip=True, is_open=False)
     for _ in range(3):
-        delayed.append(process.saver.schedule.delayed)
+        delayed.append(process.run.schedule.delayed)
         goes_well(process, 1)
     assert delayed == [True, True, False]
 
@@ -300,7 +300,7 @@ def test_an_alarm_delays_a_save_by_two_steps():
 def test_a_run_that_cannot_save_says_so_at_twice_the_distance_each_time():
     process = begun()
     for process.data.step in range(1, 25 * EVERY):
-        assert not process.saver.schedule.due()
+        assert not process.run.schedule.due()
     assert [e["step"] for e in process.events if e["kind"] == "problem"] == [12, 24, 48, 96]
 
 

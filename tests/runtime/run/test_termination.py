@@ -108,7 +108,7 @@ def main(folder: str, how: str) -> None:
 
     def before(healer: Any, number: int) -> None:
         if number == 7 and not how:
-            healer._loop.saver.store.wait()
+            healer._run.store.wait()
         print(number, flush=True)
         # A signal that comes just before a blocking read is noted in C, and its handler would run
         # only when the read is over.

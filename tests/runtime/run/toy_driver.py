@@ -3,18 +3,16 @@
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.comparisons import Comparisons
 from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
-from healcore.runtime.run.run_context import RunContext
-from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run_options import HostPolicy
-from healcore.runtime.store.ranks import Alone
+from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.story.run_log import RunLog
+from tests.runtime.run.bare_run import bare_run
 
 Loss = Callable[[float, Any], float]
 
@@ -73,21 +71,14 @@ class Run:
         log.event = lambda kind, **fields: self.assessments.append(fields["verdict"])
         self.loss_fn, self.interval = loss_fn, interval
         driver: Any = self.driver
-        self.record = RunRecord()
-        context = RunContext(
-            HostPolicy.of("default"),
-            driver,
-            driver,
-            Alone(),
-            log,
-            self.record,
-            BatchParts(self.record),
-        )
+        log.problem = lambda step, problem: self.warnings.append(problem)
+        run = bare_run(log, driver)
+        self.record = run.record
+        run.data = SimpleNamespace(step=0)  # type: ignore[assignment]
+        run.schedule = SaveSchedule(run, interval)
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
-        warn = self.warnings.append
-        self.comparisons = Comparisons(
-            context, loss_fn, interval=interval, warn=warn, rates=rates, **options
-        )
+        run.monitor = SimpleNamespace(rates_in_force=rates)  # type: ignore[assignment]
+        self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)

@@ -95,11 +95,11 @@ def train(
     found: dict[str, Any] = {"sizes": sizes, "raised": {}}
     try:
         with Healer(state=state, logging=Logging(metrics=metrics, events=events)) as healer:
-            healer._loop.record.part_growth.wait = wait
+            healer._run.record.part_growth.wait = wait
             for number, batch in enumerate(healer.batches(data(seed, samples))):
                 done, last = sizes[number // ACCUMULATED], number % ACCUMULATED == ACCUMULATED - 1
                 if (limit := most(healer.step)) is not None:
-                    healer._loop.record.part_limit = limit
+                    healer._run.record.part_limit = limit
                 for part in healer.microbatches(batch):
                     waits = no_sync and not (last and part.last)
                     with part, fail or nullcontext(), model.no_sync() if waits else nullcontext():

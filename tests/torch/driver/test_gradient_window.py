@@ -78,14 +78,14 @@ def test_mean_losses(run, loss_fn, options, batch, most):
     loss = loss_fn(model, batch)
     loss.backward()
     expected = gradients(model)
-    healer._loop.record.part_limit = most
+    healer._run.record.part_limit = most
     for part in healer.microbatches(batch, **options):
         with part:
             loss_of_part = loss_fn(model, part.batch)
             healer.observe(loss_of_part)
             (loss_of_part * part.weight).backward()
     assert float((gradients(model) - expected).norm() / expected.norm()) < 1e-6
-    observed = healer._loop.driver.healings["optimizer"].healed_step.measurer.losses
+    observed = healer._run.driver.healings["optimizer"].healed_step.measurer.losses
     assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
     observed.clear()
 
@@ -94,7 +94,7 @@ def test_a_part_without_a_token_that_counts_is_left_out(run):
     """Its mean is NaN, and 0 times that too."""
     healer, batch, parts = run[0], tokens(0, 4, 3, 0.0), list[Any]()
     batch["labels"][2:] = IGNORED
-    healer._loop.record.part_limit = 2
+    healer._run.record.part_limit = 2
     for part in healer.microbatches(batch, count="labels"):
         with part:
             parts.append((part.weight, part.first, part.last))

@@ -158,14 +158,14 @@ def test_an_expected_change_drops_the_copies(tmp_path):
     def at(healer: Healer) -> None:
         if healer.step == CHANGE:
             healer.expect_change()
-            assert not healer._loop.recovery.comparisons.anchors
+            assert not healer._run.comparisons.anchors
             with torch.no_grad():
                 for p in run.model.parameters():
                     p.copy_(torch.randn(p.shape) / 3)
 
     healer: Any = run.train(tmp_path, at=at)
     assert healer.rollbacks == 0
-    anchors = healer._loop.recovery.comparisons.anchors
+    anchors = healer._run.comparisons.anchors
     assert anchors
     assert all(each.step > CHANGE for each in anchors)
 

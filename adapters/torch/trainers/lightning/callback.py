@@ -19,9 +19,9 @@ from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.driver import WEIGHTS
-from healcore.runtime.healer import Healer, loop_of
-from healcore.runtime.run.loop import Loop
+from healcore.runtime.healer import Healer, run_of
 from healcore.runtime.run.metrics import ChangedMetrics
+from healcore.runtime.run.run import Run
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
@@ -170,7 +170,7 @@ class LightningHealingCallback(Callback):
                 count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
                 fit.setup_data()
                 count.completed = epoch
-                run.data.loaders.count_from(epoch // every)
+                run.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state."""
@@ -226,7 +226,7 @@ class LightningHealingCallback(Callback):
         """Within an accumulation, defers the end by SIGTERM to the step, which can be saved."""
         if self._progress is None or self.healer is None or not trainer.received_sigterm:
             return
-        if loop_of(self.healer).driver.window.is_accumulating():
+        if run_of(self.healer).driver.window.is_accumulating():
             trainer._signal_connector.received_sigterm = False
 
     def on_before_backward(
@@ -265,18 +265,18 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> Loop:
+    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> Run:
         """Returns the run when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
-        run = self._open(trainer, progress) if self.healer is None else loop_of(self.healer)
+        run = self._open(trainer, progress) if self.healer is None else run_of(self.healer)
         if run.data.resumed_here and not run.data.passes:
-            run.recovery.restorer.load_state_of(run.data.step)
+            run.restorer.load_state_of(run.data.step)
         return run
 
-    def _open(self, trainer: Any, progress: Progress) -> Loop:
+    def _open(self, trainer: Any, progress: Progress) -> Run:
         """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
         if (loss_fn := options["loss_fn"]) is not None:
@@ -292,7 +292,7 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
-        run = loop_of(healer)
+        run = run_of(healer)
         if self._resumed_by_lightning:
             load_engines(healer, self._loaded_engines)
             # A restart begins with fresh weights, and not with those of Lightning's checkpoint.
@@ -371,7 +371,8 @@ class LightningHealingCallback(Callback):
             loop_on_advance_end(data_fetcher)
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
-                loop_of(self.healer).after_update = True  # hooks and schedulers of the epoch follow
+                # The hooks and schedulers of the epoch follow.
+                run_of(self.healer).loop.after_update = True
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 

@@ -16,7 +16,7 @@ from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreadable
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
-from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.run import Run
 from healcore.torch.trainers import patched
 
 _END = object()
@@ -102,7 +102,7 @@ class Feed:
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
             limit = None if self._length is None else self._length_of
-            self._batches = self._progress.run.batches(self._loader, None, None, limit)
+            self._batches = self._progress.run.loop.batches(self._loader, None, None, limit)
         batch = next(self._batches)
         if len(data.pending_ids) == 1:
             self._progress.before = batch_progress.state_dict()
@@ -134,7 +134,7 @@ class Feed:
 
     def teardown(self) -> None:
         """Shuts down the workers of the dataloaders."""
-        for loader in self._progress.run.data.loaders if self._progress.run else ():
+        for loader in self._progress.run.loaders if self._progress.run else ():
             loader.close()
         self.combined_loader.reset()
 
@@ -207,7 +207,7 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.open: Callable[[], Loop]  # returns the run at the first batch; set by the callback
+        self.open: Callable[[], Run]  # returns the run at the first batch; set by the callback
         self.run: Any = None
         """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
@@ -267,7 +267,7 @@ class Progress:
         self.saved_limits = dict(state["limits"])
         self.trained_before = state.get("trained_before", 0)
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
-        rewinds = self.run is None or self.run.data.loaders.can_rewind
+        rewinds = self.run is None or self.run.loaders.can_rewind
         if rewinds and saved["processed"] < now.processed:
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():

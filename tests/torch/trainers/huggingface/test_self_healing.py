@@ -171,7 +171,7 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     steps, scales = small_runs.Steps(), list[float]()
 
     def applied(*_: Any, **__: Any) -> None:
-        (healing,) = healed.healer._loop.driver.healings.values()
+        (healing,) = healed.healer._run.driver.healings.values()
         scales.append(float(healing.last_decision().lr_scale))
 
     for each in (steps, calling("on_step_end", applied)):

@@ -1,0 +1,90 @@
+"""`Run`: the parts of one run, each by one name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.driver import Driver
+from healcore.runtime.hang_guard import HangGuard
+from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.better_weights import BetterWeights
+from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.known_checkpoints import KnownCheckpoints
+from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.monitor import IncidentMonitor
+from healcore.runtime.run.out_of_memory import OutOfMemory
+from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.run_batches import RunBatches
+from healcore.runtime.run.run_record import Ledger, RunRecord
+from healcore.runtime.run.save_schedule import SaveSchedule
+from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.steps import DelayedReader
+from healcore.runtime.run.termination import EndRequests
+from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store.claim import Claim
+from healcore.runtime.store.ranks import Ranks
+from healcore.runtime.store.store import CheckpointStore
+from healcore.runtime.story.run_log import RunLog
+
+
+@dataclass(eq=False)
+class Run:
+    """The parts of one run. Each part gets the run, and uses another part by its name here.
+
+        Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
+                        +- loop, data, loaders, guard, end_requests     steps and batches
+                        +- monitor, comparisons, reader                 what is seen
+                        +- recovery, better_weights, out_of_memory      what is decided
+                        +- schedule, known, saver, restorer             checkpoints
+
+    `start` makes the parts in the order of the fields. A part may read the parts above it while it
+    is made, and all parts afterwards. No part replaces another one.
+    """
+
+    policy: HostPolicy
+    driver: Driver
+    """The framework: the state of the program, its optimizers and their engines."""
+    store: CheckpointStore
+    ranks: Ranks
+    log: RunLog
+    record: RunRecord
+    """The facts of the run that a checkpoint holds, without the facts at a step."""
+    end_requests: EndRequests
+    claims: Sequence[Claim]
+    """The locks of the store's directories."""
+    batch_parts: BatchParts
+    """How batches are split since memory ran out."""
+
+    data: RunBatches = field(init=False)
+    """Steps done, and the batches of the next one."""
+    schedule: SaveSchedule = field(init=False)
+    """When a regular save is due."""
+    monitor: IncidentMonitor = field(init=False)
+    comparisons: Comparisons = field(init=False)
+    """Compares the weights with earlier ones."""
+    known: KnownCheckpoints = field(init=False)
+    """Which checkpoints are finite, damaged or known-good."""
+    saver: Saver = field(init=False)
+    restorer: Restorer = field(init=False)
+    reader: DelayedReader = field(init=False)
+    """Steps that the host has not read yet."""
+    better_weights: BetterWeights = field(init=False)
+    """What to try where earlier weights are better."""
+    recovery: Recovery = field(init=False)
+    """Answers the records of steps with rollbacks and stops."""
+    guard: HangGuard = field(init=False)
+    out_of_memory: OutOfMemory = field(init=False)
+    loop: Loop = field(init=False)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The steps, incidents and rollbacks of the run."""
+        return self.record.ledger
+
+    @property
+    def loaders(self) -> LoaderRegistry:
+        """The loaders of the program, with their positions."""
+        return self.data.loaders

@@ -1,0 +1,27 @@
+"""A run without a Healer, of the parts that a test needs."""
+
+from typing import Any
+
+from healcore.runtime.run.batch_parts import BatchParts
+from healcore.runtime.run.run import Run
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.run_options import HostPolicy
+from healcore.runtime.store.ranks import Alone
+from healcore.runtime.story.run_log import RunLog
+
+
+def bare_run(log: RunLog, driver: Any, *, policy: Any = "default", store: Any = None) -> Run:
+    """The run of one process. The test sets the parts that it uses."""
+    record = RunRecord()
+    nothing: Any = None
+    return Run(
+        policy=policy if isinstance(policy, HostPolicy) else HostPolicy.of(policy),
+        driver=driver,
+        store=driver if store is None else store,
+        ranks=Alone(),
+        log=log,
+        record=record,
+        end_requests=nothing,
+        claims=(),
+        batch_parts=BatchParts(record),
+    )
