@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from side_by_side import Contender, Timing, interleave
@@ -24,7 +24,7 @@ WIDTH, CLASSES = 64, 4
 """The net: WIDTH inputs, WIDTH hidden units, CLASSES outputs."""
 PARAMS = WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES
 
-Program = Iterator[None]
+Program = Generator[None]
 """A training loop that yields after each `STEPS` steps."""
 
 
