@@ -4,8 +4,8 @@
 
 What is asserted is optimised instead of the code, so that a person reads these numbers: files above
 600 lines, functions above 80, classes that set more than 12 attributes, and how many conditional
-expressions, comprehensions and `Any` there are in 100 lines of code (optax: 0.7, 0.7, 2.3). The last
-number is the length of public docstrings (optax: 15).
+expressions, comprehensions and `Any` there are in 100 lines of code (optax: 0.7, 0.7, 2.3). The
+last number is the length of public docstrings (optax: 15).
 """
 
 from __future__ import annotations
@@ -95,17 +95,19 @@ class Shape:
 
 def lines_of_docstring(node: ast.AST) -> Iterator[int]:
     """The numbers of the lines of a docstring, or of a text after an attribute."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        if isinstance(node.value.value, str):
-            yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        return
+    if isinstance(node.value.value, str):
+        yield from range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def attributes_set_by(node: ast.ClassDef) -> Iterator[str]:
     """The names of the attributes that the methods of a class set."""
     for each in ast.walk(node):
-        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
-            if isinstance(each.value, ast.Name) and each.value.id == "self":
-                yield each.attr
+        if not (isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)):
+            continue
+        if isinstance(each.value, ast.Name) and each.value.id == "self":
+            yield each.attr
 
 
 def main(folders: list[str]) -> None:
