@@ -63,6 +63,17 @@ class BatchId(_Place):
     """The first `MAX_ROWS` rows of the dataset in a batch that was read, or None if unknown. They
     are no part of the id."""
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """How pydantic reads an id in a checkpoint: as its two numbers.
+
+        Pydantic before 2.8 takes `rows` for a third field.
+        """
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        del source
+        return no_info_after_validator_function(lambda place: cls(*place), handler(_Place))
+
     def __str__(self) -> str:
         rows = "" if self.rows is None else f" (rows {', '.join(map(str, self.rows))})"
         return f"batch {self.index} of epoch {self.epoch}{rows}"
