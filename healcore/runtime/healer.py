@@ -24,6 +24,7 @@ from healcore.runtime.run.run import Run
 from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
 from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import (
     CHECKPOINTS,
     LOGGING,
@@ -657,6 +658,6 @@ class Healer(Generic[State]):
         return self._run
 
 
-def run_of(healer: Healer[Any]) -> Run:
-    """The run of an open Healer, for trainers. Its attributes may change in any release."""
-    return healer._run
+def hooks_of(healer: Healer[Any]) -> RunHooks:
+    """What a trainer uses of an open Healer. It may change in any release."""
+    return RunHooks(healer._run)

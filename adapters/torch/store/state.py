@@ -177,7 +177,7 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
         own = live.state_dict()
         wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
         pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
-    elif isinstance(live, Optimizer):
+    elif isinstance(live, Optimizer) and hasattr(live, "state"):  # not a trainer's engine
         return _moments_that_do_not_fit(name, live, state)
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity

@@ -15,7 +15,7 @@ from healcore import console
 from healcore.core.engine import Engine, StateError
 from healcore.policy import Overrides, Policy, PolicyLike
 from healcore.policy.loader import resolve
-from healcore.runtime.healer import Healer, run_of
+from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run_options import Checkpoints, Hooks, Logging
 from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
@@ -95,7 +95,7 @@ def newest_settings(store: Any) -> Mapping[str, Any]:
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
     """The handles of the optimizers by name; empty before the Healer is open."""
-    return {} if healer is None else cast(TorchDriver, run_of(healer).driver).healings
+    return {} if healer is None else cast(TorchDriver, hooks_of(healer).driver).healings
 
 
 def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
     known = {name: state for name, state in engines.items() if name in healings_of(healer)}
     problem = "" if known else "it has none"
     try:
-        run_of(healer).driver.load(None, known)
+        hooks_of(healer).load_engines(known)
     except StateError as error:
         problem = str(error)
     if problem:
@@ -114,7 +114,6 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
             "the policy's state in the trainer's checkpoint was not loaded, so baselines, budgets "
             f"and the learning-rate multiplier are reset: {problem}"
         )
-    run_of(healer).monitor.read_engines()
 
 
 @contextmanager

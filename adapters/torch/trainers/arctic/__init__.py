@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
-from healcore.runtime.healer import Healer, run_of
+from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.termination import EndRequested
 from healcore.runtime.store.several import Places
 from healcore.torch.trainers import TrainerOptions, resolve_options
@@ -136,7 +136,7 @@ class HealedEpochs:
         while not self._must_end():
             self._pending = self._pending or [next(self._batches, _END)]
             batch = self._pending[0]
-            if batch is _END or (epoch := run_of(self._healer).data.pending_ids[-1].epoch) > last:
+            if batch is _END or (epoch := hooks_of(self._healer).pending_batches[-1].epoch) > last:
                 break
             self.set_counts()
             trainer.epoch_idx = epoch

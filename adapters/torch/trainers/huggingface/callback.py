@@ -23,7 +23,7 @@ from healcore.console import info
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
-from healcore.runtime.healer import Healer, run_of
+from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.healing_report import HealingReport
 from healcore.runtime.run_options import LOGGING
 from healcore.runtime.store.several import Places, root_of
@@ -159,7 +159,7 @@ class HealingCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """The arguments and the state of this object, which the Trainer saves."""
         policy, store = self.policy, self._store
-        engines = {} if self.healer is None else run_of(self.healer).driver.engines()
+        engines = {} if self.healer is None else hooks_of(self.healer).driver.engines()
         return {
             "args": {
                 **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),
@@ -179,7 +179,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         entry = exported.setdefault(type(self).__name__, {})
         entry = entry[0] if isinstance(entry, list) else entry
         load_engines(healer, entry.get("attributes", {}).get("engines", {}))
-        run_of(healer).data.step = state.global_step
+        hooks_of(healer).continue_from(state.global_step)
 
     # -- the Trainer's events -------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         if feed is not None:
             counters.begin()
             feed.healer = healer
-            completed = run_of(healer).data.had_completed
+            completed = hooks_of(healer).had_completed
             feed.nothing_to_do = completed and counters.saved_max_steps == state.max_steps
         elif state.global_step:
             self._load_state(healer, state)

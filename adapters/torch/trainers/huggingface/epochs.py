@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
 from healcore.runtime.driver import json_setting
-from healcore.runtime.healer import run_of
+from healcore.runtime.healer import hooks_of
 
 
 class EpochChanged(BaseException):
@@ -69,7 +69,7 @@ class EpochFeed:
         """Number of batches that Trainer has received since the last step."""
         if self.healer is None:
             return 0
-        return len(run_of(self.healer).data.pending_ids) - len(self._pending)
+        return len(hooks_of(self.healer).pending_batches) - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
         """Sets the position of a checkpoint. The Healer itself rewinds the data."""
@@ -112,7 +112,7 @@ class EpochFeed:
                     if self.healer.after_step(last=True):
                         continue  # the last steps have rolled the run back
                     if control.should_training_stop:
-                        run_of(self.healer).saver.save_last(completed=True)  # not the best model
+                        hooks_of(self.healer).save_completed()  # not the best model
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()
@@ -146,7 +146,7 @@ class EpochFeed:
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `_run_epoch` for the rest of the epoch, whose first batch is pending."""
-        skipped_ids = run_of(self.healer).loaders.skipped_ids()
+        skipped_ids = hooks_of(self.healer).loaders.skipped_ids()
         self._skipped_at_begin, self._length = len(skipped_ids), None
         arguments: dict[str, Any] = {"epoch": self.epoch, "train_dataloader": self}
         try:
@@ -164,7 +164,7 @@ class EpochFeed:
 
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `_arguments` counted the rest of the epoch."""
-        skipped = len(run_of(self.healer).loaders.skipped_ids())
+        skipped = len(hooks_of(self.healer).loaders.skipped_ids())
         return self._length is not None and skipped > self._skipped_at_begin
 
     def _has_batch(self) -> bool:
@@ -189,7 +189,7 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = run_of(healer).data.pending_ids[-1].epoch
+            self._data_epoch = hooks_of(healer).pending_batches[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:
@@ -201,7 +201,7 @@ class EpochFeed:
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
-        known = run_of(self.healer).loaders.find(self._loader)
+        known = hooks_of(self.healer).loaders.find(self._loader)
         return BatchId(0, 0) if known is None else known.next_id
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from healcore.runtime.faults.microbatches import count_samples
-from healcore.runtime.healer import Healer, run_of
+from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
@@ -55,15 +55,16 @@ class SplitSteps:
         self._counters = counters
         self._stack = stack
         self._first_step = trainer.state.global_step
-        run = run_of(healer)
-        run.loop.is_trial = trainer.args.auto_find_batch_size and not run.data.resumed_here
+        self._hooks = hooks_of(healer)
+        self._hooks.set_trial(trainer.args.auto_find_batch_size)
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
-        parts = run.batch_parts  # comparisons split the inputs of a step as the step does
-        parts.to_split = lambda inputs: {"inputs": self._pair_rows(inputs, join=True)}
-        parts.to_evaluate_from = lambda part: self._pair_rows(part["inputs"], join=False)
+        self._hooks.split_inputs_with(
+            lambda inputs: {"inputs": self._pair_rows(inputs, join=True)},
+            lambda part: self._pair_rows(part["inputs"], join=False),
+        )
         self._divides_by_items: bool | None = None
         """Whether the loss is divided by the items of the window, or None if unknown."""
 
@@ -83,10 +84,10 @@ class SplitSteps:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
             if self._trainer.state.global_step != self._first_step:
-                run_of(self._healer).loop.is_trial = False
+                self._hooks.set_trial(False)
         losses: list[Tensor] = []
         batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
-        parts = run_of(self._healer).out_of_memory.parts(
+        parts = self._hooks.parts(
             batch,
             count=self._loss_items,
             split_obstacle=self._obstacle(),
@@ -132,7 +133,7 @@ class SplitSteps:
         """Whether the loss is divided by the items. An own `compute_loss` may ignore them."""
         loss_of = loss_fn_of(self._trainer)
         if self._divides_by_items is None and items is not None and loss_of is not None:
-            losses_of = run_of(self._healer).driver.losses_of
+            losses_of = self._hooks.driver.losses_of
             once, twice = (functools.partial(loss_of, items=n * items) for n in (1, 2))
             self._divides_by_items = losses_of(once, [inputs]) != losses_of(twice, [inputs])
         return bool(self._divides_by_items)
@@ -167,7 +168,7 @@ class SplitSteps:
     def _obstacle(self) -> str:
         """Reason why a batch cannot be split, or an empty string."""
         trainer = self._trainer
-        if run_of(self._healer).loop.is_trial:
+        if self._hooks.is_trial:
             return "the Trainer first tries a smaller batch (auto_find_batch_size)"
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:

@@ -18,10 +18,9 @@ from healcore.console import info
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
-from healcore.runtime.driver import WEIGHTS
-from healcore.runtime.healer import Healer, run_of
+from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.metrics import ChangedMetrics
-from healcore.runtime.run.run import Run
+from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
@@ -160,9 +159,9 @@ class LightningHealingCallback(Callback):
             fit._data_fetcher = Feed(trainer, progress)
             fit._data_fetcher.setup(fit._combined_loader, begun=True)
         if self._store_has_run:
-            run = self._open(trainer, progress)
+            hooks = self._open(trainer, progress)
             fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
-            completed = run.data.had_completed and progress.saved_limits == progress.limits()
+            completed = hooks.had_completed and progress.saved_limits == progress.limits()
             trainer.should_stop |= completed  # also a fit that another callback has stopped
             if fit._should_reload_train_dl:
                 epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
@@ -170,7 +169,7 @@ class LightningHealingCallback(Callback):
                 count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
                 fit.setup_data()
                 count.completed = epoch
-                run.loaders.count_from(epoch // every)
+                hooks.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the run, which saves the last state."""
@@ -226,7 +225,7 @@ class LightningHealingCallback(Callback):
         """Within an accumulation, defers the end by SIGTERM to the step, which can be saved."""
         if self._progress is None or self.healer is None or not trainer.received_sigterm:
             return
-        if run_of(self.healer).driver.window.is_accumulating():
+        if hooks_of(self.healer).driver.window.is_accumulating():
             trainer._signal_connector.received_sigterm = False
 
     def on_before_backward(
@@ -265,18 +264,20 @@ class LightningHealingCallback(Callback):
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> Run:
-        """Returns the run when Lightning requests the first batch.
+    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> RunHooks:
+        """Returns the open run when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
-        run = self._open(trainer, progress) if self.healer is None else run_of(self.healer)
-        if run.data.resumed_here and not run.data.passes:
-            run.restorer.load_state_of(run.data.step)
-        return run
+        if self.healer is None:
+            hooks = self._open(trainer, progress)
+        else:
+            hooks = hooks_of(self.healer)
+        hooks.reload_before_first_batch()
+        return hooks
 
-    def _open(self, trainer: Any, progress: Progress) -> Run:
+    def _open(self, trainer: Any, progress: Progress) -> RunHooks:
         """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
         if (loss_fn := options["loss_fn"]) is not None:
@@ -292,12 +293,11 @@ class LightningHealingCallback(Callback):
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
-        run = run_of(healer)
+        hooks = hooks_of(healer)
         if self._resumed_by_lightning:
             load_engines(healer, self._loaded_engines)
-            # A restart begins with fresh weights, and not with those of Lightning's checkpoint.
-            run.record.settings.pop(WEIGHTS, None)
-        return run
+            hooks.ignore_first_weights()
+        return hooks
 
     def _training_loss(self, trainer: Any) -> StepLoss | None:
         """The loss by `training_step`, or None with a line if the call cannot be undone."""
@@ -372,7 +372,7 @@ class LightningHealingCallback(Callback):
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
                 # The hooks and schedulers of the epoch follow.
-                run_of(self.healer).loop.after_update = True
+                hooks_of(self.healer).goes_on_after_step()
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 

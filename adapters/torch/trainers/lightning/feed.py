@@ -16,7 +16,7 @@ from healcore.runtime.data import EmptyLoader
 from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreadable
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
-from healcore.runtime.run.run import Run
+from healcore.runtime.run_hooks import RunHooks
 from healcore.torch.trainers import patched
 
 _END = object()
@@ -91,26 +91,26 @@ class Feed:
         if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
             if self._progress.saved_limits is None:  # no run of the store
                 self._progress.trained_before = batch_progress.current.ready
-            self._progress.run = self._progress.open()
+            self._progress.hooks = self._progress.open()
             if self._fit.max_batches != float("inf"):
                 self._length = int(self._fit.max_batches)
             loaders = self.combined_loader.flattened
             rewinds = len(loaders) == 1 and self._length is not None
             combined = CombinedBatches(self.combined_loader, self._length)
             self._loader = loaders[0] if rewinds else combined
-        data = self._progress.run.data
+        hooks = self._progress.hooks
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
             limit = None if self._length is None else self._length_of
-            self._batches = self._progress.run.loop.batches(self._loader, None, None, limit)
+            self._batches = hooks.batches(self._loader, limit)
         batch = next(self._batches)
-        if len(data.pending_ids) == 1:
+        if len(hooks.pending_batches) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
-        is_last = data.last_read.is_last() or getattr(self._loader, "exhausted", False)
+        is_last = hooks.last_batch_ends_epoch or getattr(self._loader, "exhausted", False)
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
-        epoch, index = data.pending_ids[-1]
+        epoch, index = hooks.pending_batches[-1]
         before = 0 if epoch else self._progress.trained_before
         self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
@@ -134,7 +134,7 @@ class Feed:
 
     def teardown(self) -> None:
         """Shuts down the workers of the dataloaders."""
-        for loader in self._progress.run.loaders if self._progress.run else ():
+        for loader in self._progress.hooks.loaders if self._progress.hooks else ():
             loader.close()
         self.combined_loader.reset()
 
@@ -207,8 +207,8 @@ class Progress:
 
     def __init__(self, trainer: Any) -> None:
         self._fit = trainer.fit_loop
-        self.open: Callable[[], Run]  # returns the run at the first batch; set by the callback
-        self.run: Any = None
+        self.open: Callable[[], RunHooks]  # returns the run at the first batch; set by the callback
+        self.hooks: Any = None
         """The run, or None before its first batch."""
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
         self.trained_before = 0
@@ -254,7 +254,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.run is not None and self.run.data.pending_ids:
+        if self.hooks is not None and self.hooks.pending_batches:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
@@ -267,7 +267,7 @@ class Progress:
         self.saved_limits = dict(state["limits"])
         self.trained_before = state.get("trained_before", 0)
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
-        rewinds = self.run is None or self.run.loaders.can_rewind
+        rewinds = self.hooks is None or self.hooks.loaders.can_rewind
         if rewinds and saved["processed"] < now.processed:
             self._fit.trainer.accumulate_grad_batches = state["window"]
         for name, counter in self._counters().items():
