@@ -80,7 +80,9 @@ def test_the_bits_of_optax(name: str, way: str, jit: bool):
 def test_the_bits_in_half_precision(dtype: Any):
     twin = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
     mine = protect(optax.sgd(0.1), clip=CLIP)
-    assert_same_bits(*runs(mine, twin, weights(dtype), jit=True))
+    # Not compiled: XLA rounds less often where it fuses operations, and two programs are fused
+    # differently (11 of 1,200 float16 weights after 8 steps on an Intel CPU).
+    assert_same_bits(*runs(mine, twin, weights(dtype), jit=False))
 
 
 def test_a_half_precision_norm_that_overflows_is_clipped_in_float32():
