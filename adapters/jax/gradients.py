@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -26,6 +27,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
+from healcore.jax import namespace
 from healcore.jax.array_leaves import is_static
 
 P = ParamSpec("P")
@@ -73,8 +75,9 @@ def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
         is. Finite gradients above 1.8e19 overflow float32 when squared, so their norm is Inf.
     """
     sums = [_square_sum(leaf) for leaf in gradient_leaves(tree)]
-    each = jnp.stack(sums) if sums else jnp.zeros((0,), jnp.float32)
-    return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32))), jnp.sqrt(each)
+    if not sums:
+        return jnp.zeros((), jnp.float32), jnp.zeros((0,), jnp.float32)
+    return jnp.sqrt(functools.reduce(operator.add, sums)), jnp.sqrt(jnp.stack(sums))
 
 
 def _of_gradients(
@@ -106,15 +109,14 @@ def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Arr
 
 @_of_gradients
 def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
-    """As `scale` by a factor of at most 1, as a sum of two products of which one is 0.
+    """As `scale` by a factor of at most 1, and the leaves themselves where the factor is 1.
 
-    Both are exact: g * 1 + g * 0 without a limit, g * 0 + g * factor with one. LLVM contracts a
-    product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace + g * 1``, may
-    round another product than ``0.9 * trace + g`` does. It does not contract a sum.
+    LLVM contracts a product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace +
+    g * 1``, may round another product than ``0.9 * trace + g`` does. It does not contract the
+    result of a selection.
     """
     is_limited = factor < 1
-    one, other = jnp.where(is_limited, 0.0, 1.0), jnp.where(is_limited, factor, 0.0)
-    return [_product(leaf, one) + _product(leaf, other) for leaf in leaves]
+    return [jax.lax.select(is_limited, _product(leaf, factor), leaf) for leaf in leaves]
 
 
 def clip_as_optax(
@@ -170,13 +172,7 @@ def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[j
     ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
     programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
     """
-
-    def filled(leaf: jax.Array) -> jax.Array:
-        is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-        number = jax.lax.complex(value, value) if is_complex else value
-        return jnp.where(skip, jnp.asarray(number, leaf.dtype), leaf)
-
-    return [filled(leaf) for leaf in leaves]
+    return [jnp.where(skip, _full_like(leaf, value), leaf) for leaf in leaves]
 
 
 @compiled
@@ -194,7 +190,17 @@ def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
 
     XLA fuses the test into the same selection.
     """
-    return [fill_where(leaf, skip | ~jnp.isfinite(leaf), -0.0) for leaf in leaves]
+    taken = ~skip
+    return [
+        jax.lax.select(taken & jnp.isfinite(leaf), leaf, _full_like(leaf, -0.0)) for leaf in leaves
+    ]
+
+
+def _full_like(leaf: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
+    """An array of one value; both parts of a complex element are the value."""
+    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
+    number = jax.lax.complex(value, value) if is_complex else value
+    return jnp.full(leaf.shape, number, leaf.dtype)
 
 
 def _square_sum(leaf: jax.Array) -> jax.Array:
@@ -330,7 +336,8 @@ def make_signals(
     signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         bad_update = axes.any(bad_update)
-        signals = signals._replace(grad_norm=jnp.where(bad_update, jnp.nan, signals.grad_norm))
+        norm = namespace.where(bad_update, jnp.nan, signals.grad_norm)
+        signals = signals._replace(grad_norm=norm)
     return signals, leaf_norms
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,23 +17,21 @@ from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
 
 from healcore.console import first_of
 from healcore.core import numerics
-from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision, record_metrics
-from healcore.core.engine import Engine, EngineState, StateError, Tally, neutral
-from healcore.core.engine.state import EngineConfig, config_differences, record_numbers
+from healcore.core.decision import Decision, record_metrics
+from healcore.core.engine import Engine, EngineState, StateError, neutral
+from healcore.core.engine.state import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.jax import namespace
+from healcore.jax import engine_rows, namespace
+from healcore.jax.engine_rows import Layout
 from healcore.jax.gradients import compiled, is_gradient
+from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 
 Tree = TypeVar("Tree")
 
 RECORDS = 64
-"""Default number of rows of `HealState.heal_records`."""
-_FLOATS = len(RECORD_FIELDS)  # end of the float32 numbers in a row
-EDIT, _LOSS_SEEN, _STEP, _CHANGE_EXPECTED = range(2, 6)
-"""Indices in `HealState.heal_engine`. The first two numbers are `Engine.fingerprint`, or 0 for a
-policy of arrays. `_STEP` and `_CHANGE_EXPECTED` are the first leaves of the EngineState."""
+"""Default number of steps whose records a HealState has."""
 
 
 class HealStateError(HealcoreError, ValueError):
@@ -48,18 +46,17 @@ class HealState(NamedTuple):
     """
 
     heal_engine: jax.Array
-    """int32 (m,): fingerprint of the policy, number of the Healer's last edit, whether a loss was
-    finite, then the leaves of the core's EngineState, floats by their bits. One array, because each
-    array costs a jitted step about 1 us (2 CPU cores)."""
-    heal_records: jax.Array
-    """int32 (records, n): ring of the last steps, see `_row_places`. Row (i - 1) % records is of
-    step i. A dispatch (`lax.scan` over steps) has at most as many steps."""
-    heal_decision: dict[str, jax.Array]
-    """The decision of the last step: `heal_skip`, `heal_grad_scale`, ... Separate arrays, because
-    XLA would compute the numbers in a vector again in the kernel of each tensor."""
+    """int32 (1 + records, n): the numbers of the core's EngineState and the last decision, and the
+    same of the last steps, see `engine_rows`. A dispatch (`lax.scan` over steps) has at most
+    `records` steps."""
+    heal_windows: tuple[jax.Array, ...]
+    """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
     caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+    heal_group_scale: Any = None
+    """float32 (n,): the last factor of each tensor, of a policy that clips per tensor, else
+    None."""
     heal_numbers: Any = None
     """float32 (6, n): ranges of the `optax.inject_hyperparams` numbers in the optimizer of
     `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
@@ -86,17 +83,14 @@ def init(engine: Engine, leaves: int, records: int) -> HealState:
     if engine.fingerprint is not None:
         _policies[engine.fingerprint] = engine.config
     groups = leaves if engine.per_tensor else None
-    first = engine.init(groups=groups or 0)
-    halves = np.frombuffer(bytes.fromhex(engine.fingerprint or _NO_FINGERPRINT), ">i4").astype(
-        np.int32
-    )
-    head = [halves, np.zeros(2, np.int32)]
-    vector = np.concatenate([*map(_bits, [*head, *jax.tree.leaves(first)])])
+    layout, first = Layout.of(engine, groups), engine.init(groups=groups or 0)
+    made = neutral(groups=groups)
+    row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, made, np)
     return HealState(
-        jnp.asarray(vector),
-        jnp.tile(vector[_row_places(first)], (records, 1)),
-        _flat_decision(neutral(groups=groups)),
+        jnp.tile(row, (1 + records, 1)),
+        tuple(map(jnp.asarray, layout.windows_of(first))),
         jnp.zeros((leaves,), jnp.float32),
+        None if made.group_scale is None else jnp.asarray(made.group_scale),
     )
 
 
@@ -120,14 +114,37 @@ def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
     """Judges one step. `policy` is the hashable part of the engine, and `arrays` the others."""
+    row, windows, number, decision = _judge(
+        policy,
+        _groups(state),
+        arrays,
+        engine_rows.current_row(state.heal_engine),
+        state.heal_windows,
+        signals,
+    )
+    if not is_one_kernel():
+        # XLA would compute them, and with them the engine, again in the kernel of each tensor.
+        decision = decision._replace(
+            skip=namespace.shared(decision.skip),
+            grad_scale=namespace.shared_float(decision.grad_scale),
+            lr_scale=namespace.shared_float(decision.lr_scale),
+        )
+    norms = state.heal_leaf_norms
+    if leaf_norms is not None and leaf_norms.shape == norms.shape:
+        norms = leaf_norms
+    rows = engine_rows.with_row(state.heal_engine, row, number)
+    return HealState(rows, windows, norms, decision.group_scale), decision
+
+
+def _judged(
+    policy: Any, groups: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
+) -> tuple[jax.Array, tuple[Any, ...], jax.Array, Decision]:
+    """The new row, the new windows, the number of the step, and the decision to enforce."""
     (structure, rest, limits_norm), left = policy, iter(arrays)
     config = structure.unflatten(next(left) if part is None else part for part in rest)
     engine = Engine(config, limits_norm=limits_norm)
-    old = _unpack(engine, state)
-    new, decision = engine.step(old, signals, xp=namespace)
-    before = _flat_decision(old.last.decision)
-    # Leaves that every step returns unchanged, because the policy never gives this order.
-    unchanged = {n for n, leaf in _flat_decision(decision).items() if leaf is before.get(n)}
+    layout = Layout.of(engine, groups)
+    new, decision = engine.step(layout.unpack(row, windows), signals, xp=namespace)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -135,22 +152,13 @@ def _step(
     decision = numerics.map_leaves(
         lambda kind, leaf: jnp.asarray(leaf, kind.dtype), template, decision
     )
-    norms = state.heal_leaf_norms
-    if leaf_norms is not None and leaf_norms.shape == norms.shape:
-        norms = leaf_norms
-    last = [*state.heal_engine[:_STEP], *jax.tree.leaves(old)]
-    numbers = [*last[:_STEP], *jax.tree.leaves(new)]
+    head = list(jnp.unstack(row[: engine_rows.STATIC]))
     if signals.loss is not None:
-        numbers[_LOSS_SEEN] |= jnp.isfinite(signals.loss)
-    place = (new.step - 1) % len(state.heal_records)
-    vector = _repack(state.heal_engine, last, numbers)
-    row = vector.at[_row_places(new)].get(mode="promise_in_bounds")
-    return HealState(
-        vector,
-        lax.dynamic_update_index_in_dim(state.heal_records, row, place, 0),
-        _flat_decision(decision) | {name: state.heal_decision[name] for name in unchanged},
-        norms,
-    ), decision
+        head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)
+    return layout.pack(head, new, decision, jnp), layout.windows_of(new), new.step, decision
+
+
+_judge = one_kernel(_judged, static=(0, 1))
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
@@ -159,42 +167,51 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
     Raises HealStateError for another policy or another type.
     """
     _check(engine, state)
-    if not isinstance(state.heal_engine, Tracer):  # avoids one dispatch per leaf
-        state = state._replace(heal_engine=jax.device_get(state.heal_engine))
-    return _unpack(engine, state)
+    rows, windows = state.heal_engine, state.heal_windows
+    if isinstance(rows, Tracer):
+        row = engine_rows.current_row(rows)
+    else:
+        rows, windows = jax.device_get((rows, windows))
+        row = rows[0]
+    return Layout.of(engine, _groups(state)).unpack(row, windows)
 
 
 def has_norm_limit(engine: Engine, state: HealState) -> Any:
     """Whether a rollback has limited the gradient norm: a bool, 0-d, traced if the state is."""
-    return _unpack(engine, state).norm_limit != 0
+    layout = Layout.of(engine, _groups(state))
+    places: EngineState = layout.structure.unflatten(range(len(layout.leaves)))
+    bits = state.heal_engine[0, layout.column(places.norm_limit)]
+    return lax.bitcast_convert_type(bits, jnp.float32) != 0
 
 
-def with_engine_state(state: HealState, new: EngineState) -> HealState:
+def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
     """Replaces the EngineState by NumPy arrays, outside of `jit`, and resets the last decision.
 
     Raises StateError if `new` belongs to another model.
     """
-    head = np.zeros(_LOSS_SEEN, np.int32)
-    seen = new.last.loss != 0
-    vector = np.concatenate([*map(_bits, [head, seen, *jax.tree.leaves(new)])])
-    live, records = state.heal_engine, state.heal_records
-    if vector.shape != jnp.shape(live):
+    groups, saved = _groups(state), new.last.decision.group_scale
+    if saved is not None and len(saved) != groups:
         raise StateError(
-            f"the saved state has {vector.size} numbers, and this optimizer's state has "
-            f"{live.size}: it belongs to a model with other tensors; start from a fresh state"
+            f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
+            f"{groups}: it belongs to a model with other tensors; start from a fresh state"
         )
-    is_head = np.arange(vector.size) < _STEP  # not of the EngineState
-    here = np.arange(len(records)) == (new.step - 1) % len(records)
+    layout, made = Layout.of(engine, groups), neutral(groups=groups)
+    row = layout.pack([0, 0, 0, new.last.loss != 0], new, made, np)
+    rows = state.heal_engine
+    # An indexed update fails outside of jit on a mesh of several processes.
+    place = np.arange(len(rows))[:, None]
+    is_new = (place == 0) | (place == 1 + (new.step - 1) % (len(rows) - 1))
+    is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
     return state._replace(
-        heal_engine=jnp.where(is_head, live | vector, vector),
-        heal_records=jnp.where(here[:, None], vector[_row_places(new)], records),
-        heal_decision=_flat_decision(neutral(groups=_groups(state))),
+        heal_engine=jnp.where(is_new & ~is_kept, row, rows),
+        heal_windows=tuple(map(jnp.asarray, layout.windows_of(new))),
+        heal_group_scale=None if groups is None else jnp.asarray(made.group_scale),
     )
 
 
 def with_change_expected(state: HealState) -> HealState:
     """Opens the engine's grace window at the next step."""
-    return _with_number(state, _CHANGE_EXPECTED, 1)
+    return _with_number(state, engine_rows.CHANGE_EXPECTED, 1)
 
 
 def with_edit(state: HealState, number: int) -> HealState:
@@ -202,89 +219,34 @@ def with_edit(state: HealState, number: int) -> HealState:
 
     A step keeps the number, so a state computed from an older state has an older number.
     """
-    return _with_number(state, EDIT, number)
+    return _with_number(state, engine_rows.EDIT, number)
 
 
-def _with_number(state: HealState, index: int, number: int) -> HealState:
-    # An indexed update fails outside of jit on a mesh of several processes.
-    vector = state.heal_engine
-    here = np.arange(vector.shape[-1]) == index
-    return state._replace(heal_engine=jnp.where(here, np.int32(number), vector))
+def _with_number(state: HealState, column: int, number: int) -> HealState:
+    rows = state.heal_engine
+    here = np.zeros(rows.shape[-2:], bool)
+    here[0, column] = True
+    return state._replace(heal_engine=jnp.where(here, np.int32(number), rows))
 
 
-def steps_judged(vector: Any) -> Any:
-    """The number of steps that the engine has judged, in a `HealState.heal_engine`."""
-    return vector[_STEP]
-
-
-# -- packing ------------------------------------------------------------------------------------
-
-
-def _repack(vector: jax.Array, last: Sequence[Any], numbers: Sequence[Any]) -> jax.Array:
-    """Replaces the `last` numbers of a vector; a number that is the same object is not written.
-
-    XLA compiles a concatenation as one kernel per number, and a chain of selects as one kernel,
-    which takes half of the time to compile the step of a small model.
-    """
-    start = 0
-    index = lax.iota(np.int32, vector.size)
-    for old, new in zip(last, numbers, strict=True):
-        if new is not old and new.size == 1:
-            vector = namespace.where(index == start, _bits(new), vector)
-        elif new is not old:
-            vector = lax.dynamic_update_slice(vector, _bits(new), (start,))
-        start += new.size
-    return vector
-
-
-def _bits(number: Any) -> Any:
-    """A number or an array as an int32 vector."""
-    is_float = jnp.issubdtype(number.dtype, jnp.floating)
-    bits = number.astype(np.float32).view(np.int32) if is_float else number.astype(np.int32)
-    return bits.reshape(-1)
-
-
-def _unpack(engine: Engine, state: HealState) -> EngineState:
-    vector = state.heal_engine
-    start = _STEP
-    values = []
-    leaves, structure = jax.tree.flatten(engine.init(groups=_groups(state) or 0))
-    for like in leaves:
-        part = vector[start : start + like.size].reshape(like.shape)
-        values.append(_value(part, like.dtype))
-        start += like.size
-    return structure.unflatten(values)
-
-
-def _value(bits: Any, dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return bits != 0
-    return bits.view(np.float32) if dtype == np.float32 else bits
+def last_decision(state: HealState) -> Decision:
+    """The decision of the last step, in 0-d arrays. Neutral before the first step."""
+    return engine_rows.decision_of(state.heal_engine, state.heal_group_scale)
 
 
 @jax.jit
-def metrics(vector: jax.Array, records: jax.Array) -> dict[str, jax.Array]:
+def metrics(rows: jax.Array) -> dict[str, jax.Array]:
     """The numbers of the newest step, named for a logger by `record_metrics`.
 
     The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
     """
-    if vector.ndim > 1:  # several runs, of `vmap`
-        return jax.vmap(metrics)(vector, records)
-    newest = (steps_judged(vector) - 1) % records.shape[0]
-    row = lax.dynamic_index_in_dim(records, newest, keepdims=False)
-    names = (*RECORD_FIELDS, *Tally._fields)
-    kinds = dict.fromkeys(names[RECORD_INTS:_FLOATS], np.float32) | {"skip": np.bool_}
-    values = {name: _value(row[i], kinds.get(name)) for i, name in enumerate(names)}
-    values["loss"] = jnp.where(vector[_LOSS_SEEN] != 0, values["loss"], jnp.nan)
+    if rows.ndim > 2:  # several runs, of `vmap`
+        return jax.vmap(metrics)(rows)
+    values = engine_rows.newest(rows)
+    has_loss = rows[0, engine_rows.LOSS_SEEN] != 0
+    values["loss"] = jnp.where(has_loss, values["loss"], jnp.nan)
     return record_metrics(values)
-
-
-def _row_places(state: EngineState) -> np.ndarray:
-    """Indices in `HealState.heal_engine` of a row: `RECORD_FIELDS`, then the `Tally`."""
-    leaves, structure = jax.tree.flatten(state)
-    places = structure.unflatten(np.cumsum([_STEP, *(leaf.size for leaf in leaves)])[:-1])
-    return np.array((*record_numbers(places), *places.tally), np.int32)
 
 
 # -- the policy of a state ----------------------------------------------------------------------
@@ -297,13 +259,15 @@ def _check(engine: Engine, state: Any) -> None:
     """
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
-    leaves = jax.tree.leaves(engine.init(groups=_groups(state) or 0))
-    needed, given = _STEP + sum(leaf.size for leaf in leaves), jnp.shape(state.heal_engine)[-1]
+    layout = Layout.of(engine, _groups(state))
+    sizes = [layout.width, *(layout.leaves[i].shape[-1] for i in layout.windows)]
+    given = [jnp.shape(each)[-1] for each in (state.heal_engine, *state.heal_windows)]
     made_with = None  # unknown within `jit`
     if not isinstance(state.heal_engine, Tracer):
-        made_with = np.asarray(state.heal_engine)[..., :EDIT].astype(">i4").tobytes().hex()[:16]
+        rows = np.asarray(state.heal_engine)
+        made_with = rows[..., 0, engine_rows.FINGERPRINT].astype(">i4").tobytes().hex()[:16]
     known = made_with not in (None, _NO_FINGERPRINT) and engine.fingerprint is not None
-    if given != needed or (known and made_with != engine.fingerprint):
+    if given != sizes or (known and made_with != engine.fingerprint):
         raise HealStateError(
             "this healing state belongs to another policy or release: "
             f"{_difference(made_with, engine)}. "
@@ -347,16 +311,13 @@ def no_heal_state_error(state: Any) -> HealStateError:
 
 def _groups(state: HealState) -> int | None:
     """Number of tensors that a per-tensor policy clips, or None for any other policy."""
-    factors = state.heal_decision.get("heal_group_scale")
+    factors = state.heal_group_scale
     return None if factors is None else jnp.shape(factors)[-1]
 
 
-def _flat_decision(made: Decision) -> dict[str, jax.Array]:
-    return {
-        f"heal_{name}": leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, leaf.dtype)
-        for name, leaf in made._asdict().items()
-        if leaf is not None
-    }
+def _halves(fingerprint: str | None) -> np.ndarray:
+    """A fingerprint as int32 (2,)."""
+    return np.frombuffer(bytes.fromhex(fingerprint or _NO_FINGERPRINT), ">i4").astype(np.int32)
 
 
 # -- nested states ------------------------------------------------------------------------------

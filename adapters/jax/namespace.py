@@ -46,6 +46,11 @@ def clip(x: Any, low: float, high: float) -> Any:
     return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
 
 
+def flag(condition: Any, flags: int) -> Any:
+    """`flags` as int32 where the condition holds, else 0."""
+    return where(condition, jnp.int32(flags), jnp.int32(0))
+
+
 def shared(x: Any) -> Any:
     """Makes XLA compute `x`, a bool or an int32 from 0 to a million, only once.
 
@@ -59,3 +64,10 @@ def shared(x: Any) -> Any:
     flag = x.dtype == jnp.bool_
     kept = lax.rem(lax.convert_element_type(x, jnp.int32), lax.full_like(x, _BEYOND, jnp.int32))
     return lax.ne(kept, lax.full_like(kept, 0)) if flag else kept
+
+
+def shared_float(x: Any) -> Any:
+    """As `shared`, for a finite float32 of at least +0."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    kept = lax.rem(bits, lax.full_like(bits, jnp.iinfo(jnp.int32).max))
+    return lax.bitcast_convert_type(kept, jnp.float32)

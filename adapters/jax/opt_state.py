@@ -63,8 +63,7 @@ def last_decision(opt_state: optax.OptState) -> Decision:
     Raises:
         HealStateError: the state contains no healing state, or more than one.
     """
-    made = find(opt_state).heal_decision
-    return Decision(*(made.get(f"heal_{name}") for name in Decision._fields))
+    return heal_state.last_decision(find(opt_state))
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -80,8 +79,7 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     Raises:
         HealStateError: as in `last_decision`.
     """
-    state = find(opt_state)
-    return heal_state.metrics(state.heal_engine, state.heal_records)
+    return heal_state.metrics(find(opt_state).heal_engine)
 
 
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
@@ -149,7 +147,7 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
     engine = engine_of(policy)
     old = find(opt_state)
     engine_state(engine, old)  # raises for another policy
-    new = with_engine_state(old, engine.from_dict(data))
+    new = with_engine_state(engine, old, engine.from_dict(data))
     return map_nodes(HealState, lambda _: new, opt_state)
 
 

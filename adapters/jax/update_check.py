@@ -15,6 +15,8 @@ quarter slower, and the next save finds moments that are NaN.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -60,7 +62,7 @@ def _check(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, 
         inputs = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
         (update,) = eval_jaxpr(jaxpr, closed.consts, *inputs)
         found.append(jnp.isfinite(update).all())
-    return ~jnp.stack(found).all() if found else None
+    return ~functools.reduce(operator.and_, found) if found else None
 
 
 _compiled_check = compiled(_check, static=(0,))

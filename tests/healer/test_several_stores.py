@@ -171,7 +171,7 @@ def test_old_checkpoints_are_deleted_in_each_directory(stuck, tmp_path, monkeypa
     if stuck:
         assert first == [*range(0, 41, 2)]
     else:
-        assert first == second
+        assert (len(first), first[-1]) == (len(left), left[-1])
     problems = [each["problem"] for each in events(roots[0], "problem")]
     assert any("cannot be deleted" in each for each in problems) is stuck
 

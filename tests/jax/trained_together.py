@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import healcore
 from healcore.core.decision import unpack_record
-from healcore.jax import heal_state, protect
+from healcore.jax import engine_rows, protect
 from healcore.jax.heal_state import find
 from healcore.jax.store import MemoryStore, OrbaxStore
 from healcore.runtime.store.checkpoints import Keep
@@ -99,8 +99,9 @@ def program(kind: str) -> tuple[Any, Any, Any, list[None]]:
         (_, loss), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         updates, state = tx.update(grads, state, params, value=loss)
         heal = find(state)
-        last = (heal_state.steps_judged(heal.heal_engine) - 1) % len(heal.heal_records)
-        return optax.apply_updates(params, updates), state, heal.heal_records[last]
+        ring = engine_rows.records(heal.heal_engine)
+        last = (engine_rows.steps_judged(heal.heal_engine) - 1) % len(ring)
+        return optax.apply_updates(params, updates), state, ring[last]
 
     return None if kind == "alone" else mesh_of(kind), tx, step, traces
 

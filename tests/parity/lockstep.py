@@ -1,7 +1,8 @@
 """The same signals through several backends at once, compared bit for bit after every step.
 
 `recorded` is for one run at a time, as in torch's host engine; `jax-scalars` runs lane after lane
-with 0-d arrays, which XLA rewrites in ways of its own; `torch-graph` is one graph without Inductor.
+with 0-d arrays, which XLA rewrites in ways of its own, and `jax-kernel` does so in one kernel, as
+`protect`; `torch-graph` is one graph without Inductor.
 """
 
 import functools
@@ -18,6 +19,7 @@ from healcore.core.engine.state import WITHHELD
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.jax import namespace as jax_namespace
+from healcore.jax.one_kernel import one_kernel
 from healcore.torch.engines import Namespace
 from tests.core import fuzz
 from tests.core.engine_runner import recorded, scalars
@@ -139,7 +141,7 @@ def start(backend: str, state: EngineState) -> Any:
 def runner(backend: str, engine: Engine) -> Run:
     """The engine on a backend, compiled where that is what the backend is for."""
     if backend.startswith("jax"):
-        return _jax(engine, one_by_one=backend == "jax-scalars")
+        return _jax(engine, one_by_one=backend != "jax", kernel=backend == "jax-kernel")
     if backend == "torch":
         return _stepwise(lambda s, x: engine.step(s, x, xp=_TORCH), _tensor)
     if backend in ("torch-compiled", "torch-graph"):
@@ -176,12 +178,14 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
     return run
 
 
-def _jax(engine: Engine, *, one_by_one: bool) -> Run:
+def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> Run:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
+    judge = functools.partial(engine.step, xp=jax_namespace)
+    step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge
 
     def scan(state: Any, trace: Signals) -> Any:
         def body(state: Any, signals: Signals) -> Any:
-            state, decision = engine.step(state, signals, xp=jax_namespace)
+            state, decision = step(state, signals)
             return state, (state, decision)
 
         return jax.lax.scan(body, state, trace)

@@ -38,7 +38,7 @@ def test_the_same_bits_in_numpy_jax_and_torch(name):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
     trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
-    against = ("jax-scalars", "torch", *(["jax"] if name == "zclip" else []))
+    against = ("jax-scalars", "jax-kernel", "torch", *(["jax"] if name == "zclip" else []))
     config = policies.covering(name) if name in policies.CLIPS else published
     compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
     assert compared == STEPS * LANES
@@ -51,7 +51,7 @@ def test_backends_agree_on_long_random_traces(name, seed):
     groups, lanes = groups_of(name), 100 if name == "autoclip" else 1000
     config = policies.full(name) if name in policies.CLIPS else policies.only(name)
     trace = fuzz.signals(np.random.default_rng(1000 + seed), 1000, lanes, groups=groups)
-    against = ("jax-scalars", "jax", "torch", "torch-compiled")
+    against = ("jax-scalars", "jax-kernel", "jax", "torch", "torch-compiled")
     lockstep.steps_equal(config, [trace], against, groups=groups, lanes=lanes)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from healcore.core.decision import (
     unpack_record,
 )
 from healcore.core.engine import Engine
-from healcore.jax import heal_state, optimizer_numbers
+from healcore.jax import engine_rows, heal_state, optimizer_numbers
 from healcore.jax.array_leaves import is_number
 from healcore.jax.driver.live_state import array_of, as_live
 from healcore.jax.gradients import is_gradient
@@ -41,6 +40,7 @@ from healcore.jax.transform import ProtectState
 from healcore.runtime.driver import NumberRange, check_engines
 
 Path = tuple[Any, ...]
+Result = TypeVar("Result")
 
 
 class EngineEntry(NamedTuple):
@@ -78,7 +78,7 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
     masks = [p for p, _ in nodes((optax.MaskedState, optax.transforms.PartitionState), tree)]
     engines = []
     for top, (path, state) in zip(tops, states.items(), strict=True):
-        if jnp.ndim(state.heal_engine) > 1:
+        if jnp.ndim(state.heal_engine) > 2:
             raise HealStateError(
                 f"the healing state at state{jax.tree_util.keystr(path)} holds "
                 f"{len(state.heal_engine)} runs at once (a leading axis, from vmap or pmap), and a "
@@ -132,7 +132,7 @@ def with_engines(
     new = {}
     for name, state in states.items():
         live = heal_state.node_at(tree, paths[name])
-        packed = heal_state.with_engine_state(live, state)
+        packed = heal_state.with_engine_state(engine, live, state)
         new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}
     scale = scales.pop() if len(scales) == 1 and engine.mode != "observe" else None
@@ -154,8 +154,8 @@ def map_states(change: Callable[[HealState], HealState], tree: Any) -> Any:
 
 def edit_numbers(states: Sequence[HealState]) -> list[int]:
     """The number of the last edit in each state. One sync."""
-    vectors = jax.device_get([array_of(state.heal_engine) for state in states])
-    return [int(vector[heal_state.EDIT]) for vector in vectors]
+    arrays = jax.device_get([array_of(state.heal_engine) for state in states])
+    return [int(rows[0, engine_rows.EDIT]) for rows in arrays]
 
 
 # -- numbers of the optimizers -----------------------------------------------------------------
@@ -305,7 +305,7 @@ def _name(key: Any) -> str:
 # -- the records of a dispatch ---------------------------------------------------------------------
 
 _SEEN = [RECORD_FIELDS.index(name) for name in ("loss", "grad_norm")]
-"""Indices in a row that no edit of the Healer changes."""
+"""Indices in a record that no edit of the Healer changes."""
 
 
 class HostView(NamedTuple):
@@ -313,42 +313,72 @@ class HostView(NamedTuple):
 
     step: int
     """Number of steps judged."""
-    rows: np.ndarray
-    """The ring of records, see `HealState.heal_records`."""
+    ring: np.ndarray
+    """The rows of the last steps: records of a block, or rows of `HealState.heal_engine`."""
     norms: np.ndarray
     """float32 (n,): norm of each gradient leaf at the last step."""
 
-    def row(self, step: int) -> np.ndarray:
-        """The row of a step, from 1."""
-        return self.rows[(step - 1) % len(self.rows)]
+    def record(self, step: int) -> np.ndarray:
+        """The record of a step, from 1, see `engine_rows.records`."""
+        row = self.ring[(step - 1) % len(self.ring)]
+        return row if len(row) == len(RECORD_FIELDS) else engine_rows.record(row)
 
 
 Views = Callable[[], list[list[HostView]]]
 """Waits for the copy, and returns each engine's `HostView` after each update of a dispatch."""
 
 
+class _Once(Generic[Result]):
+    """A function without arguments that is computed at the first call.
+
+    `functools.cache` would copy the names of each function, in every step.
+    """
+
+    def __init__(self, compute: Callable[[], Result]) -> None:
+        self._compute: Callable[[], Result] | None = compute
+        self._result: Any = None
+
+    def __call__(self) -> Result:
+        if self._compute is not None:
+            self._result, self._compute = self._compute(), None
+        return self._result
+
+
 def start_read(states: Sequence[HealState]) -> Views:
-    """Begins to copy each engine's `HostView` after one update; the states may be donated then."""
-    arrays = [
-        tuple(map(array_of, (state.heal_engine, state.heal_records, state.heal_leaf_norms)))
-        for state in states
-    ]
-    shapes = [(records.shape, norms.size) for _, records, norms in arrays]
+    """Begins to copy each engine's `HostView` after one update; the states may be donated then.
+
+    A program that has waited for its loss has waited for these arrays too. They are then copied at
+    once, which takes a quarter of the time of one more compiled function.
+    """
+    arrays = [(array_of(state.heal_engine), array_of(state.heal_leaf_norms)) for state in states]
+    if all(_is_ready(array) for pair in arrays for array in pair):
+        views = [[_host_view(*(np.array(array) for array in pair)) for pair in arrays]]
+        return lambda: views
+    shapes = [(rows.shape, norms.size) for rows, norms in arrays]
     copied = _pack(arrays)
     copied.copy_to_host_async()
 
-    @cache
     def read() -> list[list[HostView]]:
         packed = np.asarray(copied)
         results = []
         for shape, tensors in shapes:
-            end = 1 + math.prod(shape)
-            rows, norms = packed[1:end].reshape(shape), packed[end : end + tensors]
-            results.append(HostView(int(packed[0]), rows, norms.view(np.float32)))
+            end = math.prod(shape)
+            rows, norms = packed[:end].reshape(shape), packed[end : end + tensors]
+            results.append(_host_view(rows, norms.view(np.float32)))
             packed = packed[end + tensors :]
         return [results]
 
-    return read
+    return _Once(read)
+
+
+def _is_ready(array: Any) -> bool:
+    """Whether an array was computed, and is not divided or copied among devices."""
+    return array.is_ready() and isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
+
+
+def _host_view(rows: np.ndarray, norms: np.ndarray) -> HostView:
+    """The view of a `HealState.heal_engine` and of the norms of its tensors."""
+    return HostView(int(engine_rows.steps_judged(rows)), rows[1:], norms)
 
 
 class EngineRecords(NamedTuple):
@@ -364,13 +394,13 @@ BlockRecords = list[EngineRecords]
 
 
 def block_records(states: Sequence[HealState]) -> BlockRecords:
-    """What the host reads of the states after one update of a block. Nothing is computed."""
-    return [
-        EngineRecords(
-            heal_state.steps_judged(state.heal_engine), state.heal_records, state.heal_leaf_norms
-        )
-        for state in states
-    ]
+    """What the host reads of the states after one update of a block."""
+    found = []
+    for state in states:
+        rows = state.heal_engine
+        step, ring = engine_rows.steps_judged(rows), engine_rows.records(rows)
+        found.append(EngineRecords(step, ring, state.heal_leaf_norms))
+    return found
 
 
 def start_read_of_block(records: BlockRecords) -> Views:
@@ -378,22 +408,20 @@ def start_read_of_block(records: BlockRecords) -> Views:
     for array in jax.tree.leaves(records):
         array.copy_to_host_async()
 
-    @cache
     def read() -> list[list[HostView]]:
         engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
         updates = range(len(engines[0].step))
         return [[HostView(int(e.step[i]), e.rows[i], e.norms[i]) for e in engines] for i in updates]
 
-    return read
+    return _Once(read)
 
 
 @jax.jit
 def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
     """Packs the arrays into one int32 vector. Floats keep their bits."""
     parts = []
-    for engine, records, norms in states:
-        bits = jax.lax.bitcast_convert_type(norms, jnp.int32)
-        parts += [heal_state.steps_judged(engine)[None], records.ravel(), bits]
+    for rows, norms in states:
+        parts += [rows.ravel(), jax.lax.bitcast_convert_type(norms, jnp.int32)]
     return jnp.concatenate(parts)
 
 
@@ -466,7 +494,7 @@ class StepReader:
         self._last = after = start_read(states) if block is None else start_read_of_block(block)
         updates = 1 if block is None else len(block[0].rows)
         steps = self._steps if block is None else self._steps_of_block
-        read = cache(lambda: steps(before()[-1], after()))
+        read = _Once(lambda: steps(before()[-1], after()))
         if self._stride is None:
             self._stride = len(read()) / updates
         return Dispatch(read, max(1, round(self._stride * updates)), votes)
@@ -526,7 +554,7 @@ class StepReader:
     ) -> None:
         """Adds an engine's records of the steps after step `first`."""
         for number in range(first, new.step):
-            record = unpack_record(new.row(number + 1), engine.name)
+            record = unpack_record(new.record(number + 1), engine.name)
             if record.step == new.step:  # norms of earlier steps are overwritten
                 if record.cause:
                     usual = self._usual_norms.get(engine.name)
@@ -541,7 +569,7 @@ class StepReader:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
                 # optax.MultiSteps around `protect`. The order in the last row was handled already.
-                idle = unpack_record(new.row(new.step), engine.name).unjudged()
+                idle = unpack_record(new.record(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
     def _was_taken(self, changed: bool) -> bool:
@@ -572,18 +600,25 @@ def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
 
 
 def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
-    # A step that is not judged, or that the caller skips, does not change the row.
-    seen = [read.row(new.step)[_SEEN].tobytes() for read in (old, new)]
-    if new.step < old.step or (new.step == old.step and seen[0] != seen[1]):
+    if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
             f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '
             f"step {old.step}: tx.init(params) within the loop loses the moments, "
             "the detectors and the budgets. Call it once, before the Healer. To reset only the "
             "moments: with_heal_state(without_heal_state(tx.init(params)), like=old)"
         )
-    if new.step - old.step > len(new.rows):
+    if new.step - old.step > len(new.ring):
         steps = new.step - old.step
         raise HealStateError(
-            f"one dispatch has {steps} steps, and the state holds the records of {len(new.rows)}: "
+            f"one dispatch has {steps} steps, and the state holds the records of {len(new.ring)}: "
             f"write protect(tx, policy, records={steps})"
         )
+
+
+def _has_changed(old: HostView, new: HostView) -> bool:
+    """Whether the record of the newest step differs, in what no edit of the Healer changes.
+
+    A step that is not judged, or that the caller skips, does not change the record.
+    """
+    seen = [view.record(new.step)[_SEEN].tobytes() for view in (old, new)]
+    return seen[0] != seen[1]

@@ -217,10 +217,7 @@ class LrState(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """Everything that a decision depends on, except the policy and the step's signals.
-
-    `step` and `change_expected` stay first: `adapters/jax/heal_state.py` finds them by index.
-    """
+    """Everything that a decision depends on, except the policy and the step's signals."""
 
     step: Int  # steps judged
     change_expected: Flag  # the next step opens the grace window

@@ -15,7 +15,8 @@ from healcore import Action, Healer, Hooks
 from healcore.jax import from_dict, protect, to_dict
 from healcore.jax.driver.driver import JaxDriver
 from healcore.jax.driver.weights import mixed_groups, untrained
-from healcore.jax.heal_state import find, steps_judged
+from healcore.jax.engine_rows import steps_judged
+from healcore.jax.heal_state import find
 from healcore.policy import engine_of
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.run.rollback_rates import limit_rates

@@ -1,0 +1,206 @@
+"""The numbers of an engine as one row of int32, and a ring of such rows: `HealState.heal_engine`.
+
+Each array of a state costs a jitted step 2 to 5 us (2 CPU cores), as much as the whole engine. So
+the numbers of an EngineState are one row, floats by their bits, and the rows of the last steps are
+in the same array. Row 0 is the current state; row ``1 + (i - 1) % records`` is the state after step
+i. A row has, from the left, the head, the integers of a record, the tally and all other integers.
+From the right it has the floats of a record, the factors of the decision and all other floats.
+
+Windows and numbers per tensor are arrays of their own, `HealState.heal_windows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from healcore.core.decision import RECORD_FIELDS, RECORD_INTS, Decision
+from healcore.core.engine import Engine, EngineState, Tally
+from healcore.core.engine.state import record_numbers
+from healcore.jax.one_kernel import is_one_kernel
+
+FINGERPRINT = slice(2)
+"""Columns of `Engine.fingerprint`, or 0 for a policy of arrays."""
+EDIT = 2
+"""Column of the number of the Healer's last edit."""
+LOSS_SEEN = 3
+"""Column of the flag whether a loss was finite."""
+STATIC = 4
+"""Number of columns before those of the last step: the fingerprint, the edit and the flag."""
+_DECISION_INTS = ("skip", "action", "cause", "rollback_depth")
+_DECISION_FLOATS = ("grad_scale", "lr_scale")
+_FLOATS = len(RECORD_FIELDS) - RECORD_INTS
+
+STEP = STATIC + len(_DECISION_INTS)
+"""Column of the number of steps judged. It begins the integers of a record."""
+_TALLY = STEP + RECORD_INTS
+CHANGE_EXPECTED = _TALLY + len(Tally._fields)
+"""Column of `EngineState.change_expected`, the first of the other integers."""
+
+
+class Layout(NamedTuple):
+    """The leaves of one policy's EngineState by the place where a HealState has them."""
+
+    structure: Any
+    leaves: list[np.ndarray]
+    """The leaves of the first state."""
+    ints: list[int]
+    """Indices of the integers and flags, in the order of the columns from `STEP` on."""
+    floats: list[int]
+    """Indices of the floats, in the order of the last columns."""
+    windows: list[int]
+    """Indices of the arrays with elements."""
+
+    @classmethod
+    def of(cls, engine: Engine, groups: int | None) -> Layout:
+        """The layout for `groups` tensors of a per-tensor policy, or None."""
+        leaves, structure = jax.tree.flatten(engine.init(groups=groups or 0))
+        places: EngineState = structure.unflatten(range(len(leaves)))
+        record = record_numbers(places)
+        ints = [*record[:RECORD_INTS], *places.tally, places.change_expected]
+        floats = [*record[RECORD_INTS:]]
+        numbers = [
+            i for i, leaf in enumerate(leaves) if not leaf.ndim and i not in (*ints, *floats)
+        ]
+        is_float = [leaves[i].dtype == np.float32 for i in numbers]
+        return cls(
+            structure,
+            leaves,
+            ints + [i for i, real in zip(numbers, is_float, strict=True) if not real],
+            [i for i, real in zip(numbers, is_float, strict=True) if real] + floats,
+            [i for i, leaf in enumerate(leaves) if leaf.ndim and leaf.size],
+        )
+
+    @property
+    def width(self) -> int:
+        """Length of a row."""
+        return STEP + len(self.ints) + len(_DECISION_FLOATS) + len(self.floats)
+
+    def column(self, leaf: int) -> int:
+        """Column, from the right and below 0, of the float with this index among the leaves."""
+        place = self.floats.index(leaf) - len(self.floats)
+        return place if place >= -_FLOATS else place - len(_DECISION_FLOATS)
+
+    def pack(self, head: Sequence[Any], state: Any, decision: Decision, xp: Any) -> Any:
+        """Makes a row, int32 (width,).
+
+        Args:
+            head: the first columns, 0-d.
+            state: the EngineState.
+            decision: the decision to enforce.
+            xp: `jax.numpy` or `numpy`.
+        """
+        leaves = jax.tree.leaves(state)
+        factors = [getattr(decision, name) for name in _DECISION_FLOATS]
+        ints = [*head, *(getattr(decision, name) for name in _DECISION_INTS)]
+        ints += [leaves[i] for i in self.ints]
+        others, record = self.floats[:-_FLOATS], self.floats[-_FLOATS:]
+        floats = [*(leaves[i] for i in others), *factors, *(leaves[i] for i in record)]
+        ints = [xp.asarray(each, np.int32) for each in ints]
+        floats = [xp.asarray(each, np.float32) for each in floats]
+        if xp is jnp and not is_one_kernel():
+            return _chained([*ints, *(_view(each, np.int32) for each in floats)])
+        return xp.concatenate([xp.stack(ints), _view(xp.stack(floats), np.int32)])
+
+    def unpack(self, row: Any, windows: Sequence[Any]) -> EngineState:
+        """The EngineState of a row and of its windows, in JAX or NumPy as they are."""
+        leaves: list[Any] = list(self.leaves)  # an empty window has no other value
+        ints = _numbers(row[STEP : STEP + len(self.ints)])
+        floats = _numbers(_view(row[STEP + len(self.ints) :], np.float32))
+        del floats[-_FLOATS - len(_DECISION_FLOATS) : -_FLOATS]
+        for i, number in zip(self.ints, ints, strict=True):
+            leaves[i] = number != 0 if leaves[i].dtype == np.bool_ else number
+        for i, number in zip(self.floats, floats, strict=True):
+            leaves[i] = number
+        for i, window in zip(self.windows, windows, strict=True):
+            leaves[i] = window
+        return self.structure.unflatten(leaves)
+
+    def windows_of(self, state: EngineState) -> tuple[Any, ...]:
+        """The arrays of an EngineState that are not in its row."""
+        leaves = jax.tree.leaves(state)
+        return tuple(leaves[i] for i in self.windows)
+
+
+def current_row(rows: Any) -> Any:
+    """Row 0 of `HealState.heal_engine`, without a kernel of its own within `jit`."""
+    return lax.index_in_dim(rows, 0, axis=-2, keepdims=False)
+
+
+def with_row(rows: jax.Array, row: jax.Array, step: jax.Array) -> jax.Array:
+    """The rows after a step: `row` is the current one, and the one of its step in the ring."""
+    update = lax.expand_dims(row, (0,))
+    rows = lax.dynamic_update_slice(rows, update, (0, 0))
+    place = lax.rem(step - 1, np.int32(len(rows) - 1)) + 1
+    return lax.dynamic_update_slice(rows, update, (place, 0), allow_negative_indices=False)
+
+
+def steps_judged(rows: Any) -> Any:
+    """The number of steps that the engine has judged, in a `HealState.heal_engine`."""
+    return rows[..., 0, STEP]
+
+
+def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
+    """The decision of the last step, as it was to be enforced."""
+    row = current_row(rows)
+    ints = jnp.unstack(row[..., STATIC:STEP], axis=-1)
+    floats = _view(row[..., -_FLOATS - len(_DECISION_FLOATS) : -_FLOATS], np.float32)
+    numbers: dict[str, Any] = dict(zip(_DECISION_INTS, ints, strict=True))
+    numbers |= zip(_DECISION_FLOATS, jnp.unstack(floats, axis=-1), strict=True)
+    numbers["skip"] = numbers["skip"] != 0
+    return Decision(**numbers, group_scale=group_scale)
+
+
+def records(rows: Any) -> Any:
+    """The ring as int32 (..., records, n): `RECORD_FIELDS` of each step, floats by their bits."""
+    ring = rows[..., 1:, :]
+    return jnp.concatenate([ring[..., STEP:_TALLY], ring[..., -_FLOATS:]], axis=-1)
+
+
+def record(row: np.ndarray) -> np.ndarray:
+    """The record of a row, as a row of `records`."""
+    return np.concatenate((row[STEP:_TALLY], row[-_FLOATS:]))
+
+
+def newest(rows: jax.Array) -> dict[str, jax.Array]:
+    """The record and the tally of the newest step in the ring of one state, by name.
+
+    An edit of the Healer changes row 0, and not the ring.
+    """
+    place = lax.rem(steps_judged(rows) - 1 + len(rows) - 1, np.int32(len(rows) - 1)) + 1
+    row = lax.dynamic_index_in_dim(rows, place, keepdims=False)
+    names = (*RECORD_FIELDS[:RECORD_INTS], *Tally._fields)
+    values = dict(zip(names, row[STEP:CHANGE_EXPECTED], strict=True))
+    values |= zip(RECORD_FIELDS[RECORD_INTS:], _view(row[-_FLOATS:], np.float32), strict=True)
+    return values | {"skip": values["skip"] != 0}
+
+
+def _chained(numbers: Sequence[jax.Array]) -> jax.Array:
+    """A vector of int32 numbers, as a chain of selections, which XLA compiles as one kernel.
+
+    Outside of `one_kernel`, XLA makes a kernel of each number of a concatenation.
+    """
+    vector = jnp.zeros(len(numbers), jnp.int32)
+    index = lax.iota(np.int32, len(numbers))
+    for i, number in enumerate(numbers):
+        vector = lax.select(index == i, lax.broadcast(number, vector.shape), vector)
+    return vector
+
+
+def _view(vector: Any, dtype: Any) -> Any:
+    """The bits of a vector as another dtype of 32 bits."""
+    if isinstance(vector, np.ndarray):
+        return vector.view(dtype)
+    return lax.bitcast_convert_type(vector, dtype)
+
+
+def _numbers(part: Any) -> list[Any]:
+    """The numbers of a vector, 0-d."""
+    if isinstance(part, np.ndarray):
+        return [part[i : i + 1].reshape(()) for i in range(len(part))]
+    return list(jnp.unstack(part))
