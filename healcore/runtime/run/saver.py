@@ -18,6 +18,7 @@ from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_context import RunContext
 from healcore.runtime.run.save_schedule import SaveSchedule
+from healcore.runtime.run.storage_need import StorageNeed, checkpoints_on_disk, copies_in_memory
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -62,6 +63,26 @@ class Saver:
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
         return {**self.context.driver.state(), HOST_ITEM: self.data.host}
+
+    def storage_need(self) -> StorageNeed:
+        """The bytes that the checkpoints of this run need. Every rank calls it.
+
+        Raises:
+            StoreError: the state cannot be saved.
+        """
+        whole, local = self.store.format.sizes(self.items())
+        missing = self.context.driver.missing_moments()
+        more_whole, more_local = missing or (0, 0)
+        keep, compares = self._deleter.keep, self.comparisons.is_enabled
+        return StorageNeed(
+            whole + more_whole,
+            local + more_local,
+            checkpoints_on_disk(keep, compares=compares),
+            copies_in_memory(self.store.ring.keep, compares=compares),
+            older=keep.older,
+            at_least=missing is None,
+            directories=self.store.directories,
+        )
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
@@ -247,15 +268,20 @@ class Saver:
             self.context.log.info(f"step {self.data.step}: {line}")
 
 
+def default_keep(probation: int, every: int) -> Keep:
+    """The checkpoints to keep on disk by default: among others the candidates of one probation."""
+    return Keep(candidates=min(-(-probation // every) + 1, MAX_CANDIDATES), older=True)
+
+
 class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
 
     def __init__(
         self, context: RunContext, known: KnownCheckpoints, keep: Keep | None, every: int
     ) -> None:
-        """Keeps the candidates of one probation by default; a save is due after `every` steps."""
-        candidates = min(-(-context.policy.rollback.probation // every) + 1, MAX_CANDIDATES)
-        self._keep = keep or Keep(candidates=candidates, older=True)
+        """`keep` is None for the default; a save is due after `every` steps."""
+        self.keep = keep or default_keep(context.policy.rollback.probation, every)
+        """The checkpoints to keep on disk."""
         self._context, self._known = context, known
         self._known_good_up_to = -1  # of the record, at the last deletion
         self._results: deque[set[int] | Exception] = deque()
@@ -290,7 +316,7 @@ class Deleter:
                 return [], set(), None
             good = [saved.step for saved in saves if saved.status == "good"]
             older = [at for at in good if at < target][-1:]
-            surplus = superfluous(saves, self._keep, stay={*stay, target, *older})
+            surplus = superfluous(saves, self.keep, stay={*stay, target, *older})
             abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
             return surplus, {*surplus} - abandoned, max(good, default=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -202,6 +203,24 @@ class ArrayFormat(ABC):
                 raise StoreError(f"names in the state are strings, not {name!r}")
             self.add(flat, name, value)
         return flat
+
+    def sizes(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Bytes of a state's arrays: of all ranks together, and in the memory of this process.
+
+        Raises:
+            StoreError: the state cannot be saved.
+        """
+        flat = self.flatten(state)
+        whole, local = 0, 0
+        for entry in flat.entries.values():
+            for node in values.arrays_of(entry):
+                parts = [*flat.leaves[node["name"]].parts.values()]
+                own = sum(part.nbytes for part in parts)
+                local += own
+                elements = sum(math.prod(part.shape) for part in parts)
+                size = math.prod(node["shape"])
+                whole += own * size // elements if 0 < elements < size else own
+        return whole, local
 
     def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""

@@ -105,6 +105,11 @@ class SeveralStores(CheckpointStore):
         among those to keep, and others be deleted in the directories that can delete."""
 
     @property
+    def directories(self) -> int:
+        """Number of directories, each of which has all checkpoints."""
+        return len(self.stores)
+
+    @property
     def place(self) -> str:
         """The directories, for messages."""
         return " and ".join(str(each.root) for each in self.stores)

@@ -113,6 +113,11 @@ class CheckpointStore(Writer):
         return self.root is not None
 
     @property
+    def directories(self) -> int:
+        """Number of directories, each of which has all checkpoints."""
+        return int(self.durable)
+
+    @property
     def arrays_by_rank(self) -> bool:
         """Whether each rank may save arrays of its own."""
         return self.format.arrays_by_rank
