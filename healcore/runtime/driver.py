@@ -266,6 +266,13 @@ class Driver(Protocol):
         """Bytes by owner after an out-of-memory error; `activations` are all other memory."""
         ...
 
+    def missing_moments(self) -> tuple[int, int] | None:
+        """Bytes of the moments that the optimizers create at their first step.
+
+        Of all ranks together, and of this process. None if they are unknown.
+        """
+        return 0, 0
+
     def memory_profiles(self) -> dict[str, bytes]:
         """Suffix of a file -> content: the framework's own profile of the device's memory.
 

@@ -22,7 +22,14 @@ from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.run.termination import LastStateNotSaved
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.torch.store import DCPStore
-from tests.healer.run_directory import events, events_of, flip_a_bit, new_process, postmortems
+from tests.healer.run_directory import (
+    events,
+    events_of,
+    flip_a_bit,
+    new_process,
+    postmortems,
+    remove_a_file,
+)
 from tests.healer.training_loops import SKIPS, Faults, at, breaks_off, loop_of, rules, same, train
 
 
@@ -128,7 +135,7 @@ def test_every_checkpoint_damaged_is_refused(listed, killed, tmp_path):
         if listed:
             flip_a_bit(each, 0)  # only reading the whole checkpoint shows it
         else:
-            (each / "state.json").unlink()
+            remove_a_file(each)
     loop = loop_of("torch")
     with pytest.raises(NoGoodCheckpoint, match="damaged"):
         train(loop, rules(), range(40), store=tmp_path)
@@ -140,7 +147,7 @@ def test_every_checkpoint_damaged_is_refused(listed, killed, tmp_path):
 def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed, tmp_path, caplog):
     *_, second, newest = copy_of(killed, tmp_path)
     flip_a_bit(second, 0)
-    (newest / "state.json").unlink()
+    remove_a_file(newest)
     loop = loop_of("torch")
     with caplog.at_level(logging.INFO, "healcore"):
         facts = train(loop, rules(), range(40), store=tmp_path)

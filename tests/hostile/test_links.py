@@ -9,10 +9,11 @@ import pytest
 from healcore.runtime.store.checkpoints import CheckpointNotFound, StoreError
 from healcore.runtime.store.claim import LOCK
 from healcore.runtime.store.manifest import MANIFEST, RECORD
-from healcore.torch.store import DCPStore
+from healcore.runtime.store.single_file import FILE
 from tests import forked_programs
 from tests.healer.training_loops import loop_of, rules, train
 from tests.hostile.run_directories import LENGTH, cut_short
+from tests.runtime.store.store_cases import DCP, TORCH_FILE
 
 EVENTS, METRICS = "healcore.events.jsonl", "healcore.metrics.jsonl"
 
@@ -47,9 +48,9 @@ def test_a_link_that_the_user_names_is_written_through(root, tmp_path):
     assert link.is_symlink()
 
 
-@pytest.mark.parametrize("name", [RECORD, MANIFEST])
+@pytest.mark.parametrize("name", [RECORD, MANIFEST, FILE])
 def test_a_pipe_in_a_checkpoint_is_not_waited_for(name, root):
-    store = DCPStore(root)
+    store = (TORCH_FILE if name == FILE else DCP).make(root)
     store.save(1, {"x": {"y": 1}}, record={})
     store.wait()
     (folder,) = root.glob("step-*")

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from healcore.core.errors import HealcoreError
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.manifest import MANIFEST, RECORD, STATE
-from healcore.torch.store import DCPStore
 from tests.healer.run_directory import events
 from tests.hostile import run_directories as runs
+from tests.runtime.store.store_cases import DCP, TORCH_FILE, over
 
 
 @pytest.fixture
@@ -48,11 +48,10 @@ def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, tmp_
     """An ordinary run writes no pickle except DCP's own index, and no run reads one."""
     runs.cut_short(framework, tmp_path / "run")
     for folder in runs.checkpoints(tmp_path / "run"):
-        for file in sorted(folder.glob("state*.json")):
-            assert '"pickle"' not in file.read_text()
-            entries = json.loads(file.read_bytes())
-            for name in PARTS if "healcore" in entries else ():
-                assert "bytes" not in str(runs.item_of(entries["healcore"], name)[1])[:12]
+        entries = runs.part(folder, STATE)
+        assert '"pickle"' not in json.dumps(entries)
+        for name in PARTS:
+            assert "bytes" not in str(runs.item_of(entries["healcore"], name)[1])[:12]
     pickled = runs.base64_of(runs.code(ran))
     crafted = [(part, {"bytes": pickled}, "healcore (did|does) not write") for part in PARTS]
     for state in ({"bytes": pickled}, json.dumps({"pickle": pickled})):
@@ -108,7 +107,7 @@ INDEXES = {
 @pytest.mark.parametrize("change", INDEXES.values(), ids=INDEXES)
 def test_an_index_of_dcp_that_healcore_does_not_write(change, tmp_path, ran):
     """Restoring fails, no code runs, and the tensor is unchanged."""
-    store = DCPStore(tmp_path / "store")
+    store = DCP.make(tmp_path / "store")
     store.save(1, {"y": {"z": torch.arange(4.0)}})
     store.wait()
     index = runs.checkpoints(store.root)[0] / "data" / ".metadata"
@@ -160,15 +159,16 @@ def mutants(content: Any) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.slow
+@over(DCP, TORCH_FILE)
 @pytest.mark.parametrize("file", [MANIFEST, STATE, RECORD])
-def test_a_malformed_small_file_is_a_damaged_checkpoint(file, tmp_path):
-    store = DCPStore(tmp_path)
+def test_a_malformed_small_file_is_a_damaged_checkpoint(file, case, tmp_path):
+    store = case.make(tmp_path)
     state = {"model": {"w": torch.ones(2), "n": [1, (2.5, b"x")]}}
     for step in (1, 2):
         store.save(step, state, record={"step": step})
         store.wait()
     newest = runs.checkpoints(tmp_path)[-1]
-    content = json.loads((newest / file).read_bytes())
+    content = runs.part(newest, file)
     content.pop("digest", None)
     every = [*mutants(content), *((("whole", value), value) for value in (*JUNK, *NO_JSON))]
     raw = []
@@ -194,10 +194,14 @@ def position(content: Any) -> Any:
     return content
 
 
+def without_rank(content: Any) -> Any:
+    return {name: entry for name, entry in content.items() if not entry.get("per_rank")}
+
+
 RANK = "state-rank-00000.json"
 NOT_WRITTEN: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "incidents": (RECORD, lambda old: old | {"ledger": old["ledger"] | {"incidents": 7}}),
-    "nothing of this rank": (RANK, lambda old: {}),
+    "nothing of this rank": (RANK, without_rank),
     "position": (RANK, position),
     **{
         name: (RECORD, lambda old, name=name, value=value: old | {name: value})
@@ -224,7 +228,7 @@ def test_values_that_healcore_does_not_write_are_damage(framework, tmp_path):
         root = tmp_path / name
         shutil.copytree(tmp_path / "run", root)
         newest = runs.checkpoints(root)[-1]
-        runs.rewrite(newest, file, change(json.loads((newest / file).read_bytes())))
+        runs.rewrite(newest, file, change(runs.part(newest, file)))
         assert runs.go_on(framework, root)["step"] == runs.LENGTH, name
         (damaged,) = events(root, "damaged")
         assert damaged["step"] == int(newest.name[5:15]), name

@@ -141,7 +141,7 @@ def test_the_off_policy_loop_and_its_buffers(tmp_path, monkeypatch):
     store.save(1, {"ring": ring})
     again.load_state_dict(store.restore(1, {"ring": again}).state["ring"])
     assert (again.added, again.seen[:3].tolist()) == (3, [[7.0]] * 3)
-    written = sum(each.stat().st_size for each in (tmp_path / "ring").rglob("*.distcp"))
+    written = sum(each.stat().st_size for each in (tmp_path / "ring").rglob("*.safetensors"))
     assert written < 50 * 4 + 3000, "the written part"
     assert (tmp_path / "replay-seen.npy").exists()
 

@@ -19,7 +19,7 @@ from etils import epath
 
 from healcore.jax.driver.live_state import SIDE_STATE, live_state_of
 from healcore.jax.store.coordination import CoordinatedRanks
-from healcore.runtime.store import files, manifest, values
+from healcore.runtime.store import files, manifest, single_file, values
 from healcore.runtime.store.checkpoints import (
     IN_MEMORY,
     Keep,
@@ -27,10 +27,11 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
     UnsavableState,
 )
-from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
+from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target, raw
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, run_on_each
+from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
 
 _PINNED = "pinned_host"
@@ -229,6 +230,15 @@ class JaxFormat(ArrayFormat):
         _wait_for_no_signals()
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
+    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
+        """The array, or None if it has several shards."""
+        (first, *others) = leaf.parts.values()
+        shape = leaf.layout.shape
+        if others or first.shape != shape:
+            return None
+        dtype = np.dtype(leaf.dtype)
+        return ArrayType(leaf.dtype, shape, dtype.itemsize), raw(first)
+
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the shards of this process. Orbax does not save empty arrays."""
         self._check_equal(copy)
@@ -274,7 +284,9 @@ class JaxFormat(ArrayFormat):
         layouts = {name: leaf.layout for name, leaf in live.items() if name in saved}
         shardings = {name: each.sharding for name, each in layouts.items() if each.committed}
         read = {}
-        if nodes:
+        if checkpoint.only_file is not None:
+            read = _read_only_file(checkpoint.only_file, nodes)
+        elif nodes:
             args = {
                 _escaped(name): ocp.ArrayRestoreArgs(sharding=shardings[name])
                 if shardings.get(name) is not None
@@ -296,9 +308,31 @@ class JaxFormat(ArrayFormat):
             if name in live:
                 is_numpy = live[name].layout.sharding is None
             if isinstance(array, np.ndarray) and not is_numpy:
-                array = jax.device_put(array, shardings.get(name))
+                array = _placed(array, shardings.get(name))
             arrays[name] = array
         return arrays
+
+
+def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Reads arrays from the only file of a small checkpoint; escaped name -> array."""
+    dtypes = {name: np.dtype(node["dtype"]) for name, node in nodes.items()}
+    types = {
+        name: ArrayType(dtypes[name].name, node["shape"], dtypes[name].itemsize)
+        for name, node in nodes.items()
+    }
+    arrays = {}
+    for name, stored in single_file.read_arrays(path, types).items():
+        memory = allocate(len(stored))
+        np.copyto(memory, stored)
+        arrays[_escaped(name)] = memory.view(dtypes[name]).reshape(nodes[name]["shape"])
+    return arrays
+
+
+def _placed(array: np.ndarray, sharding: Any) -> jax.Array:
+    """An array of NumPy with a sharding, or on the default device."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda slices: array[slices])
 
 
 @functools.cache

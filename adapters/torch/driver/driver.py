@@ -37,6 +37,7 @@ from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
+from healcore.torch.expected_moments import missing_moments
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
@@ -400,6 +401,10 @@ class TorchDriver(Driver):
             numbers.hold({n.removeprefix(name): each for n, each in own.items()})
 
     # -- the run --------------------------------------------------------------------------------
+
+    def missing_moments(self) -> tuple[int, int] | None:
+        """See `Driver.missing_moments`. torch creates moments at the first step."""
+        return missing_moments(self.state())
 
     def store(self, where: Any) -> CheckpointStore:
         """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""

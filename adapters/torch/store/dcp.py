@@ -21,20 +21,22 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from healcore.runtime.store import manifest
+from healcore.runtime.store import manifest, single_file
 from healcore.runtime.store.checkpoints import IN_MEMORY, Keep
 from healcore.runtime.store.files import map_in_threads
 from healcore.runtime.store.host_copy import ArrayFormat, FlatState, HostCopy, Leaf, Target
 from healcore.runtime.store.host_memory import allocate
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks, run_on_each
+from healcore.runtime.store.single_file import ArrayType
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.checkpoint_reader import INDEX, read_index
 from healcore.torch.live_state import identities
 from healcore.torch.store.gloo import GlooRanks, initialized
-from healcore.torch.store.state import DTYPES, add_entry, decoded
+from healcore.torch.store.state import DTYPES, add_entry, decoded, dtype_name
 
 
 class MemoryStore(CheckpointStore):
@@ -50,6 +52,9 @@ class MemoryStore(CheckpointStore):
 
 class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
+
+    A state of up to 16 MiB of one process is one file in the format of safetensors instead, because
+    the files of DCP take longer than the rest of such a save.
 
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
     ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
@@ -148,6 +153,15 @@ class TorchFormat(ArrayFormat):
             array = array.to(live.parts[""].device)
         return decoded(node, array)
 
+    def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
+        """The tensor, or the bytes of a NumPy array. None for a DTensor."""
+        dense, raw = leaf.layout.dense, leaf.parts[""]
+        if leaf.layout.spec is not None:
+            return None
+        if not dense.is_contiguous():
+            raw = _view(raw, dense).contiguous().reshape(-1).view(torch.uint8).numpy()
+        return ArrayType(dtype_name(dense), dense.shape, dense.itemsize), raw
+
     @property
     def _options(self) -> dict[str, Any]:
         """The arguments of DCP for the ranks."""
@@ -171,16 +185,18 @@ class TorchFormat(ArrayFormat):
         raise failure  # here, where its context is still the error of the system
 
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
-        """Reads tensors, sharded like the live tensors, with DCP's index parsed without pickle."""
+        """Reads tensors, sharded like the live tensors, and parses DCP's index without pickle."""
         nodes, ranks = target.arrays, self._ranks
-        # If one rank rejects the index, all ranks raise.
-        index = run_on_each(ranks, lambda: _checked_index(checkpoint, nodes))
-        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
-        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         sharded = _moments_of_dtensors(nodes, target.live)
         for leaf in target.flat.leaves.values():
             if leaf.layout.spec is not None:
                 sharded[leaf.name] = (leaf.parts[""], leaf.layout.spec)
+        if checkpoint.only_file is not None:
+            return run_on_each(ranks, lambda: _read_only_file(checkpoint, nodes, sharded))
+        # If one rank rejects the index, all ranks raise.
+        index = run_on_each(ranks, lambda: _checked_index(checkpoint, nodes))
+        reader = FileSystemReader(checkpoint.folder / manifest.DATA)
+        reader.read_metadata = lambda *args, **kwargs: index  # DCP would unpickle its file
         arrays = {name: _empty(node, sharded.get(name)) for name, node in nodes.items()}
         if any(ranks.gather(bool(arrays))):
             try:
@@ -191,6 +207,45 @@ class TorchFormat(ArrayFormat):
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
                 raise checkpoint.damaged(manifest.DATA, why) from error
         return arrays
+
+
+def _read_only_file(
+    checkpoint: StoredCheckpoint, nodes: Mapping[str, Any], sharded: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Reads tensors from the only file of a small checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        nodes: array name -> node.
+        sharded: array name -> local part and spec of the DTensor that the array becomes.
+
+    Raises:
+        CheckpointDamaged: an array is missing or of another type.
+    """
+    assert checkpoint.only_file is not None
+    types = {}
+    for name, node in nodes.items():
+        dtype, shape = _stored_type(node)
+        types[name] = ArrayType(str(dtype).removeprefix("torch."), shape, dtype.itemsize)
+    try:
+        found = single_file.read_arrays(checkpoint.only_file, types)
+    except (OSError, ValueError) as error:
+        raise checkpoint.damaged(checkpoint.only_file.name, f"cannot be read: {error}") from None
+    arrays = {}
+    for name, node in nodes.items():
+        dtype, shape = _stored_type(node)
+        whole = torch.from_numpy(found[name]).view(dtype).reshape(shape)
+        array = _empty(node, sharded.get(name))
+        if isinstance(array, DTensor):
+            sizes, offsets = compute_local_shape_and_global_offset(
+                shape, array.device_mesh, array.placements
+            )
+            own = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
+            array.to_local().copy_(whole[tuple(own)])
+        else:
+            array.copy_(whole)
+        arrays[name] = array
+    return arrays
 
 
 def _view(raw: np.ndarray, dense: Tensor) -> Tensor:

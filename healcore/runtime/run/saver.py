@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.run.host_state import HOST_ITEM
+from healcore.runtime.run.storage_need import StorageNeed, checkpoints_on_disk, copies_in_memory
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -55,6 +56,26 @@ class Saver:
     def items(self) -> dict[str, Any]:
         """The live state to save, except healcore's record."""
         return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
+
+    def storage_need(self) -> StorageNeed:
+        """The bytes that the checkpoints of this run need. Every rank calls it.
+
+        Raises:
+            StoreError: the state cannot be saved.
+        """
+        whole, local = self.run.store.format.sizes(self.items())
+        missing = self.run.driver.missing_moments()
+        more_whole, more_local = missing or (0, 0)
+        keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
+        return StorageNeed(
+            whole + more_whole,
+            local + more_local,
+            checkpoints_on_disk(keep, compares=compares),
+            copies_in_memory(self.run.store.ring.keep, compares=compares),
+            older=keep.older,
+            at_least=missing is None,
+            directories=self.run.store.directories,
+        )
 
     def record_of(self, step: int) -> dict[str, Any]:
         """Healcore's record after `step` steps."""
@@ -244,15 +265,20 @@ class Saver:
             self.run.log.info(f"step {self.run.data.step}: {line}")
 
 
+def default_keep(probation: int, every: int) -> Keep:
+    """The checkpoints to keep on disk by default: among others the candidates of one probation."""
+    saves_per_probation = math.ceil(probation / every)
+    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
+
+
 class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
-        """Keeps the candidates of one probation by default."""
-        saves_per_probation = math.ceil(run.policy.rollback.probation / run.schedule.every)
-        candidates = min(saves_per_probation + 1, MAX_CANDIDATES)
-        self._keep = keep or Keep(candidates=candidates, older=True)
+        """`keep` is None for the default."""
         self.run = run
+        self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
+        """The checkpoints to keep on disk."""
         self._known_good_up_to = -1  # of the record, at the last deletion
         self._results: deque[set[int] | Exception] = deque()
         """Results of the background: steps of deleted checkpoints, or the problem."""
@@ -286,7 +312,7 @@ class Deleter:
                 return [], set(), None
             good = [saved.step for saved in saves if saved.status == "good"]
             older = [at for at in good if at < target][-1:]
-            surplus = superfluous(saves, self._keep, stay={*stay, target, *older})
+            surplus = superfluous(saves, self.keep, stay={*stay, target, *older})
             abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
             return surplus, {*surplus} - abandoned, max(good, default=None)
 

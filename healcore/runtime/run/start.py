@@ -422,6 +422,7 @@ def _log_first_lines(
     where = "by the trainer only" if store.trainer_save else "in host memory only"
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
+    need = _storage_text(run)
     begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
     size = run_settings.named(settings, rate).get("batch_size")
@@ -438,7 +439,7 @@ def _log_first_lines(
             "new run"
         )
         return
-    run.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}")
+    run.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}{need}")
     for line in run.driver.start_lines:
         run.log.info(line)
     if text := run_settings.changes_text(changes):
@@ -447,3 +448,13 @@ def _log_first_lines(
             "Hyperparameters of optimizers and schedules in the state stay as saved. To train with "
             "new settings from the start, pass an empty directory"
         )
+
+
+def _storage_text(run: Run) -> str:
+    """The bytes that the checkpoints need, as the end of the first line. Every rank calls it."""
+    if run.store.trainer_save:
+        return ""
+    try:
+        return f": {run.saver.storage_need().text()}"
+    except StoreError:  # a save says why
+        return ""

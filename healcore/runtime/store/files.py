@@ -177,9 +177,7 @@ class ChecksumError(ValueError):
 
 def seal(content: Mapping[str, Any]) -> bytes:
     """Canonical JSON with a digest of the content; ValueError for NaN and Inf."""
-    body = json.loads(_canonical(content))
-    digest = xxhash.xxh3_128_hexdigest(_canonical(body))
-    return _canonical({**body, "digest": digest}) + b"\n"
+    return _sealed(json.loads(_canonical(content)))
 
 
 def unseal(data: bytes) -> dict[str, Any]:
@@ -191,7 +189,7 @@ def unseal(data: bytes) -> dict[str, Any]:
     try:
         content = json.loads(data)
         del content["digest"]
-        whole = seal(content) == data
+        whole = _sealed(content) == data
     except (ValueError, KeyError, TypeError, RecursionError):
         whole = False
     if not whole:
@@ -202,6 +200,12 @@ def unseal(data: bytes) -> dict[str, Any]:
 def read_sealed(path: Path) -> dict[str, Any]:
     """The content of a file; OSError if it cannot be read, ChecksumError if it has changed."""
     return unseal(regular_file.read(path, _MAX_SEALED))
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    """`seal` of a content that JSON does not change any more."""
+    digest = xxhash.xxh3_128_hexdigest(_canonical(body))
+    return _canonical({**body, "digest": digest}) + b"\n"
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:

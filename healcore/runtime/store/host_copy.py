@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.runtime.store import files, host_memory, values
+from healcore.runtime.store import files, host_memory, single_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
@@ -145,6 +146,8 @@ class ArrayFormat(ABC):
     """Format of the files, for the manifest."""
     arrays_by_rank: bool = True
     """Whether each rank may save arrays of its own, those of objects with `per_rank = True`."""
+    single_file_bytes: int = single_file.MOST_BYTES
+    """Largest size of a state that one process saves as one file; 0 for never."""
     _spare: FlatState | None = None
 
     @abstractmethod
@@ -177,6 +180,10 @@ class ArrayFormat(ABC):
         """
 
     @abstractmethod
+    def whole(self, leaf: Leaf) -> tuple[single_file.ArrayType, np.ndarray] | None:
+        """The type and the bytes, uint8 (n,), of a leaf in host memory. None if it is sharded."""
+
+    @abstractmethod
     def write(self, copy: HostCopy, folder: Path) -> None:
         """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
 
@@ -197,6 +204,24 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
+    def sizes(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Bytes of a state's arrays: of all ranks together, and in the memory of this process.
+
+        Raises:
+            StoreError: the state cannot be saved.
+        """
+        flat = self.flatten(state)
+        whole, local = 0, 0
+        for entry in flat.entries.values():
+            for node in values.arrays_of(entry):
+                parts = [*flat.leaves[node["name"]].parts.values()]
+                own = sum(part.nbytes for part in parts)
+                local += own
+                elements = sum(math.prod(part.shape) for part in parts)
+                size = math.prod(node["shape"])
+                whole += own * size // elements if 0 < elements < size else own
+        return whole, local
+
     def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
         """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
         step = checked_step(step)
@@ -213,6 +238,25 @@ class ArrayFormat(ABC):
         for leaf in flat.leaves.values():
             leaf.parts = {place: next(following) for place in leaf.parts}
         return HostCopy(step, flat, copied, sealed, max(1, len(AttemptHistory.of(record).starts)))
+
+    def content(self, copy: HostCopy) -> single_file.Content | None:
+        """The content of the only file of a small checkpoint, or None for all others.
+
+        For the only rank of a run. Sharded arrays need the writers of the framework.
+        """
+        leaves = copy.flat.leaves
+        if copy.nbytes > self.single_file_bytes or not single_file.can_hold([*leaves]):
+            return None
+        state = values.to_json(copy.flat.entries)
+        if len(state) > self.single_file_bytes:
+            return None
+        arrays = {}
+        for name, leaf in leaves.items():
+            array = self.whole(leaf)
+            if array is None:
+                return None
+            arrays[name] = array
+        return single_file.Content(arrays, state, copy.record)
 
     def release(self, copy: HostCopy) -> None:
         """Makes the memory of a copy available to the next copy."""

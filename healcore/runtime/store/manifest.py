@@ -7,6 +7,9 @@
         state-rank-00001.json          the same for per-rank values, if the state has any
         manifest.json                  size and digest of all files above
         healing.json                   the record, if one was saved; a rollback replaces it
+      step-0000000140.1/
+        checkpoint.safetensors         all of this for a small state, see `single_file`
+        healing.json                   the record of a rollback; it replaces the one in the file
       .tmp-healcore-…/                 work in progress: a save, or a checkpoint being deleted
 
 A save is written to a temporary directory. The manifest is written last and never changed; then the
@@ -30,7 +33,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 import healcore
 from healcore import regular_file
-from healcore.runtime.store import files, values
+from healcore.runtime.store import files, single_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
@@ -100,9 +103,18 @@ class StoredCheckpoint(NamedTuple):
         """Makes the error for a damaged file of this checkpoint."""
         return _damaged(self.folder, difference, file)
 
+    @property
+    def only_file(self) -> Path | None:
+        """The only file of a small checkpoint, or None. See the module `single_file`."""
+        name = single_file.FILE
+        return self.folder / name if name in self.manifest.files else None
+
     def entries(self, rank: int) -> dict[str, Any]:
         """Structure and Python values of the state, for a rank, from verified files."""
         sizes = self.manifest.files
+        if self.only_file is not None:  # of one process: rank 0
+            entries: dict[str, Any] = json.loads(single_file.read_header(self.only_file).state)
+            return {n: e for n, e in entries.items() if rank == 0 or not e.get("per_rank")}
         found = {}
         own = _rank_file(rank)
         for name in [STATE, own] if own in sizes else [STATE]:
@@ -119,7 +131,8 @@ class StoredCheckpoint(NamedTuple):
         except _CRAFTED as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
             why = f"holds a state that healcore does not write ({reason})"
-            raise self.damaged(STATE, why) from error
+            file = STATE if self.only_file is None else single_file.FILE
+            raise self.damaged(file, why) from error
 
 
 def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: int) -> None:
@@ -132,16 +145,19 @@ def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: 
         files.write_new(folder / STATE, values.to_json(shared))
 
 
+def write_only_file(folder: Path, copy: Any, content: single_file.Content) -> None:
+    """Writes a small `HostCopy` with its manifest as one file."""
+    manifest = _sealed_manifest(copy, "safetensors", {single_file.FILE: content.digest()})
+    files.write_new(folder / single_file.FILE, content.with_manifest(manifest))
+
+
 def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     """Completes the save of a `HostCopy`: writes the manifest, and sets the final name."""
-    digests = files.sync_and_digest(folder)
-    if copy.record is not None:
-        files.write_new(folder / RECORD, copy.record)
-    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
-    has_record = copy.record is not None
-    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
-    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
-    files.write_new(folder / MANIFEST, files.seal({**writer, **read._asdict()}))
+    if not (folder / single_file.FILE).exists():
+        digests = files.sync_and_digest(folder)
+        if copy.record is not None:
+            files.write_new(folder / RECORD, copy.record)
+        files.write_new(folder / MANIFEST, _sealed_manifest(copy, format, digests))
     files.sync_directory(folder)
     final = root / _directory_name(copy.step, copy.attempt)
     older = {each for each in files.entries_of(root) if step_of(each) == copy.step} - {final}
@@ -151,6 +167,15 @@ def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     for each in older:
         remove(each)
     return final
+
+
+def _sealed_manifest(copy: Any, format: str, digests: Mapping[str, Digest]) -> bytes:
+    """The manifest of a `HostCopy`, from the digests of its files."""
+    found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
+    has_record = copy.record is not None
+    read = Manifest(copy.step, copy.created, copy.attempt, found, copy.nonfinite, has_record)
+    writer = {"schema": SCHEMA, "writer": f"healcore {healcore.__version__}", "format": format}
+    return files.seal({**writer, **read._asdict()})
 
 
 def remove(folder: Path) -> None:
@@ -207,10 +232,15 @@ class Scan(NamedTuple):
         return self._replace(complete=left)
 
 
-def scan(root: Path | None) -> Scan:
-    """Looks at every checkpoint; StoreError if the directory cannot be read.
+def scan(root: Path | None, step: int | None = None) -> Scan:
+    """Looks at every checkpoint, or at those of one step.
 
-    A store in memory only has no directory: None.
+    Args:
+        root: the directory, or None for a store in memory only.
+        step: the step, or None for all steps.
+
+    Raises:
+        StoreError: the directory cannot be read.
     """
     try:
         folders = sorted(root.iterdir(), key=lambda each: (len(each.name), each)) if root else []
@@ -220,7 +250,7 @@ def scan(root: Path | None) -> Scan:
     records: dict[int, dict[str, Any]] = {}
     damaged: list[CheckpointDamaged] = []
     for folder in folders:
-        if step_of(folder) is None:
+        if step_of(folder) is None or step not in (None, step_of(folder)):
             continue
         try:
             found.append(_open(folder, records))
@@ -270,12 +300,15 @@ def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
 
 def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list[CheckpointDamaged]:
     """Recomputes the digests of a rank's share of the files; returns an error for each damage."""
+    digest_of = files.digest_of if stored.only_file is None else single_file.digest_of
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
-            same = files.digest_of(stored.folder / name) == stored.manifest.files[name]
+            same = digest_of(stored.folder / name) == stored.manifest.files[name]
         except OSError as error:
             return stored.damaged(name, f"cannot be read ({error.strerror})")
+        except ChecksumError as error:
+            return stored.damaged(name, str(error))
         return None if same else stored.damaged(name, files.DIFFERS)
 
     names = sorted(stored.manifest.files)[rank::world]
@@ -285,31 +318,44 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
 
 def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
     """Opens a complete checkpoint. Adds its record to `records`, if that is intact."""
+    step = step_of(folder) or 0
     record = None
     if os.path.lexists(folder / RECORD):
-        record = records[step_of(folder) or 0] = _read_sealed(folder, RECORD)
-    manifest = _read_manifest(folder)
+        record = records[step] = _read_sealed(folder, RECORD)
+    several = any(os.path.lexists(folder / name) for name in (MANIFEST, STATE))
+    if os.path.lexists(folder / single_file.FILE) or not several:
+        file = record_file = single_file.FILE
+        header = _read_header(folder)
+        if record is None and header.record is not None:
+            record = records[step] = _unsealed(folder, header.record)
+        manifest = _checked_manifest(folder, _unsealed(folder, header.manifest), file)
+        sizes = {file: header.size}
+    else:
+        file, record_file = MANIFEST, RECORD
+        manifest = _checked_manifest(folder, _read_sealed(folder, file), file)
+        sizes = {name: digest.bytes for name, digest in manifest.files.items()}
     if folder.name != _directory_name(manifest.step, manifest.attempt):
-        raise _damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}")
+        raise _damaged(folder, f"is of step {manifest.step}, attempt {manifest.attempt}", file)
+    if manifest.files.keys() != sizes.keys():
+        raise _damaged(folder, "has the manifest of other files", file)
     if manifest.healing and record is None:
-        raise _damaged(folder, "is missing", RECORD)
-    for name, digest in manifest.files.items():
+        raise _damaged(folder, "is missing", record_file)
+    for name, size in sizes.items():
         try:
             status = (folder / name).lstat()
         except OSError as error:
             raise _damaged(folder, f"is missing ({error.strerror})", name) from None
         if not stat.S_ISREG(status.st_mode):
             raise _damaged(folder, "is no regular file", name)
-        if status.st_size != digest.bytes:
-            raise _damaged(folder, f"has {status.st_size} bytes instead of {digest.bytes}", name)
+        if status.st_size != size:
+            raise _damaged(folder, f"has {status.st_size} bytes instead of {size}", name)
     return StoredCheckpoint(folder, manifest, record)
 
 
-def _read_manifest(folder: Path) -> Manifest:
-    """The manifest; CheckpointDamaged if it is missing, torn, altered or of another schema."""
-    content = _read_sealed(folder, MANIFEST)
+def _checked_manifest(folder: Path, content: dict[str, Any], file: str) -> Manifest:
+    """The manifest that a file holds; CheckpointDamaged if it is of another schema or malformed."""
     if content.pop("schema", None) != SCHEMA:
-        raise _damaged(folder, "is of another version of healcore: resume with that version")
+        raise _damaged(folder, "is of another version of healcore: resume with that version", file)
     known = {key: content[key] for key in Manifest._fields if key in content}
     try:
         return _MANIFEST.validate_json(json.dumps(known), strict=True)
@@ -317,7 +363,25 @@ def _read_manifest(folder: Path) -> Manifest:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         why = f"has values that healcore does not write: {where!a:.200} ({first['msg']})"
-        raise _damaged(folder, why) from None
+        raise _damaged(folder, why, file) from None
+
+
+def _read_header(folder: Path) -> single_file.Header:
+    try:
+        return single_file.read_header(folder / single_file.FILE)
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+        raise _damaged(folder, why, single_file.FILE) from None
+    except ChecksumError as error:
+        raise _damaged(folder, str(error), single_file.FILE) from None
+
+
+def _unsealed(folder: Path, text: str) -> dict[str, Any]:
+    """A sealed text in the only file of a small checkpoint."""
+    try:
+        return files.unseal(text.encode(errors="surrogatepass"))
+    except ChecksumError as error:
+        raise _damaged(folder, str(error), single_file.FILE) from None
 
 
 def _read_sealed(folder: Path, file: str) -> dict[str, Any]:

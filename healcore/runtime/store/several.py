@@ -105,6 +105,11 @@ class SeveralStores(CheckpointStore):
         among those to keep, and others be deleted in the directories that can delete."""
 
     @property
+    def directories(self) -> int:
+        """Number of directories, each of which has all checkpoints."""
+        return len(self.stores)
+
+    @property
     def place(self) -> str:
         """The directories, for messages."""
         return " and ".join(str(each.root) for each in self.stores)
@@ -155,12 +160,12 @@ class SeveralStores(CheckpointStore):
         for root, error in failures.items():
             self._report_once(f"deletions in {root}", error)
 
-    def _scan(self) -> manifest.Scan:
+    def _scan(self, step: int | None = None) -> manifest.Scan:
         """The checkpoints of all directories that can be read, see `manifest.merge`."""
         scans, errors = [], []
         for each in self.stores:
             try:
-                scans.append(manifest.scan(each.root).without(self._undeletable))
+                scans.append(manifest.scan(each.root, step).without(self._undeletable))
             except StoreError as error:
                 errors.append(error)
         if not scans:

@@ -113,6 +113,11 @@ class CheckpointStore(Writer):
         return self.root is not None
 
     @property
+    def directories(self) -> int:
+        """Number of directories, each of which has all checkpoints."""
+        return int(self.durable)
+
+    @property
     def arrays_by_rank(self) -> bool:
         """Whether each rank may save arrays of its own."""
         return self.format.arrays_by_rank
@@ -369,7 +374,11 @@ class CheckpointStore(Writer):
             raise SaveFailed(copy.step, f"while writing to {root}", error) from error
 
     def _write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes `data/` and `state.json`. Every rank calls it."""
+        """Writes `data/` and `state.json`, or the only file. Every rank calls it."""
+        content = self.format.content(copy) if self.ranks.world == 1 else None
+        if content is not None:
+            manifest.write_only_file(folder, copy, content)
+            return
         self.format.write(copy, folder / manifest.DATA)
         manifest.write_entries(folder, copy.flat.entries, self.ranks.rank)
 
@@ -382,14 +391,17 @@ class CheckpointStore(Writer):
         with suppress(type(failure)):  # `save` raises it on this rank
             ranks.run_on_each(self.ranks, fail)
 
-    def _scan(self) -> manifest.Scan:
-        """The checkpoints on disk; StoreError if they cannot be read."""
-        return manifest.scan(self.root)
+    def _scan(self, step: int | None = None) -> manifest.Scan:
+        """The checkpoints on disk, or those of one step; StoreError if they cannot be read."""
+        return manifest.scan(self.root, step)
 
-    def _on_disk(self) -> manifest.Scan:
-        """The checkpoints in the directory; nothing if only memory can be read."""
+    def _on_disk(self, step: int | None = None) -> manifest.Scan:
+        """The checkpoints in the directory, or those of one step.
+
+        Nothing if only memory can be read.
+        """
         try:
-            return self._scan()
+            return self._scan(step)
         except StoreError as error:
             if not self.ring.copies:
                 raise
@@ -418,11 +430,13 @@ class CheckpointStore(Writer):
         copy = self.ring.copies.get(step)
 
         def find_stored() -> list[StoredCheckpoint] | StoreError:
-            found = self._on_disk()
-            existing = sorted({*found.complete, *self.ring.copies})
-            missing = CheckpointNotFound(step, existing, self.place or MEMORY)
-            incomplete = (error for error in found.damaged if error.step == step)
-            return found.copies_of(step) or next(incomplete, missing)
+            found = self._on_disk(step)
+            if found.complete:
+                return found.copies_of(step)
+            if found.damaged:
+                return found.damaged[0]
+            existing = sorted({*self._on_disk().complete, *self.ring.copies})
+            return CheckpointNotFound(step, existing, self.place or MEMORY)
 
         stored = ranks.run_on_first(self.ranks, find_stored)
         in_memory = all(self.ranks.gather(copy is not None))

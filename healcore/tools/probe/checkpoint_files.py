@@ -18,6 +18,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import numpy as np
 from healcore import adapter_registry, regular_file
 from healcore.adapter_registry import require
 from healcore.checkpoint_contents import Array, Contents, Damaged, ProbeError, first_line
-from healcore.runtime.store import manifest
+from healcore.runtime.store import manifest, single_file
+from healcore.runtime.store.values import arrays_of
 from healcore.tools.probe.checks import ERROR, Check, NothingToProbe, ProbeResult, run_probe
 
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar", ".safetensors"}
@@ -99,12 +101,52 @@ def _open_store(root: Path, step: int | None) -> Contents:
     return contents._replace(notes=(note, *contents.notes))
 
 
+def _open_only_file(path: Path) -> Contents:
+    """Opens the only file of a small checkpoint; needs neither torch nor JAX."""
+    try:
+        header = single_file.read_header(path)
+        entries = json.loads(header.state)
+        leaves = _plain_values(entries)
+        for node in arrays_of(entries):  # in the order of the program
+            begin, end = header.table[node["name"]]["data_offsets"]
+            read = partial(_read_part, path, header.start + begin, end - begin, node["dtype"])
+            dtype, shape = node["dtype"].lstrip("<|>="), tuple(node["shape"])
+            leaves[tuple(node["name"].split("."))] = Array(dtype, shape, read, node["name"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ProbeError(f"{path} is damaged: {first_line(error)}") from None
+    return Contents("safetensors", leaves)
+
+
+def _read_part(path: Path, start: int, length: int, dtype: str) -> np.ndarray:
+    """Reads an array, 1-d. Floats that NumPy lacks become float32."""
+    with open(path, "rb", opener=regular_file.opener) as file:
+        file.seek(start)
+        raw = np.frombuffer(file.read(length), np.uint8)
+    if dtype == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    try:
+        found = raw.view(dtype)
+    except TypeError:
+        require("jax", "ml_dtypes")
+        import ml_dtypes
+
+        found = raw.view(getattr(ml_dtypes, dtype))
+    return found if found.dtype.kind in "fiubc" else found.astype(np.float32)
+
+
+def _plain_values(entries: dict[str, Any]) -> dict[tuple[str, ...], Any]:
+    """The plain values in the structure of a state, such as an optimizer's groups."""
+    values: dict[tuple[str, ...], Any] = {}
+    for name, entry in entries.items():
+        values |= dict(_values(entry.get("tree", {}), (name,)))
+    return values
+
+
 def _stored_values(folder: Path) -> dict[tuple[str, ...], Any]:
-    """Reads the plain values in the state of a checkpoint, such as an optimizer's groups."""
-    values = {}
+    """Reads the plain values in the state of a large checkpoint."""
+    values: dict[tuple[str, ...], Any] = {}
     for file in sorted(folder.glob("state*.json")):
-        for name, entry in json.loads(regular_file.read(file)).items():
-            values |= dict(_values(entry.get("tree", {}), (name,)))
+        values |= _plain_values(json.loads(regular_file.read(file)))
     return values
 
 
@@ -121,6 +163,8 @@ def _values(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _open_folder(path: Path) -> Contents:
+    if manifest.step_of(path) is not None and (path / single_file.FILE).exists():
+        return _open_only_file(path / single_file.FILE)
     if manifest.step_of(path) is not None and (path / manifest.DATA).is_dir():
         contents = _open_folder(path / manifest.DATA)
         return contents._replace(leaves={**_stored_values(path), **contents.leaves})

@@ -47,6 +47,8 @@ _MAX_UNUSABLE = 0.1
 """Largest fraction of the lines of a column that may be unusable in a log that is judged."""
 _ABBREVIATED = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([kKMBGT])\s*")
 _UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_BLOCK = 4096
+"""Rows that are parsed as columns, if their cells are plain numbers."""
 _MAX_ATTEMPTS = 1000
 """More restarts mean that a file has several writers."""
 _JUDGED_BITS = ((), (1,), (2,), (1, 2))
@@ -148,11 +150,66 @@ def parse_rows(
     a finite step is skipped. Raises NotJudgedError if more than a tenth of the lines of a column
     cannot be used.
     """
-    columns = {name: array("d") for name in labels}
-    damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
-    units = array("d")  # rounding of each step: 1000 for "1K", 0 for an exact step
-    logged = {name: bytearray() for name in labels if name in SIGNALS}
-    for line, cells in rows:
+    columns = _Columns(labels, problems)
+    remaining = iter(rows)
+    while True:
+        before = len(problems)
+        block = list(itertools.islice(remaining, _BLOCK))
+        if not block:
+            break
+        if columns.add_plain([cells for _, cells in block]):
+            continue
+        # The reader adds damage to the problems as it goes on: here between those of the rows.
+        of_reader = problems[before:]
+        del problems[before:]
+        for line, cells in block:
+            while of_reader and of_reader[0].line < line:
+                problems.append(of_reader.pop(0))
+            columns.add_row(line, cells)
+        problems += of_reader
+    damaged, units = columns.damaged, columns.units
+    arrays = {name: np.array(column) for name, column in columns.numbers.items()}
+    masks = {name: np.array(mask, bool) for name, mask in columns.logged.items()}
+    for name, found in damaged.items():
+        if name != "eval_loss":
+            usable = masks[name].sum() if name in masks else len(arrays[min(arrays)])
+            _refuse_unusable(found, int(usable))
+    if STEP in arrays and any(units):
+        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(units))
+        notes = [*notes, f"{path}: {ROUNDED}"]
+    return RawLog(path, run, arrays, masks, problems, notes)
+
+
+class _Columns:
+    """The columns of a log while its rows are parsed. Arguments as for `parse_rows`."""
+
+    def __init__(self, labels: Mapping[str, str], problems: list[Problem]) -> None:
+        self.labels, self.problems = labels, problems
+        self.numbers = {name: array("d") for name in labels}
+        self.logged = {name: bytearray() for name in labels if name in SIGNALS}
+        self.units = array("d")
+        """Rounding of each step: 1000 for "1K", 0 for an exact step."""
+        self.damaged: dict[str, list[Problem]] = {"": [each for each in problems if each.unusable]}
+
+    def add_plain(self, rows: Sequence[Sequence[Any]]) -> bool:
+        """Adds rows of which all cells are plain numbers or empty. Returns False for other rows."""
+        found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for name, cells in zip(self.labels, zip(*rows, strict=True), strict=True):
+            column = plain_column(cells)
+            if column is None or (name == STEP and not np.isfinite(column[0]).all()):
+                return False
+            found[name] = column
+        for name, (numbers, logged) in found.items():
+            self.numbers[name].frombytes(numbers.tobytes())
+            if name in SIGNALS:
+                self.logged[name] += logged.tobytes()
+            if name == STEP:
+                self.units.frombytes(bytes(numbers.nbytes))
+        return True
+
+    def add_row(self, line: int, cells: Sequence[Any]) -> None:
+        """Adds a row, and what is damaged in it to the problems."""
+        labels, problems, damaged = self.labels, self.problems, self.damaged
         numbers: list[float | None] = []
         for (name, label), cell in zip(labels.items(), cells, strict=True):
             number: float | None = None
@@ -165,37 +222,47 @@ def parse_rows(
                 problem = problem or ("missing" if number is None else number)
                 problems.append(Problem(line, f"{label}: {problem}: the row is skipped", True))
                 damaged.setdefault(name, []).append(problems[-1])
-                break
+                return
             if problem and name in SIGNALS:
                 text = f"{label}: {problem}: the row is read without {name}"
                 problems.append(Problem(line, text, name in JUDGED))
                 damaged.setdefault(name, []).append(problems[-1])
             numbers.append(number)
+        values = dict(zip(labels, numbers, strict=True))
+        names = [name for name, cell in zip(labels, cells, strict=True) if _is_placeholder(cell)]
+        if names and all(values.get(name) is None for name in JUDGED):
+            text = f"{labels[names[0]]}: N/A: the row has neither a loss nor a norm"
+            problems.append(Problem(line, text, unusable=True))
+            damaged.setdefault(names[0], []).append(problems[-1])
+        for (name, number), cell in zip(values.items(), cells, strict=True):
+            self.numbers[name].append(math.nan if number is None else number)
+            if name in SIGNALS:
+                self.logged[name].append(number is not None)
+            if name == STEP:
+                self.units.append(_rounding(cell))
+
+
+def plain_column(cells: Sequence[Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """Cells as `parse_number` parses them, if all are numbers or all texts of numbers, or empty.
+
+    Returns:
+        The numbers, float64 (n,), NaN for no value; and whether there is a value, bool (n,). None
+        for any other cells.
+    """
+    kinds = set(map(type, cells))
+    try:
+        if kinds <= {float, int}:
+            return np.array(cells, np.float64), np.ones(len(cells), bool)
+        if kinds <= {float, int, type(None)}:
+            empty = None
+        elif kinds == {str} and "_" not in "".join(cells):
+            empty = ""
         else:
-            values = dict(zip(labels, numbers, strict=True))
-            names = [
-                name for name, cell in zip(labels, cells, strict=True) if _is_placeholder(cell)
-            ]
-            if names and all(values.get(name) is None for name in JUDGED):
-                text = f"{labels[names[0]]}: N/A: the row has neither a loss nor a norm"
-                problems.append(Problem(line, text, unusable=True))
-                damaged.setdefault(names[0], []).append(problems[-1])
-            for (name, number), cell in zip(zip(labels, numbers, strict=True), cells, strict=True):
-                columns[name].append(math.nan if number is None else number)
-                if name in SIGNALS:
-                    logged[name].append(number is not None)
-                if name == STEP:
-                    units.append(_rounding(cell))
-    arrays = {name: np.array(column) for name, column in columns.items()}
-    masks = {name: np.array(mask, bool) for name, mask in logged.items()}
-    for name, found in damaged.items():
-        if name != "eval_loss":
-            usable = masks[name].sum() if name in masks else len(arrays[min(arrays)])
-            _refuse_unusable(found, int(usable))
-    if STEP in arrays and any(units):
-        arrays[STEP] = _spread_rounded_steps(arrays[STEP], np.array(units))
-        notes = [*notes, f"{path}: {ROUNDED}"]
-    return RawLog(path, run, arrays, masks, problems, notes)
+            return None
+        numbers = [math.nan if cell == empty else float(cell) for cell in cells]
+    except (ValueError, OverflowError):
+        return None
+    return np.array(numbers, np.float64), np.array([cell != empty for cell in cells], bool)
 
 
 ROUNDED = (

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 
 from healcore import adapter_registry, regular_file
 from healcore.tools.traces.columns import (
@@ -33,11 +34,14 @@ from healcore.tools.traces.columns import (
     open_text,
     parse_number,
     parse_rows,
+    plain_column,
     quote_excerpt,
 )
 from healcore.tools.traces.names import is_known, is_step, normalize, resolve
 from healcore.tools.traces.printed import Fields, Records
 
+_MAX_LAYOUTS = 1000
+"""Sets of keys that are remembered. A file in which each record has other keys needs no memory."""
 LOG_HISTORY = re.compile(r'"log_history"\s*:\s*\[')
 _SHARED = ("wall_time", "relative_time_process", "relative_time_wall", "created", "timestamp")
 """Columns of a W&B export that all runs share, in addition to the step."""
@@ -51,7 +55,7 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
             if not text:
                 continue
             try:
-                value = json.loads(text)
+                value = _json_value(text)
             except (ValueError, RecursionError):
                 cut = "" if line.endswith(("\n", "\r")) else " (the last line is truncated)"
                 message = f"not JSON{cut}: {quote_excerpt(text)}: skipped"
@@ -62,6 +66,18 @@ def json_lines(path: str, problems: list[Problem]) -> Records:
             else:
                 text = f"not a JSON object: {quote_excerpt(text)}: skipped"
                 problems.append(Problem(number, text, unusable=True))
+
+
+def _json_value(text: str) -> Any:
+    """The value of `json.loads`, and its errors.
+
+    pydantic's parser takes a third of the time. It rejects some texts that `json` accepts (half of
+    a surrogate pair, deep nesting), and accepts none that `json` rejects.
+    """
+    try:
+        return from_json(text)
+    except ValueError:
+        return json.loads(text)
 
 
 def json_document(path: str, problems: list[Problem]) -> Records:
@@ -196,33 +212,98 @@ def is_kept(name: str) -> bool:
 
 
 def refuse_table_of_runs(
-    names: Iterable[str], rows: Sequence[Mapping[str, Any]], step: str | None
+    names: Iterable[str], cells_of: Callable[[str], Sequence[Any]], step: str | None
 ) -> None:
     """Raises NotJudgedError if each row is another run, so that the loss of the rows is no curve.
 
     A table of runs names another run in each row. A log may do so too, with an id of each line, but
-    its steps increase. `step` is the name of the column of steps, or None.
+    its steps increase. `cells_of` returns the cells of a column, with None where a row has none.
+    `step` is the name of the column of steps, or None.
     """
     is_tracker = sum(bool(_RUN_FACT.fullmatch(normalize(name))) for name in names) >= 3
-    if not is_tracker and step and _increases([row.get(step) for row in rows]):
+    if not is_tracker and step and _increases(cells_of(step)):
         return
     for key in names:
-        values = [row[key] for row in rows if isinstance(row.get(key), str)]
+        if not _RUN_NAME.fullmatch(normalize(key)):
+            continue
+        cells = cells_of(key)
+        values = [cell for cell in cells if isinstance(cell, str)]
         runs = [value for value in values if value.strip() and not value.strip().isdecimal()]
         # Runs that differ in their seed may have one name.
-        least = 0 if is_tracker else max(1, 0.9 * len(rows))
-        if _RUN_NAME.fullmatch(normalize(key)) and len(set(runs)) > least:
+        least = 0 if is_tracker else max(1, 0.9 * len(cells))
+        if len(set(runs)) > least:
             raise NotJudgedError(_TABLE_OF_RUNS.format(key))
 
 
 def _increases(values: Sequence[Any]) -> bool:
     """Whether values are numbers that increase."""
-    try:
-        numbers = [parse_number(value) for value in values]
-    except ValueError:
-        return False
-    known = [number for number in numbers if number is not None]
-    return len(known) > 2 and all(a < b for a, b in itertools.pairwise(known))
+    plain = plain_column(values)
+    if plain is not None:
+        known = plain[0][plain[1]]
+    else:
+        try:
+            numbers = [parse_number(value) for value in values]
+        except ValueError:
+            return False
+        known = np.array([number for number in numbers if number is not None], np.float64)
+    return len(known) > 2 and bool((known[:-1] < known[1:]).all())
+
+
+class _Steps:
+    """The fields of many records that are kept.
+
+    A record is a tuple of its values, which Python's garbage collector soon leaves alone. It would
+    visit the dictionary of each record again and again.
+
+    Args:
+        is_kept: whether the fields of a key are kept.
+    """
+
+    def __init__(self, is_kept: Callable[[str], bool]) -> None:
+        self._is_kept = is_kept
+        self._kept: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.names: dict[str, None] = {}
+        """The keys of all records, in the order of the file."""
+        self.lines: list[int] = []
+        self.engines: list[str] = []
+        self.keys: list[tuple[str, ...]] = []
+        """The kept keys of each record. Most records share the tuple of another one."""
+        self.values: list[tuple[Any, ...]] = []
+        """The values of these keys, and None at the end."""
+
+    def add(self, line: int, engine: str, fields: Fields) -> None:
+        """Adds a record."""
+        layout = tuple(fields)
+        kept = self._kept.get(layout)
+        if kept is None:
+            self.names.update(dict.fromkeys(fields))
+            kept = tuple(filter(self._is_kept, fields))
+            if len(self._kept) < _MAX_LAYOUTS:
+                self._kept[layout] = kept
+        self.lines.append(line)
+        self.engines.append(engine)
+        self.keys.append(kept)
+        self.values.append((*map(fields.__getitem__, kept), None))
+
+    def column(self, name: str) -> list[Any]:
+        """The value of each record for a key, or None."""
+        read = _Reader((name,))
+        return [read(*each)[0] for each in zip(self.keys, self.values, strict=True)]
+
+
+class _Reader:
+    """Reads the values of some keys of records, with None for a missing key."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+        self._places: tuple[tuple[str, ...], list[int]] = ((), [])
+
+    def __call__(self, keys: tuple[str, ...], values: tuple[Any, ...]) -> list[Any]:
+        known, places = self._places
+        if known is not keys or not places:
+            places = [keys.index(name) if name in keys else -1 for name in self._names]
+            self._places = keys, places
+        return list(map(values.__getitem__, places))
 
 
 def read_records(
@@ -237,43 +318,52 @@ def read_records(
     has a loss or a gradient norm, or two keys may be the same signal.
     """
     problems: list[Problem] = []
-    names: dict[str, None] = {}  # a set that keeps the order of the file
-    engines: dict[str, None] = {}
-    steps: list[tuple[int, str, Fields]] = []
     chosen = set(columns.values())
+    steps = _Steps(lambda key: key in chosen or is_kept(key))
     for line, record in read(path, problems):
         if is_row(record):
             fields = _flatten(record)
-            names.update(dict.fromkeys(fields))
             engine = str(fields.get("engine", "")) if is_row is is_typed_step else ""
-            engines |= {engine: None} if engine else {}
-            kept = {key: fields[key] for key in fields if key in chosen or is_kept(key)}
-            steps.append((line, engine, kept))
-    if not names:
+            steps.add(line, engine, fields)
+    if not steps.names:
         first = f": line {problems[0][0]}: {problems[0][1]}" if problems else ""
         raise TraceError(f"it has no record that could be read{first}")
-    keys, notes = resolve(list(names), columns)
-    refuse_table_of_runs(names, [fields for _, _, fields in steps], keys.get(STEP))
+    keys, notes = resolve(list(steps.names), columns)
+    refuse_table_of_runs(steps.names, steps.column, keys.get(STEP))
     notes = [f"{path}: {note}" for note in notes]
-    if LENGTH in names:
+    if LENGTH in steps.names:
         keys[LENGTH] = LENGTH
     labels = {name: f"'{key}'" for name, key in keys.items()}
+    step_at = list(keys).index(STEP) if STEP in keys else None
+    signals = {keys[name] for name in SIGNALS if name in keys}
+    judged = {keys[name] for name in JUDGED if name in keys}
 
     def rows(engine: str | None) -> Iterator[tuple[int, list[Any]]]:
+        read_cells = _Reader([*keys.values()])
         step: Any = None
-        for line, own, fields in steps:
-            if engine not in (None, own) or not any(keys.get(name) in fields for name in SIGNALS):
+        has_signal: dict[tuple[str, ...], bool] = {}
+        every = zip(steps.lines, steps.engines, steps.keys, steps.values, strict=True)
+        for line, own, names, values in every:
+            logs = has_signal.get(names)
+            if logs is None:
+                logs = has_signal[names] = not signals.isdisjoint(names)
+            if engine not in (None, own) or not logs:
                 continue
-            cells = {name: fields.get(key) for name, key in keys.items()}
-            if STEP in keys and cells[STEP] is None:
-                # A record of another kind may name its step in another way. An evaluation without
-                # a step belongs to the step before it.
-                cells[STEP] = next((fields[key] for key in fields if is_step(key)), None)
-                if cells[STEP] is None and not any(keys.get(name) in fields for name in JUDGED):
-                    cells[STEP] = step
-            step = cells.get(STEP, step)
-            yield line, list(cells.values())
+            cells = read_cells(names, values)
+            if step_at is not None:
+                if cells[step_at] is None:
+                    # A record of another kind may name its step in another way. An evaluation
+                    # without a step belongs to the step before it.
+                    other = (
+                        value for key, value in zip(names, values, strict=False) if is_step(key)
+                    )
+                    cells[step_at] = next(other, None)
+                    if cells[step_at] is None and judged.isdisjoint(names):
+                        cells[step_at] = step
+                step = cells[step_at]
+            yield line, cells
 
+    engines = {name: None for name in steps.engines if name}
     runs = list(engines) if len(engines) > 1 else [None]
     return [parse_rows(path, run, labels, rows(run), list(problems), list(notes)) for run in runs]
 
@@ -290,7 +380,8 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     runs = _find_runs(names)
     if table is None:
         step = next(filter(is_step, names), None)
-        refuse_table_of_runs(names, _first_rows(path, begin, names), step)
+        first_rows = _first_rows(path, begin, names)
+        refuse_table_of_runs(names, lambda name: [row.get(name) for row in first_rows], step)
     logs: list[RawLog] = []
     reasons: list[str] = []
     for run, places in runs.items():

@@ -137,14 +137,28 @@ class StoreCase:
         return store
 
 
-DCP = StoreCase("dcp", torch_stores.DCPStore)
-ORBAX = StoreCase("orbax", jax_stores.OrbaxStore, in_jax=True)
+def in_files_of_the_framework(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes stores that save a small state as they save a large one."""
+
+    def made(root: Any) -> Any:
+        store = make(root)
+        store.format.single_file_bytes = 0
+        return store
+
+    return made
+
+
+DCP = StoreCase("dcp", in_files_of_the_framework(torch_stores.DCPStore))
+ORBAX = StoreCase("orbax", in_files_of_the_framework(jax_stores.OrbaxStore), in_jax=True)
+TORCH_FILE = StoreCase("torch-file", torch_stores.DCPStore)
+JAX_FILE = StoreCase("jax-file", jax_stores.OrbaxStore, in_jax=True)
 TORCH_MEMORY = StoreCase("torch-memory", lambda root: torch_stores.MemoryStore(KEEP))
 JAX_MEMORY = StoreCase("jax-memory", lambda root: jax_stores.MemoryStore(KEEP), in_jax=True)
 TORCH_TIERS = StoreCase("torch-tiers", partial(torch_stores.DCPStore, in_memory=KEEP))
 JAX_TIERS = StoreCase("jax-tiers", partial(jax_stores.OrbaxStore, in_memory=KEEP), in_jax=True)
 
-DISKS = (DCP, ORBAX)
+SINGLE_FILES = (TORCH_FILE, JAX_FILE)
+DISKS = (DCP, ORBAX, *SINGLE_FILES)
 TIERS = (TORCH_TIERS, JAX_TIERS)
 ALL = (*DISKS, TORCH_MEMORY, JAX_MEMORY, *TIERS)
 

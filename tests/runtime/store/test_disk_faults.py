@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from healcore.events import process as process_events
-from healcore.runtime.store import files
+from healcore.runtime.store import files, single_file
 from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed, StoreError
 from healcore.runtime.store.claim import LOCK, StoreInUse, claim
 from healcore.runtime.store.files import ChecksumError, unseal
@@ -34,6 +34,8 @@ from tests.runtime.store.store_cases import (
     DCP,
     DISKS,
     JAX_TIERS,
+    ORBAX,
+    SINGLE_FILES,
     TIERS,
     StoreCase,
     mark_good,
@@ -219,7 +221,7 @@ def test_60_of_60_flipped_bits_are_noticed_and_the_older_one_is_intact(case, tmp
 
 
 @pytest.mark.slow
-@over(*DISKS)
+@over(DCP, ORBAX)
 def test_every_bit_of_the_manifest(case, tmp_path):
     newer = two_saves(case, tmp_path)
     manifest = newer / "manifest.json"
@@ -233,6 +235,27 @@ def test_every_bit_of_the_manifest(case, tmp_path):
     store = case.make(tmp_path)
     assert [saved.step for saved in store.checkpoints()] == [1]
     assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, "manifest.json")]
+
+
+@pytest.mark.slow
+@over(*SINGLE_FILES)
+def test_every_bit_of_the_header_of_a_single_file(case, tmp_path):
+    newer = two_saves(case, tmp_path)
+    path = newer / single_file.FILE
+    digest = single_file.digest_of(path)
+    for bit in range(single_file.read_header(path).start * 8):
+        flip(path, bit)
+        try:
+            unseal(single_file.read_header(path).manifest.encode())
+            found = single_file.digest_of(path)
+        except ChecksumError:
+            found = None
+        assert found != digest, bit
+        flip(path, bit)
+    flip(path, 8 * 100)
+    store = case.make(tmp_path)
+    assert [saved.step for saved in store.checkpoints()] == [1]
+    assert [(Path(e.path).name, e.file) for e in store.damaged()] == [(newer.name, path.name)]
 
 
 @over(*DISKS)

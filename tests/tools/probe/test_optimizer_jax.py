@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 from orbax.checkpoint import v1 as ocp
 
 import healcore.jax
-from healcore.jax.store import OrbaxStore
+from tests.runtime.store.store_cases import JAX_FILE, ORBAX
 from tests.tools.probe.trained_networks import probe, unjudged, verdicts
 
 STEPS, LAYERS = 60, 6
@@ -97,10 +97,12 @@ def test_a_train_state_in_every_kind_of_orbax_checkpoint(tmp_path):
         for step in (7, 60):
             manager.save(step, args=legacy.args.StandardSave(train_state))
         manager.wait_until_finished()
-    store = OrbaxStore(tmp_path / "store")
-    store.save(60, {"train_state": train_state})
-    store.wait()
-    for kind in ("v1", "v0", "files", "zarr3", "manager", "manager/60", "store"):
+    for case in (ORBAX, JAX_FILE):
+        store = case.make(tmp_path / case.name)
+        store.save(60, {"train_state": train_state})
+        store.wait()
+    stores = ("orbax", "jax-file")
+    for kind in ("v1", "v0", "files", "zarr3", "manager", "manager/60", *stores):
         result = probe(tmp_path / kind)
         assert verdicts(result)["outliers"] == "WARN", (kind, result.checks)
         assert result.facts["top"][0]["parameter"] == "layer_3.kernel", kind

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from healcore.tools.probe.checks import ProbeResult
-from healcore.torch.store import DCPStore
+from tests.runtime.store.store_cases import DCP, TORCH_FILE, over
 from tests.tools.probe.trained_networks import probe, saved, train, trained, unjudged, verdicts
 
 
@@ -80,9 +80,10 @@ def test_one_state_in_every_format(tmp_path, save):
     assert top["ratio"] > 1e3
 
 
-def test_moments_in_a_dcp_store_are_judged(tmp_path):
+@over(DCP, TORCH_FILE)
+def test_moments_in_a_store_are_judged(case, tmp_path):
     net, optimizer = trained()
-    store = DCPStore(tmp_path)
+    store = case.make(tmp_path)
     store.save(1, {"model": net, "optimizer": optimizer})
     store.wait()
     store.replace_record(1, {"attempts": [0], "known_good_up_to": 1})

@@ -19,7 +19,9 @@ from healcore.runtime.store.checkpoints import (
     StateMismatch,
     superfluous,
 )
+from healcore.runtime.store.ranks import Alone
 from healcore.runtime.store.several import SeveralStores
+from healcore.runtime.store.single_file import FILE
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from tests.runtime.store.disk_faults import flip
 from tests.runtime.store.store_cases import forget
@@ -96,6 +98,28 @@ def kept(root: Path) -> None:
         store.delete(step)
     dist.barrier()
     assert [(s.step, s.status) for s in store.checkpoints()] == [(2, "good"), (3, "candidate")]
+
+
+def saved_by_one_process(root: Path) -> None:
+    """Both ranks read the only file of a small checkpoint, each its part."""
+    if dist.get_rank() == 0:
+        alone = DCPStore(root, ranks=Alone())
+        alone.save(5, {"model": dict.fromkeys(("sharded", "replicated", "plain"), whole(5))})
+        alone.wait()
+    dist.barrier()
+    store, live = DCPStore(root), {"model": fresh(0.0)["model"]}
+    store.verify(5)
+    model = store.restore(5, live).state["model"]
+    assert torch.equal(model["sharded"].to_local(), whole(5).chunk(2)[dist.get_rank()])
+    assert torch.equal(model["replicated"].to_local(), whole(5))
+    assert torch.equal(model["plain"], whole(5))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = Path(store.checkpoints()[0].path or "") / FILE
+        flip(path, 8 * path.stat().st_size - 1)
+    dist.barrier()
+    with pytest.raises(CheckpointDamaged):
+        store.restore(5, live)
 
 
 def in_memory(root: Path) -> None:
@@ -191,7 +215,16 @@ def several(root: Path) -> None:
 
 CASES = {
     each.__name__: each
-    for each in (kept, in_memory, with_nan, one_cannot_write, another_state, damaged, several)
+    for each in (
+        kept,
+        saved_by_one_process,
+        in_memory,
+        with_nan,
+        one_cannot_write,
+        another_state,
+        damaged,
+        several,
+    )
 }
 
 

@@ -1,0 +1,73 @@
+"""The bytes of the moments that an optimizer creates at its first step.
+
+torch's optimizers create them lazily, so the state that a run begins with is smaller than the one
+that it saves later: with AdamW a third of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from healcore.torch.live_state import optimizers
+
+_DEVICE_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
+"""Options that say how a step is computed, and may need an accelerator."""
+_SIDE = 4
+"""Rows and columns of the trial parameter."""
+
+
+def missing_moments(state: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Bytes of the moments that the optimizers of a state have yet to create.
+
+    Returns:
+        The bytes of all ranks together and of this process, or None if an optimizer is not torch's
+        own, so that its moments are unknown.
+    """
+    whole, local = 0, 0
+    for optimizer in optimizers(state).values():
+        if any(optimizer.state.values()):
+            continue
+        known: dict[torch.dtype, float] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if not p.requires_grad:
+                    continue
+                if p.dtype not in known:
+                    found = _bytes_per_element(optimizer, group, p.dtype)
+                    if found is None:
+                        return None
+                    known[p.dtype] = found
+                own = p.to_local() if hasattr(p, "to_local") else p
+                whole += round(known[p.dtype] * p.numel())
+                local += round(known[p.dtype] * own.numel())
+    return whole, local
+
+
+def _bytes_per_element(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> float | None:
+    """Bytes of moments for each element, from a step of a small parameter. None if unknown."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return None
+    accepted = inspect.signature(kind).parameters
+    options = {
+        name: value
+        for name, value in group.items()
+        if name in accepted and name != "params" and name not in _DEVICE_OPTIONS
+    }
+    p = torch.nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=dtype))
+    p.grad = torch.zeros_like(p)
+    try:
+        with torch.enable_grad():
+            trial = kind([p], **options)
+            trial.step()
+    except Exception:  # a dtype or an option that needs an accelerator
+        return None
+    moments = [each for each in trial.state[p].values() if isinstance(each, torch.Tensor)]
+    return sum(each.nbytes for each in moments if each.shape == p.shape) / p.numel()

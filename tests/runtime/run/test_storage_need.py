@@ -1,0 +1,169 @@
+"""The bytes that the checkpoints of a run need, as its first line says before the first step."""
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax.numpy as jnp
+import optax
+import pytest
+import torch
+
+from healcore import Checkpoints, Healer, Keep
+from healcore.jax import protect
+from healcore.runtime.run.saver import default_keep
+from healcore.runtime.run.storage_need import (
+    StorageNeed,
+    checkpoints_on_disk,
+    copies_in_memory,
+    size_text,
+)
+from healcore.runtime.store.checkpoints import IN_MEMORY, CheckpointInfo, superfluous
+from healcore.runtime.store.host_copy import parts_of
+from healcore.torch.expected_moments import missing_moments
+
+PAGE = Path(__file__).parents[3] / "docs" / "data-and-resume.md"
+SIDE = 300
+BYTES = (SIDE * SIDE + SIDE) * 4
+"""The parameters of the networks here."""
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Linear(SIDE, SIDE)
+
+
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "AdamW": (torch.optim.AdamW, 2),
+    "AMSGrad": (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+    "RMSprop": (torch.optim.RMSprop, 1),
+    "Adagrad": (torch.optim.Adagrad, 0),  # it has its moments from the start
+}
+
+
+@pytest.mark.parametrize(("make", "moments"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_moments_that_torch_creates_at_the_first_step_are_known_before_it(make, moments):
+    model = network()
+    optimizer = make(model.parameters())
+    before = torch.random.get_rng_state()
+    assert missing_moments({"optimizer": optimizer}) == (moments * BYTES, moments * BYTES)
+    assert torch.equal(before, torch.random.get_rng_state())
+    model(torch.ones(1, SIDE)).sum().backward()
+    optimizer.step()
+    assert missing_moments({"optimizer": optimizer}) == (0, 0)
+    created = [each for s in optimizer.state.values() for each in s.values()]
+    large = sum(each.nbytes for each in created if getattr(each, "ndim", 0))
+    assert large == max(moments, int(make is torch.optim.Adagrad)) * BYTES
+
+
+class Own(torch.optim.SGD):
+    """Of another package: nobody knows its moments."""
+
+
+def test_the_moments_of_other_optimizers_are_unknown():
+    assert missing_moments({"optimizer": Own(network().parameters(), lr=0.1)}) is None
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("place", ["disk", "memory", "list"])
+def test_the_first_line_says_what_the_run_then_holds(place, with_loss, tmp_path, caplog):
+    """The sizes before the first step are those of the last copy; the numbers are not exceeded."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    roots = {"disk": tmp_path, "memory": None, "list": [tmp_path / "a", tmp_path / "b"]}
+    data = torch.ones(1, SIDE)
+    loss_fn = (lambda batch: model(batch).square().mean()) if with_loss else None
+    most = 0
+    with (
+        caplog.at_level(logging.INFO, "healcore"),
+        Healer(
+            "default",
+            state={"model": model, "optimizer": optimizer},
+            store=roots[place],
+            loss_fn=loss_fn,
+            checkpoints=Checkpoints(every=2, keep=Keep(good=2, candidates=3)),
+        ) as healer,
+    ):
+        need = healer._run.saver.storage_need()
+        store: Any = healer._run.store
+        for _ in healer.batches(range(12)):
+            loss = healer.loss(data) if with_loss else model(data).square().mean()
+            if not with_loss:
+                healer.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            store.join()
+            most = max(most, len(store.ring.copies) + 1)
+        copy = next(reversed(store.ring.copies.values()))
+        arrays = sum(part.nbytes for part in parts_of(copy.flat))
+    assert need.size_on_disk == need.size_in_memory
+    assert abs(need.size_on_disk - 3 * BYTES) < 20_000
+    assert abs(need.size_in_memory - arrays) < 20_000
+    assert need.in_memory == (7 if with_loss else 4)
+    assert need.on_disk == (9 if with_loss else 6)
+    assert most <= need.in_memory
+    assert f": {need.text()}" in caplog.text
+    assert re.search(r"up to \d x 1\.0[89] MB", caplog.text)
+    assert ("in each directory" in caplog.text) == (place == "list")
+    assert ("on disk and" in caplog.text) == (place == "disk")
+
+
+def test_in_jax_the_state_has_its_moments(tmp_path):
+    tx = protect(optax.adamw(1e-3), "default")
+    params = {"w": jnp.ones((SIDE, SIDE))}
+    state = {"params": params, "opt_state": tx.init(params)}
+    with Healer("default", state=state, store=tmp_path) as healer:
+        need = healer._run.saver.storage_need()
+        for _ in healer.batches(range(2)):
+            params, opt_state = healer.state["params"], healer.state["opt_state"]
+            updates, opt_state = tx.update(params, opt_state, params, value=jnp.float32(1.0))
+            params = optax.apply_updates(params, updates)
+            healer.update({"params": params, "opt_state": opt_state})
+    assert abs(need.size_on_disk - 3 * 4 * SIDE * SIDE) < 30_000
+    assert not need.at_least
+
+
+def test_the_words():
+    need = StorageNeed(84e9, 10.5e9, 6, 4, older=True)
+    assert need.text() == (
+        "up to 6 x 84 GB on disk (one more at each doubling of the steps) "
+        "and 4 x 10.5 GB in host memory"
+    )
+    assert need._replace(directories=0).text() == "up to 4 x 10.5 GB"
+    plain = need._replace(older=False, at_least=True, directories=2).text()
+    assert plain == "at least 6 x 84 GB in each directory and 4 x 10.5 GB in host memory"
+    sizes = (0, 999, 999.6, 20_000, 999_600, 1.2e9, 1e12)
+    texts = ["0 bytes", "999 bytes", "1 kB", "20 kB", "1 MB", "1.2 GB", "1 TB"]
+    assert [size_text(each) for each in sizes] == texts
+
+
+def most_on_disk(keep: Keep, saves: int) -> int:
+    """Checkpoints at the end of a healthy run, with the one that is being written."""
+    kept: list[CheckpointInfo] = []
+    for save in range(saves + 1):
+        kept = [each._replace(status="good") for each in kept[:-1]] + kept[-1:]
+        kept.append(CheckpointInfo(100 * save, "candidate", 1, 0.0, 1, None))
+        gone = superfluous(kept, keep)
+        kept = [each for each in kept if each.step not in gone]
+    return len(kept) + 1
+
+
+def test_the_table_of_the_page_is_computed():
+    """With the defaults: a save every 100 steps, probation of 100 steps."""
+    keep = default_keep(probation=100, every=100)
+    on_disk = checkpoints_on_disk(keep, compares=False)
+    in_memory = copies_in_memory(IN_MEMORY, compares=False)
+    later = most_on_disk(keep, 100)
+    assert (on_disk, later, in_memory) == (6, 12, 4)
+    rows = []
+    for number, title in ((1e8, "100 M"), (1e9, "1 B"), (7e9, "7 B")):
+        for dtype, size in (("float32", 12), ("bfloat16", 6)):
+            numbers = [size_text(size * number * count) for count in (1, on_disk, later, in_memory)]
+            rows.append(" | ".join([title, dtype, *numbers]))
+    assert "\n".join(rows) in PAGE.read_text()
