@@ -58,7 +58,7 @@ def to_json(value: object) -> JsonValue:
     Returns:
         The JSON value. A string has at most 10,000 characters of the value's text.
 
-    Example:
+    Examples:
         >>> to_json({"cause": Cause.LOSS_SPIKE, "loss": math.nan})
         {'cause': ['LOSS_SPIKE'], 'loss': 'nan'}
     """
@@ -256,7 +256,7 @@ class Log:
         seq: number of the next event, from 0.
         lost: number of events that could not be written.
 
-    Example:
+    Examples:
         >>> log = Log(None)
         >>> event = log.write("save", step=100)
         >>> event["seq"], event["kind"], event["step"]
@@ -397,10 +397,10 @@ def read(path: str | os.PathLike[str]) -> History:
     Raises:
         OSError: the file cannot be read, or is not a regular file.
 
-    Example:
-        history = read("run.events.jsonl")
-        for event in history.events:
-            print(event["step"], event["kind"])
+    Examples:
+        >>> history = read("run.events.jsonl")
+        >>> for event in history.events:
+        ...     print(event["step"], event["kind"])
     """
     history = History([], [])
     for number, event in read_lines(path, parse):

@@ -42,7 +42,7 @@ def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": items})
 
 
-def _parse_nonfinite(value: Any) -> Any:
+def _parse_nonfinite(value: object) -> object:
     if isinstance(value, str) and value in NONFINITE_TEXTS:
         return float(value)
     return value

@@ -295,9 +295,9 @@ class Run:
     reads a file afterwards (`runs_of`) and follows a live run. What an event changes is in the
     method `_on_<kind>`.
 
-    Example:
-        for run in runs_of(healcore.events.read("run.events.jsonl").runs()):
-            print(run.state, run.counts().incidents)
+    Examples:
+        >>> for run in runs_of(healcore.events.read("run.events.jsonl").runs()):
+        ...     print(run.state, run.counts().incidents)
     """
 
     processes: list[RunProcess] = field(default_factory=list)

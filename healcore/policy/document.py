@@ -341,7 +341,7 @@ class Policy:
     and in torch. Policies are frozen and hashable, and compare by value. `healcore.policy.load` and
     `from_dict` validate the values; the constructor does not.
 
-    Example:
+    Examples:
         >>> policy = healcore.policy.load("zclip", clip={"max_norm": 1.0})
         >>> policy.clip.kind, policy.clip.max_norm
         ('zclip', 1.0)
@@ -501,8 +501,9 @@ def dumps(policy: Policy) -> str:
         The text of a policy file, without comments. `loads(dumps(policy)) == policy`: numbers keep
         all digits and are not rounded to float32.
 
-    Example:
-        Path("mine.toml").write_text(healcore.policy.dumps(healcore.policy.load("default")))
+    Examples:
+        >>> text = healcore.policy.dumps(healcore.policy.load("default"))
+        >>> size = Path("mine.toml").write_text(text)
     """
     return tomli_w.dumps(to_dict(policy))
 
@@ -546,7 +547,7 @@ def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
         only one policy has a table, each key of the table is listed, or the table itself if it is
         empty.
 
-    Example:
+    Examples:
         >>> diff(load("default"), load("default", mode="observe"))
         (Difference(key='mode', left='heal', right='observe'),)
     """
@@ -561,7 +562,7 @@ def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
     return tuple(differences)
 
 
-def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _flat(data: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yields the dotted key and the value of each entry of nested tables and lists of tables."""
     if isinstance(data, dict):
         entries = list(data.items())

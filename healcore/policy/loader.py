@@ -82,8 +82,8 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     Raises:
         PolicyError: the preset or file does not exist, is not TOML, or is not a valid policy.
 
-    Example:
-        load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
+    Examples:
+        >>> policy = load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
     """
     if isinstance(policy, Policy) and not overrides:
         return policy
@@ -174,7 +174,7 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
     Raises:
         PolicyError: as `load`.
 
-    Example:
+    Examples:
         >>> loads('schema = 1\nname = "mine"\n[detect.nonfinite]').name
         'mine'
     """
@@ -281,8 +281,8 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
     Raises:
         PolicyError: the policy does not exist or is not valid.
 
-    Example:
-        engine = engine_of("default", {"clip": {"max_norm": 1.0}})
+    Examples:
+        >>> engine = engine_of("default", {"clip": {"max_norm": 1.0}})
     """
     resolved = resolve(policy, overrides)
     if isinstance(resolved, Engine):
@@ -444,7 +444,7 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
     Raises:
         PolicyError: a pair is not `KEY=VALUE`.
 
-    Example:
+    Examples:
         >>> parse_overrides(["clip.max_norm=1.0", "mode=observe"], "--set")
         {'clip': {'max_norm': 1.0}, 'mode': 'observe'}
     """

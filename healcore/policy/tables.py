@@ -155,7 +155,7 @@ class Key(NamedTuple):
     several: bool
 
 
-def is_table(kind: Any) -> bool:
+def is_table(kind: object) -> bool:
     """Whether a class, or the class of an object, declares a table."""
     return hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
 
@@ -212,7 +212,7 @@ class _Reader:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def _add_problem(self, path: Path, value: Any, rule: str, write: str) -> None:
+    def _add_problem(self, path: Path, value: object, rule: str, write: str) -> None:
         shown = ""
         if value is not dataclasses.MISSING:
             shown = show_value(value)
@@ -296,7 +296,7 @@ class _Reader:
             return self._table_with_kind(key.tables, value, path)
         return self.table(first_table, value, path)
 
-    def _list(self, table: type, value: Any, path: Path) -> tuple[Any, ...] | None:
+    def _list(self, table: type, value: object, path: Path) -> tuple[Any, ...] | None:
         if not isinstance(value, list | tuple):
             self._add_problem(path, value, "an array of tables", f"[[{dotted(path)}]]")
             return None
@@ -335,7 +335,7 @@ def _table_header(path: Path) -> str:
     return f"[{dotted(path)}]"
 
 
-def _most_similar(wrong: Any, names: Sequence[str]) -> str | None:
+def _most_similar(wrong: object, names: Sequence[str]) -> str | None:
     """The name that is most similar to a wrong name, or None."""
     similar = difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)
     if not similar:
@@ -343,7 +343,7 @@ def _most_similar(wrong: Any, names: Sequence[str]) -> str | None:
     return similar[0]
 
 
-def _what_to_write(path: Path, default: Any, received: Any, choices: tuple[str, ...]) -> str:
+def _what_to_write(path: Path, default: object, received: object, choices: tuple[str, ...]) -> str:
     """A valid line to write: the closest choice, the number as an int, or the default."""
     similar = _most_similar(received, choices)
     key = path[-1]

@@ -376,7 +376,7 @@ def classify(error: BaseException) -> Fault:
     Returns:
         The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
 
-    Example:
+    Examples:
         >>> classify(ConnectionResetError()).transient
         True
         >>> classify(MemoryError()).cause.name

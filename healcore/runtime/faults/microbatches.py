@@ -52,14 +52,14 @@ class Microbatch(Generic[Batch]):
     If memory runs out within the block, the block ends without the exception, and the loop gets the
     batches since the last optimizer step again, in smaller parts.
 
-    Example:
-        for batch in healer.batches(loader):
-            for part in healer.microbatches(batch):
-                with part:
-                    loss = healer.loss(part.batch)
-                    (loss * part.weight).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    Examples:
+        >>> for batch in healer.batches(loader):
+        ...     for part in healer.microbatches(batch):
+        ...         with part:
+        ...             loss = healer.loss(part.batch)
+        ...             (loss * part.weight).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
     Attributes:
         batch: the samples of the part, in the structure of the whole batch.
@@ -160,7 +160,7 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises:
         UnsplittableBatch: as for `count_samples`.
 
-    Example:
+    Examples:
         >>> split({"ids": np.arange(5), "scale": 2.0}, 2)
         [{'ids': array([0, 1]), 'scale': 2.0}, {'ids': array([2, 3, 4]), 'scale': 2.0}]
     """
@@ -289,7 +289,7 @@ def _list_leaf(path: str, node: Any) -> _Leaf | None:
     return None
 
 
-def _is_record(node: Any) -> bool:
+def _is_record(node: object) -> bool:
     """Whether an entry of a list is one sample with named or numbered values."""
     return isinstance(node, (Mapping, tuple)) or dataclasses.is_dataclass(node)
 
@@ -356,11 +356,11 @@ def _common(lengths: Iterable[int]) -> int | None:
     return distinct.pop()
 
 
-def _is_array(node: Any) -> bool:
+def _is_array(node: object) -> bool:
     return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
 
 
-def _holds_array(node: Any) -> bool:
+def _holds_array(node: object) -> bool:
     if isinstance(node, Mapping):
         node = node.values()
     elif dataclasses.is_dataclass(node):

@@ -43,8 +43,8 @@ def nan_variables(error: BaseException) -> list[str]:
         The names, innermost function first, those of the program before those of libraries. Empty
         for an exception that no check for NaN raises.
 
-    Example:
-        nan_variables(error)  # ["value", "loss"]
+    Examples:
+        >>> nan_variables(error)  # ["value", "loss"]
     """
     if isinstance(error, OTHER_TYPES):
         return []

@@ -61,9 +61,9 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
 
-    Example:
-        upload = healcore.retrying(api.upload_file)
-        upload(path_or_fileobj="model.safetensors", ...)
+    Examples:
+        >>> upload = healcore.retrying(api.upload_file)
+        >>> upload(path_or_fileobj="model.safetensors", ...)
     """
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):

@@ -19,7 +19,7 @@ class ProgramClip:
     last digits of the norms go up and down by rounding, unlike those of a gradient that is constant
     or changes slowly. All three signs together do not occur by chance.
 
-    Example:
+    Examples:
         >>> clip = ProgramClip()
         >>> lines = [clip.add(norm) for norm in (0.4, 1.0, 0.7, 0.999999, 1.0, 0.999999, 1.0)]
         >>> [line[:37] for line in lines if line]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from healcore import console
 from healcore.console import Console
@@ -39,7 +38,7 @@ class RunLog:
     run: Run = field(default_factory=Run)
     """The run by its events, on rank 0 including the events of earlier processes."""
 
-    def event(self, kind: str, *, step: int | None, **fields: Any) -> EventRecord:
+    def event(self, kind: str, *, step: int | None, **fields: object) -> EventRecord:
         """Writes an event, and passes it to the trackers and the user's hooks.
 
         A hook that raises is reported as an event `problem`, and does not stop the run.
@@ -70,7 +69,7 @@ class RunLog:
         self.warning(problem)
 
     def assessment(
-        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: Any
+        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: object
     ) -> None:
         """Writes the event of a verdict about the weights.
 
@@ -85,7 +84,7 @@ class RunLog:
         self.event("assessment", step=step, **fields)
 
     def fault(
-        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
+        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
 

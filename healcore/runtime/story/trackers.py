@@ -54,7 +54,7 @@ Selection = tuple[str, Callable[[], Tracker]]
 """Name of a requested tracker, and a function that imports its library and creates it."""
 
 
-def select(trackers: Any) -> tuple[Selection, ...]:
+def select(trackers: object) -> tuple[Selection, ...]:
     """Checks the argument `trackers` of a `Healer`, without importing a library.
 
     Args:
@@ -75,7 +75,7 @@ def select(trackers: Any) -> tuple[Selection, ...]:
     return (_select_one(trackers),)
 
 
-def _select_one(tracker: Any) -> Selection:
+def _select_one(tracker: object) -> Selection:
     if isinstance(tracker, Tracker) and not isinstance(tracker, type):
         return type(tracker).__name__, lambda: tracker
     name = colon = place = ""
@@ -174,7 +174,7 @@ class Trackers:
         self._deliveries = []
         return problems
 
-    def _send(self, method: str, *arguments: Any) -> None:
+    def _send(self, method: str, *arguments: object) -> None:
         for delivery in self._deliveries:
             delivery.queue.append((method, *map(copy.copy, arguments)))
 
@@ -206,7 +206,7 @@ class _Delivery(threading.Thread):
             self._call("flush")
         self._call("close")
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         try:
             call = getattr(self._tracker, method, None)
             if call is not None:
