@@ -453,12 +453,11 @@ class Policy:
         Returns:
             The rules for only NaN and Inf, each with only its rollback; empty without `confirm`.
         """
-        rollback = int(Action.ROLLBACK)
-        return tuple(
-            rule._replace(skip=False, action=rollback)
-            for rule in self._detector_rules()
-            if self._is_for_host(rule)
-        )
+        rules = []
+        for rule in self._detector_rules():
+            if self._is_for_host(rule):
+                rules.append(rule._replace(skip=False, action=int(Action.ROLLBACK)))
+        return tuple(rules)
 
     def _is_for_host(self, rule: RuleConfig) -> bool:
         only_nonfinite = not rule.causes & ~int(NONFINITE)

@@ -263,7 +263,9 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
             return type(node)(*inner)
         return type(node)(inner)
     if isinstance(node, Mapping):
-        entries = {name: child(name, value) for name, value in node.items()}
+        entries: dict[Any, Any] = {}
+        for name, value in node.items():
+            entries[name] = child(name, value)
         if not isinstance(node, MutableMapping):
             return type(node)(entries)  # type: ignore[call-arg]
         changed = copy.copy(node)  # keeps attributes of a subclass

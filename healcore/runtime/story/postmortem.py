@@ -281,9 +281,11 @@ def _last_rows(metrics: Path | None, run: Run) -> dict[str, dict[str, Any]]:
         last_rollback = 0.0
         for event in run.rollbacks:
             last_rollback = max(last_rollback, _seconds(event.time))
-        return {
-            name: row for name, row in rows.items() if float(row.get("time", 0.0)) > last_rollback
-        }
+        standing: dict[str, dict[str, Any]] = {}
+        for engine, row in rows.items():
+            if float(row.get("time", 0.0)) > last_rollback:
+                standing[engine] = row
+        return standing
     except Exception as error:  # a file of somebody else
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
         return {}
