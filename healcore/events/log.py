@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from healcore import console, regular_file
 from healcore.core.decision import Cause, StepRecord, names
@@ -32,17 +32,35 @@ MAX_LINE_BYTES = 1 << 24
 
 _BLOCK_BYTES = 1 << 16
 _MAX_CHARACTERS = 10_000  # length limit of a string. Exception messages may contain whole tensors.
+
 Event = dict[str, Any]
+"""An event as JSON: name of the field -> value."""
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+"""A value that `json` can encode."""
+ParseLine = Callable[[bytes], Event | str]
+"""Parses a line into its object, or into the reason why the line has none."""
 
 
 # -- lines ----------------------------------------------------------------------------------------
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> JsonValue:
     """Converts any value to types that `json` can encode.
 
-    Flags become lists of names. NaN and Inf become strings that `float` reads, because null means
-    "unknown". Values of unknown types become strings too.
+    An event may hold whatever a program, a hook or an exception brings along, so no type is an
+    error. Flags become lists of names, named tuples and dataclasses become objects, and sets become
+    sorted lists. A 0-d array of NumPy, torch or JAX becomes its number. NaN and Inf become strings
+    that `float` reads, because null means "unknown". Values of unknown types become strings too.
+
+    Args:
+        value: any value. An exception of its `item` or `__repr__` propagates.
+
+    Returns:
+        The JSON value. A string has at most 10,000 characters of the value's text.
+
+    Examples:
+        >>> to_json({"cause": Cause.LOSS_SPIKE, "loss": math.nan})
+        {'cause': ['LOSS_SPIKE'], 'loss': 'nan'}
     """
     if value is None or isinstance(value, bool):
         return value
@@ -53,28 +71,40 @@ def to_json(value: Any) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        return str(number)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         as_dict = getattr(value, "_asdict", None)
-        return [to_json(item) for item in value] if as_dict is None else to_json(as_dict())
-    if (fields := getattr(type(value), "__dataclass_fields__", None)) is not None:
-        return {name: to_json(getattr(value, name)) for name in fields}
+        if as_dict is not None:  # a named tuple
+            return to_json(as_dict())
+        return [to_json(item) for item in value]
+    dataclass_fields = getattr(type(value), "__dataclass_fields__", None)
+    if dataclass_fields is not None:
+        return {name: to_json(getattr(value, name)) for name in dataclass_fields}
     if isinstance(value, Set):
-        return sorted((to_json(item) for item in value), key=repr)
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # NumPy, torch, JAX
-        return to_json(value.item())
+        return sorted(map(to_json, value), key=repr)
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "ndim", None) == 0:  # NumPy, torch, JAX
+        return to_json(item())
     if isinstance(value, BaseException):
-        text = f"{type(value).__name__}: {value}"
-    else:
-        text = str(value) if isinstance(value, str | os.PathLike) else repr(value)
+        return _shortened(f"{type(value).__name__}: {value}")
+    if isinstance(value, str | os.PathLike):
+        return _shortened(str(value))
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    """The text, or its first 10,000 characters and its length."""
     if len(text) <= _MAX_CHARACTERS:
         return text
     return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
-def _encode_value(value: Any) -> str:
+def _encode_value(value: object) -> str:
     try:
         return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
     # `item` and `__repr__` of a value are the user's code, which may raise any exception.
@@ -83,23 +113,37 @@ def _encode_value(value: Any) -> str:
 
 
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
-    """Appends whole lines in one call, so that O_APPEND keeps them together. Raises OSError.
+    """Appends whole lines in one call, so that O_APPEND keeps them together.
 
-    Opens the file for each call, so a rotated or forked file needs no care. Creates the directory.
-    With `durable` it waits until the disk has the lines. `follow_links` is False for paths that
-    healcore chose, because another user may have created a link there.
+    Opens the file for each call. So a file that another program rotates, or that a forked process
+    inherits, needs no care. A killed process may have left a torn line at the end of the file; the
+    new lines then begin with a newline, so that they are not lost with the torn line.
+
+    Args:
+        path: the file. Its directory is created if it does not exist.
+        lines: whole lines, each with its newline.
+        durable: wait until the disk has the lines, so that a power cut does not lose them.
+        follow_links: False for paths that healcore chose, because another user may have created a
+            link there. The call then fails if the path is a link.
+
+    Raises:
+        OSError: the file cannot be opened or written, or the disk is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # O_RDWR and O_NONBLOCK: a pipe without a reader does not block.
     flags = os.O_APPEND | os.O_CREAT | os.O_RDWR
-    for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK", "" if follow_links else "O_NOFOLLOW"):
+    optional_flags = ["O_CLOEXEC", "O_BINARY", "O_NONBLOCK"]  # not every system has each of them
+    if not follow_links:
+        optional_flags.append("O_NOFOLLOW")
+    for name in optional_flags:
         flags |= getattr(os, name, 0)
     handle = os.open(path, flags, 0o666)
     try:
         if os.fstat(handle).st_size:  # 0 for a pipe too
             os.lseek(handle, -1, os.SEEK_END)  # O_APPEND ignores the position
             # A newline ends a torn line. Truncating the file could remove another writer's lines.
-            lines = lines if os.read(handle, 1) == b"\n" else b"\n" + lines
+            if os.read(handle, 1) != b"\n":
+                lines = b"\n" + lines
         written = os.write(handle, lines)
         if written < len(lines):  # the disk is full
             raise OSError(f"only {written} of {len(lines)} bytes could be written")
@@ -111,50 +155,87 @@ def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: boo
 
 
 def parse_line(line: bytes) -> Event | str:
-    """The JSON object in a line, or the reason why the line is no JSON object."""
+    """Parses a line as a JSON object.
+
+    Args:
+        line: the bytes of the line, with or without its newline.
+
+    Returns:
+        The object, or the reason why the line is no JSON object, as text for a person.
+    """
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"
     try:
         parsed = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return f"not JSON ({type(error).__name__}), {len(line)} bytes"
-    return parsed if isinstance(parsed, dict) else f"not a JSON object but {type(parsed).__name__}"
+    if not isinstance(parsed, dict):
+        return f"not a JSON object but {type(parsed).__name__}"
+    return parsed
 
 
-def read_lines(
-    path: str | os.PathLike[str], parse: Callable[[bytes], Event | str]
-) -> Iterator[tuple[int, Event | str]]:
-    """Yields the number of each line, from 1, and its object or the reason why it has none.
+def read_lines(path: str | os.PathLike[str], parse: ParseLine) -> Iterator[tuple[int, Event | str]]:
+    """Reads a file line by line, and parses each line that is not empty.
 
-    Cuts lines to `MAX_LINE_BYTES` + 1 bytes. Raises OSError.
+    Longer lines than `MAX_LINE_BYTES` are cut to one byte more, so that `parse` sees that they are
+    too long and the reader never holds more. A line that cannot be parsed and has no newline is
+    reported as torn: its writer was killed, or is still writing it.
+
+    Args:
+        path: the file, to which a process may still write.
+        parse: `parse_line`, or a function with further requirements, such as `parse`.
+
+    Yields:
+        The number of the line, from 1, and its object or the reason why it has none.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open(path, "rb", opener=regular_file.opener) as file:
         for number in itertools.count(1):
-            line = rest = file.readline(MAX_LINE_BYTES + 1)
-            while len(line) > MAX_LINE_BYTES and rest and not rest.endswith(b"\n"):
-                rest = file.readline(_BLOCK_BYTES)
+            line = file.readline(MAX_LINE_BYTES + 1)
             if not line:
                 return
-            if line.strip():  # two writers may have added a newline to the same torn line
-                found = parse(line)
-                torn = isinstance(found, str) and not rest.endswith(b"\n")
-                yield number, f"torn: {found}" if torn else found
+            tail = line  # the last bytes that were read of this line
+            if len(line) > MAX_LINE_BYTES:
+                while tail and not tail.endswith(b"\n"):
+                    tail = file.readline(_BLOCK_BYTES)
+            if not line.strip():  # two writers may have added a newline to the same torn line
+                continue
+            parsed = parse(line)
+            if isinstance(parsed, str) and not tail.endswith(b"\n"):
+                parsed = f"torn: {parsed}"
+            yield number, parsed
 
 
 def read_last_lines(
-    path: str | os.PathLike[str], parse: Callable[[bytes], Event | str], most: int = 1 << 20
+    path: str | os.PathLike[str], parse: ParseLine, most: int = 1 << 20
 ) -> Iterator[Event]:
-    """Yields the objects of the last lines, oldest first, within the last `most` bytes of a file.
+    """Reads the last lines of a file, which may be large, without reading the rest.
 
-    Skips damaged lines. Raises OSError.
+    Args:
+        path: the file.
+        parse: as in `read_lines`. Lines without an object are skipped.
+        most: number of bytes at the end of the file that are read.
+
+    Yields:
+        The object of each line, oldest first.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
     """
     with open(path, "rb", opener=regular_file.opener) as file:
         start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
         lines = file.read(most).split(b"\n")
-    for line in lines[bool(start) :]:  # the first line may be incomplete
-        if line.strip() and not isinstance(found := parse(line), str):
-            yield found
+    if start > 0:
+        del lines[0]  # it may be incomplete
+    for line in lines:
+        if not line.strip():
+            continue
+        parsed = parse(line)
+        if not isinstance(parsed, str):
+            yield parsed
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -163,24 +244,48 @@ def read_last_lines(
 class Log:
     """Appends events to a file, to which other processes may write too.
 
-    No method raises. The field `lost` of the next event has the number of lost events. The logger
-    `healcore` reports the first loss. Without a `path` the log writes nothing. `run` is the id of
-    this process, `seq` the number of the next event, from 0.
+    No method raises: a log that fails must not end a training run. Instead the logger `healcore`
+    reports the first loss, and the field `lost` of the next event has the number of lost events.
+
+    Args:
+        path: the file, or None to write nothing. `write` returns its events then too.
+        follow_links: as in `append`.
+
+    Attributes:
+        run: id of this process in its events, from its start time and a random number.
+        seq: number of the next event, from 0.
+        lost: number of events that could not be written.
+
+    Examples:
+        >>> log = Log(None)
+        >>> event = log.write("save", step=100)
+        >>> event["seq"], event["kind"], event["step"]
+        (0, 'save', 100)
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, follow_links: bool = True) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = None
+        if path is not None:
+            self.path = Path(path)
         self.run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         self.follow_links = follow_links
-        self.seq = self.lost = self._reported = 0
+        self.seq = 0
+        self.lost = 0
+        self._reported = 0  # lost events that an event in the file has reported
         # Re-entrant, because a signal handler may write while it interrupts a `write`.
         self._lock = threading.RLock()
 
-    def write(self, kind: str, *, step: int | None, **fields: Any) -> Event:
-        """Appends one event. Returns the event as a reader of the file reads it.
+    def write(self, kind: str, *, step: int | None, **fields: object) -> Event:
+        """Appends one event.
 
-        `kind` is a key of `schema.KINDS`; `start` also gets the process and its environment. `step`
-        is the index of the optimizer step, or None. Fields that are None are not written.
+        Args:
+            kind: a key of `schema.KINDS`. A `start` also gets the process and its environment.
+            step: index of the optimizer step, or None for an event without a step.
+            **fields: the further fields of `models.EventRecord`, of any type that `to_json` takes.
+                Fields that are None are not written.
+
+        Returns:
+            The event as a reader of the file reads it: flags are lists of names, for example.
         """
         with self._lock:
             seq = self.seq
@@ -198,22 +303,38 @@ class Log:
                     self.lost += 1
             return json.loads(line)
 
-    def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, Any]) -> bytes:
+    def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, object]) -> bytes:
         """The event as a line in ASCII, so that a torn line does not end inside a character."""
-        fields = {name: value for name, value in fields.items() if value is not None}
+        event: dict[str, object] = {
+            "schema": SCHEMA,
+            "seq": seq,
+            "run": self.run,
+            "time": now(),
+            "mono": round(time.monotonic(), 6),
+            "kind": kind,
+            "step": step,
+        }
         if kind == "start":
-            fields = {**current_process()._asdict(), "environment": environment(), **fields}
+            event |= current_process()._asdict()
+            event["environment"] = environment()
+        for name, value in fields.items():
+            if value is not None:
+                event[name] = value
         if self.lost > self._reported:
-            fields["lost"] = self.lost - self._reported
-        head = {"schema": SCHEMA, "seq": seq, "run": self.run, "time": now()}
-        head |= {"mono": round(time.monotonic(), 6), "kind": kind, "step": step}
-        fields = head | fields
-        pairs = (f"{json.dumps(name)}:{_encode_value(value)}" for name, value in fields.items())
+            event["lost"] = self.lost - self._reported
+        # Each value is encoded by itself, so that a value that cannot be encoded loses no other.
+        pairs = [f"{json.dumps(name)}:{_encode_value(value)}" for name, value in event.items()]
         return f"{{{','.join(pairs)}}}\n".encode("ascii")
 
 
 def warn_of_loss(what: str, path: Path, error: Exception) -> None:
-    """Logs that events or metrics cannot be written. Never raises."""
+    """Logs that lines cannot be written. Never raises.
+
+    Args:
+        what: the lines, "events" or "metrics".
+        path: the file.
+        error: the exception of the write.
+    """
     why = f"{path} ({type(error).__name__}: {error})"
     with contextlib.suppress(Exception):  # from the user's logging handlers
         console.warning(f"{what} are being lost, training continues: {why}")
@@ -235,24 +356,51 @@ class LineProblem(NamedTuple):
 
 
 class History(NamedTuple):
-    """The events of a file in file order, and its damaged or unexpected lines."""
+    """What was read from an events file.
+
+    Attributes:
+        events: the events in file order. Several processes may have written them.
+        problems: the damaged or unexpected lines, in file order.
+    """
 
     events: list[Event]
     problems: list[LineProblem]
 
     def runs(self) -> dict[str, list[Event]]:
-        """Run id -> events, sorted by `seq` because clocks may jump."""
+        """Groups the events by the process that wrote them.
+
+        Returns:
+            The field `run` -> events of this process, sorted by `seq`, because clocks may jump and
+            a collector may have reordered the lines. A training run with restarts has several
+            processes; `healcore.history.runs_of` joins them.
+        """
         runs: dict[str, list[Event]] = {}
         for event in self.events:
             runs.setdefault(event["run"], []).append(event)
-        return {run: sorted(events, key=lambda event: event["seq"]) for run, events in runs.items()}
+        for events in runs.values():
+            events.sort(key=lambda event: event["seq"])
+        return runs
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads an events file, to which a process may still write. Raises OSError.
+    """Reads an events file, to which a process may still write.
 
     Skips and lists damaged lines, such as an incomplete last line. Uses about 30 bytes of memory
     per byte of the file.
+
+    Args:
+        path: the file that `Log` wrote.
+
+    Returns:
+        The events, and the damaged or unexpected lines. An event of a newer schema is in both.
+
+    Raises:
+        OSError: the file cannot be read, or is not a regular file.
+
+    Examples:
+        >>> history = read("run.events.jsonl")
+        >>> for event in history.events:
+        ...     print(event["step"], event["kind"])
     """
     history = History([], [])
     for number, event in read_lines(path, parse):
@@ -267,15 +415,27 @@ def read(path: str | os.PathLike[str]) -> History:
 
 
 def parse(line: bytes) -> Event | str:
-    """The event in a line, or the reason why the line is not an event."""
+    """Parses a line as an event.
+
+    Args:
+        line: the bytes of the line, with or without its newline.
+
+    Returns:
+        The event, in which `schema`, `seq`, `run` and `kind` have the right types, or the reason
+        why the line is not an event. Other fields are not checked; see `models.validate`.
+    """
     event = parse_line(line)
     if isinstance(event, str):
         return event
     for name in ("schema", "seq"):
-        if type(event.get(name)) is not int or not 0 <= event[name] < 1 << 53:
-            return f"{name} is not a whole number from 0 to 2^53: {event.get(name)!r:.80}"
-    wrong = [name for name in ("run", "kind") if not isinstance(event.get(name), str)]
-    return f"{wrong[0]} is not a string: {event.get(wrong[0])!r:.80}" if wrong else event
+        number = event.get(name)
+        if type(number) is not int or not 0 <= number < 1 << 53:
+            return f"{name} is not a whole number from 0 to 2^53: {number!r:.80}"
+    for name in ("run", "kind"):
+        text = event.get(name)
+        if not isinstance(text, str):
+            return f"{name} is not a string: {text!r:.80}"
+    return event
 
 
 # -- metrics ---------------------------------------------------------------------------------------
@@ -307,10 +467,14 @@ def metrics_path(events: Path) -> Path:
 
 @dataclass(eq=False)
 class Metrics:
-    """Appends a line per step and engine. No method raises.
+    """Appends a line per step and engine to the metrics file of a run.
 
-    After a rollback or a restart the file continues with a smaller `step`: the new lines replace
-    the lines of the undone steps. A killed process loses up to half a second of lines.
+    No method raises. After a rollback or a restart the file continues with a smaller `step`: the
+    new lines replace the lines of the undone steps. Lines are buffered for half a second, because a
+    system call per step would be slow; so a killed process loses up to half a second of lines.
+
+    Attributes:
+        lost: number of lines that could not be written.
     """
 
     path: Path | None  # the file, or None to write nothing
@@ -328,31 +492,32 @@ class Metrics:
         self.lost = 0
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._logged: set[tuple[str, str]] = set()  # engine and received signal
+        self._received: set[tuple[str, str]] = set()
+        """(engine, signal) of each signal that the engine has received so far."""
 
     def write(
         self, step: int, record: StepRecord, *, several: bool, steps_at_once: int = 1
     ) -> dict[str, Any] | None:
-        """Adds a line for a step of one engine, with its name if the run has `several` engines.
+        """Adds a line for a step of one engine.
 
-        `steps_at_once` is the number of steps of its dispatch.
+        Args:
+            step: index of the step in the run.
+            record: the step as the engine judged it.
+            several: whether the run has several engines. Then the line names the engine.
+            steps_at_once: number of steps of the dispatch that the step belongs to.
 
-        Returns the fields of the line, or None for a step without a line, unless `tracked`.
+        Returns:
+            The fields of the line, without its head. None for a step without a line, unless
+            `tracked`, and for a step that was not judged.
         """
-        every = 1
-        if self.automatic and not record.cause:
-            every <<= (step // _UNTHINNED).bit_length()
-            every <<= (steps_at_once // _LINES_AT_ONCE).bit_length()
+        every = self._steps_per_line(step, record, steps_at_once)
         written = self.path is not None and step % every == 0
         if not record.judged or not (written or self.tracked):
             return None
         try:
             fields = self._fields(record, several)
             if written:
-                head = {"schema": _METRICS_SCHEMA, "kind": "step", "run": self.run}
-                head |= {"time": round(time.time(), 3), "step": step}
-                line = head | ({"every": every} if every > 1 else {}) | fields
-                self._lines.append(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n")
+                self._lines.append(self._line(step, every, fields))
         except Exception:  # from converting a value of the driver; the training continues
             self.lost += 1
             fields = None
@@ -361,11 +526,12 @@ class Metrics:
         return fields
 
     def flush(self) -> None:
-        """Writes the buffered lines."""
+        """Writes the buffered lines. Counts them in `lost` if they cannot be written."""
         self._flushed = time.monotonic()
         if self.path is None or not self._lines:
             return
-        lines, self._lines = self._lines, []
+        lines = self._lines
+        self._lines = []
         try:
             append(self.path, "".join(lines).encode("ascii"), follow_links=not self.automatic)
         except Exception as error:
@@ -373,27 +539,57 @@ class Metrics:
                 warn_of_loss("metrics", self.path, error)
             self.lost += len(lines)
 
-    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
-        fields = {"engine": record.engine} if several else {}
-        fields |= self._signals(record)
-        numbers = {name: getattr(record, name) for name in (*NUMBERS, *COMPARED)}
-        numbers["lr"] = None if record.lr in (0.0, 1.0) else record.lr
-        fields |= {n: to_json(float(v)) for n, v in numbers.items() if v is not None}
-        flags = {"cause": names(record.cause), "action": names(record.action)}
-        return fields | {"skip": record.skip, **flags}
+    def _steps_per_line(self, step: int, record: StepRecord, steps_at_once: int) -> int:
+        """The number of steps that a line represents, a power of two; 1 for an alarm."""
+        if not self.automatic or record.cause:
+            return 1
+        doublings = (step // _UNTHINNED).bit_length()
+        doublings += (steps_at_once // _LINES_AT_ONCE).bit_length()
+        return 1 << doublings
 
-    def _signals(self, record: StepRecord) -> dict[str, Any]:
-        """The loss and norm of the step; "nan" replaces the last finite value.
+    def _line(self, step: int, every: int, fields: dict[str, Any]) -> str:
+        line: dict[str, Any] = {
+            "schema": _METRICS_SCHEMA,
+            "kind": "step",
+            "run": self.run,
+            "time": round(time.time(), 3),
+            "step": step,
+        }
+        if every > 1:
+            line["every"] = every
+        line |= fields
+        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+
+    def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if several:
+            fields["engine"] = record.engine
+        self._add_signal(fields, record, "loss", Cause.NONFINITE_LOSS)
+        self._add_signal(fields, record, "grad_norm", Cause.NONFINITE_GRAD)
+        for name in (*NUMBERS, *COMPARED):
+            value = getattr(record, name)
+            if value is not None:
+                fields[name] = to_json(float(value))
+        if record.lr not in (0.0, 1.0):  # either means that the rate is unknown
+            fields["lr"] = to_json(float(record.lr))
+        fields["skip"] = record.skip
+        fields["cause"] = names(record.cause)
+        fields["action"] = names(record.action)
+        return fields
+
+    def _add_signal(
+        self, fields: dict[str, Any], record: StepRecord, name: str, nonfinite: Cause
+    ) -> None:
+        """Adds the loss or norm of the step; "nan" replaces the last finite value.
 
         The engine starts with zeros, so a signal that has always been 0 is not received.
         """
-        signals: dict[str, Any] = {}
-        for name, value, nonfinite in (
-            ("loss", record.loss, Cause.NONFINITE_LOSS),
-            ("grad_norm", record.grad_norm, Cause.NONFINITE_GRAD),
-        ):
-            if value != 0 or record.cause & nonfinite:
-                self._logged.add((record.engine, name))
-            if (record.engine, name) in self._logged:
-                signals[name] = "nan" if record.cause & nonfinite else to_json(float(value))
-        return signals
+        value = getattr(record, name)
+        if value != 0 or record.cause & nonfinite:
+            self._received.add((record.engine, name))
+        if (record.engine, name) not in self._received:
+            return
+        if record.cause & nonfinite:
+            fields[name] = "nan"
+        else:
+            fields[name] = to_json(float(value))

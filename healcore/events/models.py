@@ -42,8 +42,10 @@ def _names(flags: type[Cause] | type[Action]) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": items})
 
 
-def _parse_nonfinite(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in NONFINITE_TEXTS else value
+def _parse_nonfinite(value: object) -> object:
+    if isinstance(value, str) and value in NONFINITE_TEXTS:
+        return float(value)
+    return value
 
 
 NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT, title="whole number")]
@@ -108,8 +110,9 @@ StacksList = Annotated[list[dict[str, Any]], Field(title="array of `{ranks, stac
 EndingName = Annotated[Ending, Field(strict=False)]  # accepts the string of the enum
 
 
-def _maybe(about: str) -> Any:
-    return Field(default=None, description=about)
+def _maybe(description: str) -> Any:
+    """An optional field: None if the event does not have it."""
+    return Field(default=None, description=description)
 
 
 class EventRecord(_EventsModel):
@@ -118,6 +121,9 @@ class EventRecord(_EventsModel):
     A field has the same meaning and type in every kind; `schema.KINDS` lists the required fields of
     each kind. `log.parse` guarantees `seq`, `run` and `kind`. Any other field may be None, because
     the file may be damaged, edited, or written by a newer healcore.
+
+    The record is made by `validate`, and is immutable. The description of each field is the text in
+    docs/events.schema.json.
     """
 
     schema_: PositiveInt = Field(default=2, alias="schema", description="Version of the format: 2.")
@@ -231,14 +237,26 @@ class EventRecord(_EventsModel):
 
 
 def validate(event: Mapping[str, Any]) -> tuple[EventRecord, list[str]]:
-    """Validates an event from `log.parse`.
+    """Makes a record of an event, and drops the fields of the wrong type.
+
+    A wrong field must not hide the rest of an event, because the events may be all that is left of
+    a run. So the event is validated a second time, without the fields that failed.
+
+    Args:
+        event: an event from `log.parse`.
 
     Returns:
-        The event without its invalid fields, and the names of these fields.
+        The event without its invalid fields, and the names of these fields in the event's order.
     """
     try:
         return EventRecord.model_validate(event), []
     except ValidationError as error:
         invalid = {str(detail["loc"][0]) for detail in error.errors(include_url=False)}
-    rest = {name: value for name, value in event.items() if name not in invalid}
-    return EventRecord.model_validate(rest), [name for name in event if name in invalid]
+    valid_fields: dict[str, Any] = {}
+    invalid_names: list[str] = []
+    for name, value in event.items():
+        if name in invalid:
+            invalid_names.append(name)
+        else:
+            valid_fields[name] = value
+    return EventRecord.model_validate(valid_fields), invalid_names

@@ -11,16 +11,32 @@ import socket
 import weakref
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import healcore
 
 # Only versions, because command lines and environment variables may contain passwords.
-_NAMES = "numpy torch jax jaxlib optax flax orbax-checkpoint torchdata grain transformers lightning"
+_DISTRIBUTIONS = (
+    "numpy",
+    "torch",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "orbax-checkpoint",
+    "torchdata",
+    "grain",
+    "transformers",
+    "lightning",
+)
 
 
 class Process(NamedTuple):
-    """Identity of a process, distinct from later processes with the same number."""
+    """Identity of a process, distinct from later processes with the same number.
+
+    The number alone is not enough: after a reboot, or on a busy machine after a day, another
+    process has it. A run that took such a process for its predecessor would wait for it forever.
+    """
 
     host: str
     pid: int
@@ -29,7 +45,12 @@ class Process(NamedTuple):
     """Start time in clock ticks since the boot, or None. Distinguishes reused values of `pid`."""
 
     def gone(self) -> bool | None:
-        """Whether the process has ended or is a zombie, or None if unknown, as on another host."""
+        """Checks whether the process still runs.
+
+        Returns:
+            True if the process has ended or is a zombie, and False if it runs. None if this is
+            unknown: the process is on another host, or the system is Windows.
+        """
         current = current_process()
         if self.host != current.host:
             return None
@@ -44,13 +65,18 @@ class Process(NamedTuple):
         except (PermissionError, OverflowError):
             pass
         state, born = _state_and_start(self.pid)
-        return state == "Z" or (None not in (born, self.born) and born != self.born)
+        if state == "Z":
+            return True
+        if born is None or self.born is None:
+            return False
+        return born != self.born
 
 
 def current_process() -> Process:
     """The identity of the calling process."""
     pid = os.getpid()
-    return Process(socket.gethostname(), pid, _boot_id(), _state_and_start(pid)[1])
+    _, born = _state_and_start(pid)
+    return Process(socket.gethostname(), pid, _boot_id(), born)
 
 
 @functools.cache
@@ -73,10 +99,18 @@ def _state_and_start(pid: int) -> tuple[str | None, int | None]:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Name -> version of healcore, Python, the system and the installed frameworks."""
-    versions = {"healcore": healcore.__version__, "python": platform.python_version()}
-    versions["platform"] = platform.platform()
-    for name in _NAMES.split():
+    """The versions that a reader of the events needs to reproduce a run.
+
+    Returns:
+        "healcore", "python", "platform" (the operating system) and the name of each installed
+        framework -> its version.
+    """
+    versions = {
+        "healcore": healcore.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for name in _DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
@@ -85,24 +119,52 @@ def environment() -> dict[str, str]:
 FORK_WAIT = 1.0
 """Seconds that a fork waits for each watched object that is at work (see `watch_forks`)."""
 
-_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+class ForkWatcher(Protocol):
+    """An object with locks or threads, which a forked child has to reset.
+
+    It may also have a method `join(seconds)`, which waits until its threads are idle.
+    """
+
+    def forked(self) -> None:
+        """Resets the object in a forked child, in which its threads do not exist."""
+        ...
 
 
-def watch_forks(target: Any) -> None:
-    """Calls `target.forked()` in each later forked child, without keeping `target` alive.
+_watched: weakref.WeakSet[ForkWatcher] = weakref.WeakSet()
+
+
+def watch_forks(target: ForkWatcher) -> None:
+    """Resets an object in each later forked child, without keeping the object alive.
 
     A forked child inherits locks but not the threads that hold them. Data loaders fork their
     workers while a save is in progress: without a reset, a worker would wait forever for the save.
-    No reset frees the locks of libc and torch. So a fork first calls `target.join(FORK_WAIT)`, if
-    the target has a `join`.
+    No reset frees the locks of libc and torch. So a fork first waits until the threads are idle:
+
+        parent:  target.join(FORK_WAIT) ── fork ── continues, its threads run
+                                             │
+        child:                               └──── target.forked() ── continues, without threads
+
+    Args:
+        target: its `forked()` is called in the child. Its `join(FORK_WAIT)` is called before the
+            fork if the target has a `join`. The target has to be hashable.
     """
     _watched.add(target)
+
+
+def _wait_before_fork() -> None:
+    for target in list(_watched):
+        join = getattr(target, "join", None)
+        if join is not None:
+            join(FORK_WAIT)
+
+
+def _reset_after_fork() -> None:
+    for target in list(_watched):
+        target.forked()
 
 
 # The hooks before a fork run the newest first. `concurrent.futures.thread` has a hook that takes a
 # lock, which a save needs to start threads. Its import above registers that hook before this one.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=lambda: [each.join(FORK_WAIT) for each in list(_watched) if hasattr(each, "join")],
-        after_in_child=lambda: [target.forked() for target in list(_watched)],
-    )
+    os.register_at_fork(before=_wait_before_fork, after_in_child=_reset_after_fork)

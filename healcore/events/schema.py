@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.console import counted
@@ -18,6 +17,7 @@ SCHEMA = 2
 """Version of the format. Changed or removed fields need a new version, added fields do not."""
 ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
+_SHOWN_ROWS = 16  # limit of the rows of a batch in a sentence
 
 
 # -- sentences ------------------------------------------------------------------------------------
@@ -29,15 +29,27 @@ def flag_names(flags: Sequence[str]) -> str:
 
 
 def readings_text(readings: Readings | ReadingsRecord, causes: Sequence[str]) -> str:
-    """Loss and gradient norm of a step as a clause, without values that were never measured."""
-    found = []
+    """Describes the loss and the gradient norm of a step as a clause.
+
+    At a step whose loss is NaN, the readings have the last finite loss, and the clause says so.
+
+    Args:
+        readings: the judged numbers. Their norm is NaN, and their loss is NaN or 0, if it was
+            never measured.
+        causes: names of the causes of the step.
+
+    Returns:
+        The clause, for example "loss 2.31, last finite gradient norm 0.8", without values that were
+        never measured; empty if neither was.
+    """
+    clauses = []
     if readings.loss and not math.isnan(readings.loss):  # 0 if the loop passes no loss
-        last = "last finite " if "NONFINITE_LOSS" in causes else ""
-        found.append(f"{last}loss {readings.loss:.4g}")
+        name = "last finite loss" if "NONFINITE_LOSS" in causes else "loss"
+        clauses.append(f"{name} {readings.loss:.4g}")
     if not math.isnan(readings.grad_norm):
-        last = "last finite " if "NONFINITE_GRAD" in causes else ""
-        found.append(f"{last}gradient norm {readings.grad_norm:.4g}")
-    return ", ".join(found)
+        name = "last finite gradient norm" if "NONFINITE_GRAD" in causes else "gradient norm"
+        clauses.append(f"{name} {readings.grad_norm:.4g}")
+    return ", ".join(clauses)
 
 
 class _Words:
@@ -48,110 +60,191 @@ class _Words:
 
     def __getitem__(self, name: str) -> Any:
         value = getattr(self._event, name)
-        return flag_names(value) if isinstance(value, list) else "?" if value is None else value
+        if isinstance(value, list):
+            return flag_names(value)
+        if value is None:
+            return "?"
+        return value
+
+
+def _join(parts: Iterable[str], separator: str = ", ") -> str:
+    """Joins the parts of a sentence that are not empty."""
+    return separator.join(part for part in parts if part)
 
 
 def _start(event: EventRecord) -> str:
-    observed = " (observes, changes nothing)" if event.mode == "observe" else ""
-    framework = event.framework or ""
-    return f"run {event.run} begins: {framework}, policy {event.policy}{observed}"
+    text = f"run {event.run} begins: {event.framework or ''}, policy {event.policy}"
+    if event.mode == "observe":
+        text += " (observes, changes nothing)"
+    return text
 
 
 def alarm_text(alarm: Any) -> str:
-    """The sentence of an alarm: an event, or an object with its fields."""
-    causes, actions = alarm.cause or (), alarm.action or ()
-    rate = "" if alarm.lr is None else f"learning rate {alarm.lr:.4g}"
-    seen = alarm.readings and readings_text(alarm.readings, causes)
+    """Describes an alarm: its causes, what was measured, and what was done about it.
+
+    Args:
+        alarm: an event `alarm`, or an object with its fields `cause`, `readings`, `lr`, `observed`,
+            `skip`, `skips`, `grad_scale`, `action` and `lr_scale`. `healcore.torch.attach` has no
+            events, and passes such an object.
+
+    Returns:
+        The sentence, for example "grad spike; loss 2.31, gradient norm 41; gradients × 0.024".
+    """
+    causes = alarm.cause or ()
+    numbers = []
+    if alarm.readings:
+        numbers.append(readings_text(alarm.readings, causes))
+    if alarm.lr is not None:
+        numbers.append(f"learning rate {alarm.lr:.4g}")
+    return _join([flag_names(causes), _join(numbers), *_responses(alarm)], "; ")
+
+
+def _responses(alarm: Any) -> list[str]:
+    """What was done about an alarm, or would be done if the policy only observes."""
+    actions = alarm.action or ()
     orders = [name for name in ("ROLLBACK", "STOP", "CUT_LR") if name in actions]
-    done = []
+    responses = []
     if alarm.observed:
-        done = [f"{' and '.join(orders)} ordered"] if orders else []
-        done.append("nothing is changed, the policy observes")
-    elif alarm.skip:
-        done = [f"skipped, {alarm.skips} of the run" if (alarm.skips or 0) > 1 else "skipped"]
+        if orders:
+            responses.append(f"{' and '.join(orders)} ordered")
+        responses.append("nothing is changed, the policy observes")
+        return responses
+    if alarm.skip:
+        if alarm.skips is not None and alarm.skips > 1:
+            responses.append(f"skipped, {alarm.skips} of the run")
+        else:
+            responses.append("skipped")
     elif alarm.grad_scale is not None and alarm.grad_scale < 1:
-        done = [f"gradients × {alarm.grad_scale:.3g}"]
+        responses.append(f"gradients × {alarm.grad_scale:.3g}")
     elif alarm.grad_scale is not None and not orders:
-        done = ["nothing is changed"]
-    if "CUT_LR" in orders and alarm.lr_scale is not None and not alarm.observed:
-        done.append(f"learning rate × {alarm.lr_scale:g}")
-    numbers = ", ".join(filter(None, (seen, rate)))
-    return "; ".join(filter(None, (flag_names(causes), numbers, *done)))
+        responses.append("nothing is changed")
+    if "CUT_LR" in orders and alarm.lr_scale is not None:
+        responses.append(f"learning rate × {alarm.lr_scale:g}")
+    return responses
 
 
 def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> list[str]:
-    """Batches in words, with their first rows of the dataset where these are known."""
-    shown = [f" (rows {', '.join(map(str, each[:16]))})" for each in rows]
-    return [
-        f"epoch {epoch} batch {index}{text}"
-        for (epoch, index), text in zip_longest(batches, shown[: len(batches)], fillvalue="")
-    ]
+    """Names batches, with their rows of the dataset where these are known.
+
+    Args:
+        batches: the (epoch, index) of each batch.
+        rows: for each of `batches` its first rows of the dataset; may be shorter, or empty.
+
+    Returns:
+        A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)". It has at most 16 rows.
+    """
+    names = []
+    for place, (epoch, index) in enumerate(batches):
+        name = f"epoch {epoch} batch {index}"
+        if place < len(rows):
+            shown = ", ".join(map(str, rows[place][:_SHOWN_ROWS]))
+            name += f" (rows {shown})"
+        names.append(name)
+    return names
 
 
 def _alarm(event: EventRecord) -> str:
-    names = batch_names(event.batches or (), event.rows or ()) if event.rows else ()
-    return "; ".join([alarm_text(event), *names])
+    parts = [alarm_text(event)]
+    if event.rows:
+        parts += batch_names(event.batches or (), event.rows)
+    return "; ".join(parts)
 
 
 def _over(event: EventRecord) -> str:
-    numbers = event.readings and readings_text(event.readings, ())
-    cause, first, last = flag_names(event.cause or ()), event.onset, event.last
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    return f"incident {event.incident} is over: {cause}, {steps}; {numbers or 'no loss'} now"
+    causes = flag_names(event.cause or ())
+    steps = f"steps {event.onset} to {event.last}"
+    if event.onset == event.last:
+        steps = f"step {event.onset}"
+    numbers = ""
+    if event.readings:
+        numbers = readings_text(event.readings, ())
+    return f"incident {event.incident} is over: {causes}, {steps}; {numbers or 'no loss'} now"
 
 
 def _order(event: EventRecord) -> str:
-    would = "would order" if event.observed else "ordered"
+    verb = "would order" if event.observed else "ordered"
     actions = ", ".join(flag_names([action]) for action in event.action or ())
-    return f"{would}: {actions}" + (f" ({flag_names(event.cause)})" if event.cause else "")
+    text = f"{verb}: {actions}"
+    if event.cause:
+        text += f" ({flag_names(event.cause)})"
+    return text
 
 
 def _rollback(event: EventRecord) -> str:
-    number = len(event.batches or ())
-    parts = (
+    parts = [
         f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
         lr_text(event),
-        f"{counted(number, 'batch', 'batches')} skipped" if number else "",
-        *(event.held or ()),
-        "moments reset" if event.moments_reset else "",
-        repeat_text(event),
-    )
-    return ", ".join(filter(None, parts))
+    ]
+    if event.batches:
+        parts.append(f"{counted(len(event.batches), 'batch', 'batches')} skipped")
+    parts += event.held or ()
+    if event.moments_reset:
+        parts.append("moments reset")
+    parts.append(repeat_text(event))
+    return _join(parts)
 
 
 def repeat_text(rollback: EventRecord) -> str:
-    """How many of the undone steps are repeated, as a clause, or an empty string if unknown."""
-    repeated, lost = rollback.steps_repeated or 0, rollback.steps_lost or 0
-    because = f", because {rollback.why}" if rollback.why else ""
-    parts = (
-        f"{counted(repeated, 'step is', 'steps are')} repeated" if repeated else "",
-        f"{counted(lost, 'step is', 'steps are')} not repeated{because}" if lost else "",
-    )
-    return ", ".join(filter(None, parts))
+    """Describes how many of the undone steps are repeated.
+
+    Args:
+        rollback: an event `rollback`.
+
+    Returns:
+        A clause, for example "12 steps are repeated, 3 steps are not repeated, because ...", or an
+        empty string if the event does not have the numbers.
+    """
+    clauses = []
+    if rollback.steps_repeated:
+        clauses.append(f"{counted(rollback.steps_repeated, 'step is', 'steps are')} repeated")
+    if rollback.steps_lost:
+        clause = f"{counted(rollback.steps_lost, 'step is', 'steps are')} not repeated"
+        if rollback.why:
+            clause += f", because {rollback.why}"
+        clauses.append(clause)
+    return ", ".join(clauses)
 
 
 def lr_text(rollback: EventRecord) -> str:
-    """The lowered learning rate of a rollback, as a clause, or an empty string."""
-    limit, at_fault, schedule = rollback.lr_limit, rollback.lr_at_fault, rollback.lr
-    before = schedule if at_fault is None else at_fault
-    scale = 1.0 if rollback.lr_scale is None else rollback.lr_scale
-    if not (scale < 1 if before is None or limit is None else limit < before):
+    """Describes the lowered learning rate of a rollback.
+
+    Args:
+        rollback: an event `rollback`.
+
+    Returns:
+        A clause, for example "learning rate at most 0.0005 (it was 0.001)", or an empty string if
+        the rollback did not lower the learning rate.
+    """
+    limit = rollback.lr_limit
+    before = rollback.lr_at_fault
+    if before is None:
+        before = rollback.lr
+    if limit is not None and before is not None:
+        is_lowered = limit < before
+    else:
+        is_lowered = rollback.lr_scale is not None and rollback.lr_scale < 1
+    if not is_lowered:
         return ""
     if limit is None:
-        return f"learning rate × {scale:.3g}"
+        return f"learning rate × {rollback.lr_scale:.3g}"
     text = f"learning rate at most {limit:.3g}"
-    if at_fault is not None:
-        return f"{text} (it was {at_fault:.3g})"
-    return text if schedule is None else f"{text} (the schedule's rate was {schedule:.3g})"
+    if rollback.lr_at_fault is not None:
+        return f"{text} (it was {rollback.lr_at_fault:.3g})"
+    if rollback.lr is not None:
+        return f"{text} (the schedule's rate was {rollback.lr:.3g})"
+    return text
 
 
 def _lr(event: EventRecord) -> str:
-    before, after = event.lr_scale_before, event.lr_scale
+    before = event.lr_scale_before
+    after = event.lr_scale
     if not before or not after:
         return "learning rate"
-    would = "would be " if event.observed else ""
-    why = f": {event.why}" if event.why else ""
-    return f"learning rate {would}× {after:.3g}, was × {before:.3g}{why}"
+    verb = "would be " if event.observed else ""
+    text = f"learning rate {verb}× {after:.3g}, was × {before:.3g}"
+    if event.why:
+        text += f": {event.why}"
+    return text
 
 
 _ASSESSMENTS = {
@@ -167,32 +260,37 @@ _ASSESSMENTS = {
 
 
 def _assessment(event: EventRecord) -> str:
-    found = f"assessment: {event.verdict or 'unknown'}"
-    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""), found)
-    since = (
-        "" if event.onset is None or event.verdict == "unknown" else f", since step {event.onset}"
-    )
-    return text + since
+    text = _ASSESSMENTS.get((event.verdict or "", event.by or ""))
+    if text is None:  # a verdict of another version
+        text = f"assessment: {event.verdict or 'unknown'}"
+    if event.onset is not None and event.verdict != "unknown":
+        text += f", since step {event.onset}"
+    return text
 
 
 def _hook(event: EventRecord) -> str:
     if event.problem is not None:
         return f"a hook failed: {event.problem}"
-    then = flag_names(event.action or ()) or "nothing"
-    return f"the hook {event.hook or ''} changed {flag_names(event.ordered or ())} to {then}"
+    replaced = flag_names(event.ordered or ())
+    replacement = flag_names(event.action or ()) or "nothing"
+    return f"the hook {event.hook or ''} changed {replaced} to {replacement}"
 
 
 def _fault(event: EventRecord) -> str:
-    severity = f" ({event.severity})" if event.severity else ""
-    done = f"; {event.answer.replace('_', ' ')}" if event.answer else ""
-    return f"fault: {flag_names(event.cause or ()) or 'unknown'}{severity}: {event.problem}{done}"
+    text = f"fault: {flag_names(event.cause or ()) or 'unknown'}"
+    if event.severity:
+        text += f" ({event.severity})"
+    text += f": {event.problem}"
+    if event.answer:
+        text += f"; {event.answer.replace('_', ' ')}"
+    return text
 
 
 # -- kinds ----------------------------------------------------------------------------------------
 
 
 class Trait(enum.Flag):
-    """Properties of a kind of event."""
+    """Properties of a kind of event, which the log, the readers and the trackers ask for."""
 
     JUDGED = enum.auto()
     """`step` is the step that was judged; without this trait the number of steps done."""
@@ -203,12 +301,19 @@ class Trait(enum.Flag):
 
 
 class EventKind(NamedTuple):
-    """One kind of event."""
+    """One kind of event, an entry of `KINDS`.
 
-    when: str  # when the event is written
-    required: tuple[str, ...] = ()  # required fields, in addition to `ENVELOPE`
+    Attributes:
+        when: when the event is written. docs/events.md and the JSON Schema quote this text.
+        required: required fields, in addition to `ENVELOPE`.
+        sentence: template or function of the sentence about an event. A template has the names of
+            fields in braces. Empty for a kind without sentences.
+        traits: properties of the kind.
+    """
+
+    when: str
+    required: tuple[str, ...] = ()
     sentence: str | Callable[[EventRecord], str] = ""
-    """Template or function of the sentence about an event; empty for a kind without sentences."""
     traits: Trait = Trait(0)
 
 
@@ -322,11 +427,30 @@ KINDS: dict[str, EventKind] = {
 
 
 def has(kind: str, trait: Trait) -> bool:
-    """Whether a kind of event has a trait; False for a kind of a newer healcore."""
+    """Whether a kind of event has a trait.
+
+    Args:
+        kind: name of the kind, as in the field `kind`.
+        trait: the trait, or several traits of which the kind must have each.
+
+    Returns:
+        False for a kind of a newer healcore.
+    """
     return kind in KINDS and trait in KINDS[kind].traits
 
 
 def sentence(event: EventRecord) -> str:
-    """The sentence of an event, or an empty string if its kind has none."""
-    write = KINDS[event.kind].sentence if event.kind in KINDS else ""
-    return write.format_map(_Words(event)) if isinstance(write, str) else write(event)
+    """Writes the sentence about an event, as consoles, trackers and reports show it.
+
+    Args:
+        event: the event, from `models.validate`.
+
+    Returns:
+        The sentence, without the step and the time, or an empty string if the kind has none.
+    """
+    if event.kind not in KINDS:  # of a newer healcore
+        return ""
+    template = KINDS[event.kind].sentence
+    if isinstance(template, str):
+        return template.format_map(_Words(event))
+    return template(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,9 +18,10 @@ _CURVES = ("loss", "grad_norm", "threshold", "lr_scale", "lr")
 
 
 class Curves(NamedTuple):
-    """Curves of a run, in recorded order. Every array is (n,).
+    """Curves of a run, in recorded order. Every array is (n,), float64 unless it says otherwise.
 
     A value is NaN if it was not logged, or if it was logged as NaN. `nonfinite` marks the latter.
+    After a rollback `step` becomes smaller, because the steps are recorded a second time.
     """
 
     step: np.ndarray
@@ -35,7 +35,15 @@ class Curves(NamedTuple):
     rows: int | None = None  # rows before thinning, or None if no row was dropped
 
     def undone(self) -> np.ndarray:
-        """Whether a later attempt replaced each row, by starting at or before it; bool (n,)."""
+        """Marks the rows that a later attempt has replaced, by starting at or before their step.
+
+            attempt          0  0  0  0  1  1  1
+            step             0  1  2  3  2  3  4
+            undone           .  .  x  x  .  .  .
+
+        Returns:
+            bool (n,).
+        """
         if self.attempt is None:
             return np.zeros(len(self.step), bool)
         ends = np.flatnonzero(np.diff(self.attempt))  # last row of each attempt except the last
@@ -45,18 +53,28 @@ class Curves(NamedTuple):
 
 
 def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.ndarray:
-    """The places of at most `limit` rows that show the extremes of aligned curves.
+    """Chooses rows that show the extremes of aligned curves.
 
-    Rows are grouped by index, int64 (n,), into bins of equal width, which doubles until the rows
-    are few enough. For each curve, a bin keeps the rows of the smallest, the largest and the first
-    non-finite value. Largest-triangle-three-buckets may drop a spike of one row.
+    Rows are grouped by index into bins of equal width, which doubles until the rows are few enough.
+    For each curve, a bin keeps the rows of the smallest, the largest and the first non-finite
+    value. The usual method for plots, largest-triangle-three-buckets, may drop a spike of one row.
+
+    Args:
+        index: int64 (n,), not decreasing: the place of each row on the axis of the plot.
+        curves: name -> values, float (n,).
+        limit: most rows to keep. One bin has 3 rows of each curve, so that more rows may be kept if
+            the limit is below that.
+
+    Returns:
+        The places of the kept rows, int64 (m,), increasing. The first and the last row are kept.
     """
     places = np.arange(len(index))
     width = 1
-    most = max(limit, 3 * max(1, len(curves)) + 2)
-    while len(places) > most:
+    one_bin = 3 * max(1, len(curves)) + 2
+    while len(places) > max(limit, one_bin):
         bins = (index[places] - index[0]) // width
-        places = places[_extremes(bins, [curve[places] for curve in curves.values()])]
+        kept = [curve[places] for curve in curves.values()]
+        places = places[_extremes(bins, kept)]
         width *= 2
     return places
 
@@ -64,7 +82,7 @@ def thin(index: np.ndarray, curves: Mapping[str, np.ndarray], limit: int) -> np.
 def _extremes(bins: np.ndarray, curves: Iterable[np.ndarray]) -> np.ndarray:
     """Mask, bool (n,), of the first and last row, and each curve's extremes in each bin."""
     keep = np.zeros(len(bins), bool)
-    keep[0] = keep[-1] = True
+    keep[[0, -1]] = True
     starts = np.flatnonzero(np.diff(bins, prepend=bins[0] - 1))
     bin_of_row = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(bins))))
     for curve in curves:
@@ -84,47 +102,80 @@ def _first_per_bin(selected: np.ndarray, bin_of_row: np.ndarray) -> np.ndarray:
 
 
 def thinned(curves: Curves) -> Curves:
-    """Thins the curves of a run for plots, and drops curves without a value."""
+    """Thins the curves of a run for plots, and drops curves without a value.
+
+    Args:
+        curves: all rows of a run.
+
+    Returns:
+        At most 9,000 rows with all extremes, in the same order. `rows` is the number before.
+    """
     # As a curve, `attempt` keeps the first row of each attempt, an extreme of its bin.
     arrays = {name: values for name, values in curves._asdict().items() if values is not None}
     kept = thin(np.arange(len(curves.step)), arrays, _MAX_ROWS)
-    few = {
-        name: values[kept]
-        for name, values in arrays.items()
-        if name in ("step", "loss") or not np.isnan(values).all()
-    }
-    return Curves(**few, rows=len(curves.step))
+    thinned_arrays = {}
+    for name, values in arrays.items():
+        if name in ("step", "loss") or not np.isnan(values).all():
+            thinned_arrays[name] = values[kept]
+    return Curves(**thinned_arrays, rows=len(curves.step))
 
 
 def read_metrics(path: Path, processes: Sequence[str]) -> tuple[Curves, list[str]]:
-    """Reads the rows of the processes of a run, and lists damaged lines. Raises OSError.
+    """Reads the rows of the processes of a run from its metrics file.
 
     Of several optimizers, only the first has rows. An attempt begins with a process, or with a
     step that does not increase.
+
+    Args:
+        path: the metrics file, to which a process may still write.
+        processes: ids of the processes, as in the field `run` of a line.
+
+    Returns:
+        The curves, with attempts from 0, and a sentence about each damaged line.
+
+    Raises:
+        OSError: the file cannot be read.
     """
-    rows = array("d")
-    damage = list[str]()
+    rows = array("d")  # 8 bytes per number: a long run has millions of rows
+    damage: list[str] = []
     engine = None
-    last = ("", 0)
+    last_process = ""
+    last_step = 0
     attempt = -1
     for number, line in read_lines(path, parse_metrics):
         if isinstance(line, str):
             damage.append(f"line {number}: {line}")
-        elif line["run"] in processes:
-            engine = line.get("engine", "") if engine is None else engine
-            if line.get("engine", "") == engine:
-                attempt += line["run"] != last[0] or line["step"] <= last[1]
-                last = line["run"], line["step"]
-                rows.extend((line["step"], attempt, *_values(line)))
-    step, attempts, nonfinite, *curves = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES)).T
+            continue
+        process = line["run"]
+        step = line["step"]
+        if process not in processes:
+            continue
+        if engine is None:
+            engine = line.get("engine", "")
+        if line.get("engine", "") != engine:
+            continue
+        if process != last_process or step <= last_step:
+            attempt += 1
+        last_process = process
+        last_step = step
+        rows.extend((step, attempt, *_values(line)))
+    steps, attempts, nonfinite, *curves = np.frombuffer(rows).reshape(-1, 3 + len(_CURVES)).T
     named = dict(zip(_CURVES, curves, strict=True))
-    return Curves(step, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
+    return Curves(steps, attempt=attempts, nonfinite=nonfinite.astype(bool), **named), damage
 
 
 def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
-    """Engine -> the last row of a process in a metrics file, within its last megabyte.
+    """Reads the last row of each engine of a process, within the last megabyte of the file.
 
-    The name of the engine is "" for a run with one engine. Raises OSError.
+    Args:
+        path: the metrics file.
+        process: id of the process, as in the field `run` of a line.
+
+    Returns:
+        Name of the engine, "" for a run with one engine -> the fields of its last row.
+
+    Raises:
+        OSError: the file cannot be read.
     """
     rows: dict[str, dict[str, Any]] = {}
     for row in read_last_lines(path, parse_metrics):
@@ -134,7 +185,15 @@ def read_last_rows(path: Path, process: str) -> dict[str, dict[str, Any]]:
 
 
 def parse_metrics(line: bytes) -> dict[str, Any] | str:
-    """The object in a metrics line, or the reason why the line is not a metrics line."""
+    """Parses a line of a metrics file.
+
+    Args:
+        line: the bytes of the line, with or without its newline.
+
+    Returns:
+        The object, in which `kind`, `step` and `run` have the right types, or the reason why the
+        line is not a metrics line.
+    """
     parsed = parse_line(line)
     if isinstance(parsed, str):
         return parsed
@@ -143,19 +202,28 @@ def parse_metrics(line: bytes) -> dict[str, Any] | str:
     step = parsed.get("step")
     if type(step) is not int or not 0 <= step < 1 << 53:
         return f"step is not a whole number from 0 to 2^53: {step!r:.80}"
-    return parsed if isinstance(parsed.get("run"), str) else "run is not a string"
+    if not isinstance(parsed.get("run"), str):
+        return "run is not a string"
+    return parsed
 
 
 def _values(line: Mapping[str, Any]) -> tuple[float, ...]:
     """Whether a logged loss or norm is not finite, then the values of the curves, or NaN."""
-    values = {}
+    values = dict.fromkeys(_CURVES, math.nan)
+    nonfinite = False
     for name in _CURVES:
         value = line.get(name)
-        if type(value) in (int, float) or (isinstance(value, str) and value in NONFINITE_TEXTS):
-            assert value is not None
-            with contextlib.suppress(OverflowError):  # an int of 400 digits
-                values[name] = float(value)
-    if values.get("threshold") == 0.0:  # 0 means no limit
-        del values["threshold"]
-    nonfinite = not all(math.isfinite(values.get(name, 0.0)) for name in ("loss", "grad_norm"))
-    return nonfinite, *(values.get(name, math.nan) for name in _CURVES)
+        if value is None:
+            continue
+        is_number = type(value) in (int, float)  # a bool is an int too, but no number here
+        if not is_number and value not in NONFINITE_TEXTS:
+            continue
+        try:
+            values[name] = float(value)
+        except OverflowError:  # an int of 400 digits
+            continue
+        if name in ("loss", "grad_norm") and not math.isfinite(values[name]):
+            nonfinite = True
+    if values["threshold"] == 0.0:  # 0 means no limit
+        values["threshold"] = math.nan
+    return nonfinite, *values.values()

@@ -45,7 +45,13 @@ class Mode(enum.StrEnum):
 
 @dataclass
 class Incident:
-    """Alarms with one onset. Events are added in file order."""
+    """Alarms with one onset, and what was done about them.
+
+    An incident is a contiguous run of alarms: it begins at the first alarm, its onset, and is over
+    after `incident.quiet_steps` steps without an alarm. One fault that lasts 50 steps is one
+    incident, and spends one attempt of the budget. Its events are added in file order. A rollback
+    for which no detector raised an alarm has an incident too, with number 0.
+    """
 
     number: int  # from 1, over the whole run; 0 for a rollback without an incident
     attempt: int
@@ -85,10 +91,19 @@ class Incident:
     @property
     def end(self) -> float:
         """Step of the last alarm or order."""
-        return self.step if self.last_step is None else self.last_step
+        if self.last_step is None:
+            return self.step
+        return self.last_step
 
     def add(self, event: EventRecord) -> None:
-        """Adds an alarm or order of the incident."""
+        """Adds an alarm or order of the incident.
+
+        Causes and actions accumulate. Batches, readings, evidence and diagnosis are those of the
+        first event that has them, because the later alarms are mostly consequences of the first.
+
+        Args:
+            event: an event `alarm` or `order`.
+        """
         self.step = max(self.step, float(event.step or 0))
         if event.observed:
             self.mode = Mode.OBSERVE
@@ -98,27 +113,47 @@ class Incident:
         self.rows = self.rows or event.rows or ()
         if event.kind == "alarm":
             self.alarms += 1
-            self.skipped += bool(event.skip)
+            if event.skip:
+                self.skipped += 1
             self.readings = self.readings or event.readings
             self.evidence = self.evidence or tuple(event.evidence or ())
             self.diagnosis = self.diagnosis or event.diagnosis or ""
 
     def add_response(self, event: EventRecord, *actions: str) -> None:
-        """Adds an event of the response, and the names of its actions."""
+        """Adds an event of the response.
+
+        Args:
+            event: what was done: a rollback, a stop, a declined order, or a hook.
+            *actions: names of its actions, such as "ROLLBACK".
+        """
         self.responses = (*self.responses, event)
         self.action = merge_names(self.action, actions)
 
     def decline(self, event: EventRecord) -> None:
-        """Adds the event of a declined order, once if one order after the other is declined."""
+        """Adds the event `assessment` of a declined order.
+
+        A policy may order the same action at each step of an incident. So the event is added only
+        if the response before has another kind or another reason.
+        """
         self.declined = True
-        if [(last.kind, last.by) for last in self.responses[-1:]] != [(event.kind, event.by)]:
-            self.add_response(event)
+        if self.responses:
+            last = self.responses[-1]
+            if (last.kind, last.by) == (event.kind, event.by):
+                return
+        self.add_response(event)
 
     def add_cut(self, event: EventRecord) -> None:
-        """Adds a cut of the learning rate. A second event about the same cut has no effect."""
-        if event.lr_scale_before is not None and event.lr_scale is not None:
-            path = self.lr_path or (event.lr_scale_before,)
-            self.lr_path = path if event.lr_scale == path[-1] else (*path, event.lr_scale)
+        """Adds a cut of the learning rate, from an event with the multiplier before and after.
+
+        A rollback that cuts writes two events, `rollback` and `lr`. The second event about the same
+        cut has no effect.
+        """
+        if event.lr_scale_before is None or event.lr_scale is None:
+            return
+        if not self.lr_path:
+            self.lr_path = (event.lr_scale_before,)
+        if event.lr_scale != self.lr_path[-1]:
+            self.lr_path = (*self.lr_path, event.lr_scale)
 
 
 def merge_names(names: Sequence[str], added: Sequence[str]) -> tuple[str, ...]:
@@ -143,13 +178,34 @@ class Counts(NamedTuple):
 
 
 def by_name(*, observes: bool, **counts: int) -> dict[str, int]:
-    """Name -> number of changes to the run; with `observes` all 0, and `observed_skips`, ..."""
-    observed = {f"observed_{name}": number for name, number in counts.items()}
-    return dict.fromkeys(counts, 0) | observed if observes else counts
+    """Names counts so that a reader cannot take an observed change for a change.
+
+    Args:
+        observes: whether the policy only observes, so that nothing was changed.
+        **counts: name of a change, such as `skips` -> its number.
+
+    Returns:
+        The counts. With `observes` each count is 0, and "observed_skips" has the number of skips
+        that the policy would have made.
+    """
+    if not observes:
+        return counts
+    named = dict.fromkeys(counts, 0)
+    for name, number in counts.items():
+        named[f"observed_{name}"] = number
+    return named
 
 
 def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> Counts:
-    """Counts incidents and their responses. `counts` sets further fields or replaces counts."""
+    """Counts incidents and their responses.
+
+    Args:
+        incidents: the incidents of one run or replay.
+        **counts: fields of `Counts` that are known from elsewhere, which replace what is counted.
+
+    Returns:
+        The counts. An incident with number 0, which is only a rollback, counts as a rollback only.
+    """
     return Counts(
         incidents=sum(incident.number > 0 for incident in incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
@@ -159,7 +215,7 @@ def count_incidents(incidents: Sequence[Incident], /, **counts: int | None) -> C
 
 @dataclass
 class RunProcess:
-    """One process of a run."""
+    """One process of a run: how it began, how it ended, and whether it still exists."""
 
     id: str
     start: EventRecord | None = None  # None if the event is lost, for example in a torn line
@@ -183,8 +239,9 @@ class RunProcess:
     @property
     def seconds(self) -> float | None:
         """Duration in seconds by the monotonic clock, or None if unknown."""
-        last = None if self.last is None else self.last.mono
-        return None if last is None or self.began is None else last - self.began
+        if self.began is None or self.last is None or self.last.mono is None:
+            return None
+        return self.last.mono - self.began
 
     def identity(self) -> Process | None:
         """Identity of the process, or None if the event `start` is missing."""
@@ -194,27 +251,54 @@ class RunProcess:
         return Process(start.host, start.pid, start.boot, start.born)
 
     def state(self) -> RunState:
-        """The state by the event `end`, or else by whether the process exists."""
+        """Finds out how the process ended, or whether it is still running.
+
+        Returns:
+            The state by the event `end`. Without that event a killed process and a running process
+            look the same in the file, so this machine is asked whether the process exists; UNKNOWN
+            if that cannot be known here.
+        """
         if self.end is not None:
-            return RunState.ENDED if self.end.ending is None else RunState(self.end.ending)
+            if self.end.ending is None:  # an ending of a newer healcore
+                return RunState.ENDED
+            return RunState(self.end.ending)
         process = self.identity()
-        states = {True: RunState.GONE, False: RunState.RUNNING, None: RunState.UNKNOWN}
-        return states[None if process is None else process.gone()]
+        if process is None:
+            return RunState.UNKNOWN
+        gone = process.gone()
+        if gone is None:
+            return RunState.UNKNOWN
+        return RunState.GONE if gone else RunState.RUNNING
 
 
 class RunAttempt(NamedTuple):
-    """Steps between two of: a start, a resume, a rollback."""
+    """Steps between two of: a start, a resume, a rollback.
+
+    A rollback from step 9 to the checkpoint of step 4 ends an attempt and begins the next:
+
+        attempt 0, first_step 0   0 1 2 3 4 5 6 7 8        left 9: steps 4 to 8 are undone
+        attempt 1, first_step 4           4 5 6 7 8 9 ...
+    """
 
     first_step: float
     origin: str
     """What began the attempt: "start", "process", "resume", "rollback", or the file of its rows."""
-    left: float | None = None  # steps done when the attempt before ended, or None if unknown
+    left: float | None = None  # steps done when the previous attempt ended, or None if unknown
     skipped: int = 0  # batches that the rollback has skipped
 
 
 @dataclass(eq=False, repr=False)
 class Run:
-    """A training run: its first process, and the processes that resumed from its checkpoints."""
+    """A training run: its first process, and the processes that resumed from its checkpoints.
+
+    A run is built from its events by `add`, one after the other and in file order. So the same code
+    reads a file afterwards (`runs_of`) and follows a live run. What an event changes is in the
+    method `_on_<kind>`.
+
+    Examples:
+        >>> for run in runs_of(healcore.events.read("run.events.jsonl").runs()):
+        ...     print(run.state, run.counts().incidents)
+    """
 
     processes: list[RunProcess] = field(default_factory=list)
     attempts: list[RunAttempt] = field(default_factory=list)
@@ -246,17 +330,24 @@ class Run:
     @property
     def start(self) -> EventRecord | None:
         """Newest event `start`, or None."""
-        return next((p.start for p in reversed(self.processes) if p.start), None)
+        for process in reversed(self.processes):
+            if process.start is not None:
+                return process.start
+        return None
 
     @property
     def end(self) -> EventRecord | None:
         """Event `end` of the last process, or None."""
-        return self.processes[-1].end if self.processes else None
+        if not self.processes:
+            return None
+        return self.processes[-1].end
 
     @property
     def state(self) -> RunState:
         """Whether the run is running, or how it ended."""
-        return self.processes[-1].state() if self.processes else RunState.UNKNOWN
+        if not self.processes:
+            return RunState.UNKNOWN
+        return self.processes[-1].state()
 
     @property
     def last_good(self) -> int | None:
@@ -270,22 +361,33 @@ class Run:
         return start is not None and start.mode == "observe"
 
     def add(self, event: Mapping[str, Any]) -> EventRecord:
-        """Adds an event from `log.parse`. Returns the event without fields of the wrong type."""
+        """Adds an event.
+
+        Args:
+            event: the next event of the run, from `log.parse`.
+
+        Returns:
+            The event without fields of the wrong type.
+        """
         record, invalid_fields = validate(event)
-        kind, step = record.kind, float(record.step or 0)
+        kind = record.kind
+        step = float(record.step or 0)
         if invalid_fields:
             self.malformed.append((record, invalid_fields))
         if not self.processes or record.run != self.processes[-1].id:
             origin = "process" if self.attempts else "start"
             self.attempts.append(RunAttempt(step, origin, self.step))
             self.processes.append(RunProcess(record.run))
-            self.step = self.lr_scale = None
+            self.step = None
+            self.lr_scale = None
         self.processes[-1].add(record)
         self._track_good(record)
         if kind in KINDS:
             self.newest[kind].append(record)
         if record.step is not None and not has(kind, Trait.CHECKPOINT):
-            self.step = record.step + has(kind, Trait.JUDGED)
+            self.step = record.step
+            if has(kind, Trait.JUDGED):  # the event has the step's index: one more step is done
+                self.step += 1
         if record.lr_scale is not None:
             self.lr_scale = record.lr_scale
         self.settings |= record.settings or {}
@@ -296,22 +398,36 @@ class Run:
         return record
 
     def counts(self) -> Counts:
-        """Counts of the run; each may be too low, because not every alarm has an event."""
+        """Counts incidents, rollbacks, skips and clips so far.
+
+        Returns:
+            The counts. Each may be too low, because not every alarm has an event; the postmortem,
+            if it was added, has the exact numbers.
+        """
         counts = count_incidents(
             self.incidents, incidents=self.incident_count, skips=self.skips, clips=self.clips
         )
-        # One incident may have several rollbacks. A policy that observes has incidents only.
-        return counts._replace(rollbacks=len(self.rollbacks) or counts.rollbacks)
+        if self.rollbacks:  # one incident may have several rollbacks
+            return counts._replace(rollbacks=len(self.rollbacks))
+        return counts  # a policy that observes has only incidents that would be rolled back
 
     def add_postmortem(self, written: Mapping[str, Any]) -> None:
-        """Adds the well-formed counts of a postmortem: clips, and skips without an event."""
+        """Adds the counts of a postmortem: clips, and skips without an event.
+
+        Args:
+            written: the JSON object of the postmortem file. Values that are no integers have no
+                effect, because the file may be damaged.
+        """
         for name in ("skips", "clips"):
             count = written.get(f"observed_{name}", written.get(name))
             if type(count) is int:
                 setattr(self, name, max(getattr(self, name) or 0, count))
 
     def _track_good(self, event: EventRecord) -> None:
-        step = event.step if event.checkpoint is None else event.checkpoint
+        """Updates the steps of the known-good checkpoints, which a rollback may abandon."""
+        step = event.checkpoint
+        if step is None:
+            step = event.step
         if event.kind == "start" and event.store != self._store:
             self._store = event.store
             self._good.clear()
@@ -327,10 +443,13 @@ class Run:
     def _undo(self, step: float) -> None:
         """Marks incidents from `step` on as undone."""
         for incident in self.incidents:
-            incident.undone |= incident.onset_step >= step
+            if incident.onset_step >= step:
+                incident.undone = True
 
     def _on_resume(self, event: EventRecord, step: float) -> None:
-        first = step if event.checkpoint is None else float(event.checkpoint)
+        first = step
+        if event.checkpoint is not None:
+            first = float(event.checkpoint)
         self._undo(first)
         self.attempts[-1] = self.attempts[-1]._replace(first_step=first, origin="resume")
 
@@ -340,64 +459,73 @@ class Run:
             return
         self.step = target
         self.rollbacks.append(event)
-        onset = step if event.onset is None else float(event.onset)
+        onset = _onset(event, step)
         if not self.incidents or self.incidents[-1].onset_step != onset:
             self._open(event, onset)  # better weights or a hook: a rollback without an incident
         last = self.incidents[-1]
         last.add_response(event, "ROLLBACK")
-        last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *batch_ids(event))))
+        skipped = batch_ids(event)
+        # A dict as an ordered set: two rollbacks of an incident may skip the same batch.
+        last.skipped_batches = tuple(dict.fromkeys((*last.skipped_batches, *skipped)))
         last.add_cut(event)
         self._undo(float(target))
-        skipped = len(batch_ids(event))
-        self.attempts.append(RunAttempt(float(target), "rollback", step, skipped))
+        self.attempts.append(RunAttempt(float(target), "rollback", step, len(skipped)))
 
     def _on_incident(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count + 1, event.incident or 0)
-        self._open(event, step if event.onset is None else float(event.onset))
+        self._open(event, _onset(event, step))
         self.last_incident = self.incidents[-1]
 
     def _on_over(self, event: EventRecord, step: float) -> None:
         for incident in self.incidents:
-            incident.over |= incident.number == event.incident
+            if incident.number == event.incident:
+                incident.over = True
 
     def _on_alarm(self, event: EventRecord, step: float) -> None:
-        self.skips += bool(event.skip)
+        if event.skip:
+            self.skips += 1
         if event.incident:
             self._on_order(event, step)
         elif len(self.alarms_outside) < _MAX_OUTSIDE:
             self.alarms_outside[step] = tuple(event.cause or ())
 
     def _on_order(self, event: EventRecord, step: float) -> None:
-        if event.incident:
-            if not self.incidents or self.incidents[-1].number != event.incident:
-                self._open(event, step)  # its event `incident` is lost
-            self.last_incident = self.incidents[-1]
-            self.last_incident.add(event)
+        if not event.incident:
+            return
+        if not self.incidents or self.incidents[-1].number != event.incident:
+            self._open(event, step)  # its event `incident` is lost
+        self.last_incident = self.incidents[-1]
+        self.last_incident.add(event)
 
     def _on_fault(self, event: EventRecord, step: float) -> None:
         self.answers[event.answer or ""] += 1
 
     def _on_hook(self, event: EventRecord, step: float) -> None:
-        last = self.incidents[-1] if self.incidents else None
-        if last is not None and (last.attempt, last.step) == (len(self.attempts) - 1, step):
-            ordered = event.ordered or ()
-            last.action = tuple(name for name in last.action if name not in ordered)
-            last.add_response(event, *(event.action or ()))
+        last = self._incident_of_attempt()
+        if last is None or last.step != step:
+            return
+        overridden = event.ordered or ()
+        last.action = tuple(name for name in last.action if name not in overridden)
+        last.add_response(event, *(event.action or ()))
 
     def _on_lr(self, event: EventRecord, step: float) -> None:
-        before, after = event.lr_scale_before, event.lr_scale
-        if before is None or after is None:
+        before = event.lr_scale_before
+        after = event.lr_scale
+        if before is None or after is None or not after < before:
             return
         # `why` marks a decrease to the limit of an earlier cut, which is not a new cut.
-        cut = after < before and (event.why is None or "CUT_LR" in (event.action or ()))
-        if cut and self.incidents and self.incidents[-1].attempt == len(self.attempts) - 1:
-            self.incidents[-1].add_cut(event)
+        if event.why is not None and "CUT_LR" not in (event.action or ()):
+            return
+        last = self._incident_of_attempt()
+        if last is not None:
+            last.add_cut(event)
 
     def _on_assessment(self, event: EventRecord, step: float) -> None:
-        if event.verdict == "unknown":
-            self.declined += 1
-            if self.last_incident is not None and not self.last_incident.undone:
-                self.last_incident.decline(event)
+        if event.verdict != "unknown":
+            return
+        self.declined += 1
+        if self.last_incident is not None and not self.last_incident.undone:
+            self.last_incident.decline(event)
 
     def _on_stop(self, event: EventRecord, step: float) -> None:
         if self.incidents:
@@ -407,21 +535,44 @@ class Run:
     def _on_end(self, event: EventRecord, step: float) -> None:
         self.incident_count = max(self.incident_count, event.incidents or 0)
 
+    def _incident_of_attempt(self) -> Incident | None:
+        """The last incident, or None if it belongs to an earlier attempt."""
+        if not self.incidents or self.incidents[-1].attempt != len(self.attempts) - 1:
+            return None
+        return self.incidents[-1]
+
     def _open(self, event: EventRecord, onset: float) -> None:
-        self.incidents.append(
-            Incident(
-                number=0 if event.kind == "rollback" else event.incident or self.incident_count,
-                attempt=len(self.attempts) - 1,
-                onset_step=onset,
-                step=max(onset, float(event.step or 0)),
-                cause=tuple(event.cause or ()),
-                batches=() if event.kind == "rollback" else batch_ids(event),
-            )
+        """Adds the incident that begins with an event."""
+        incident = Incident(
+            number=0,
+            attempt=len(self.attempts) - 1,
+            onset_step=onset,
+            step=max(onset, float(event.step or 0)),
+            cause=tuple(event.cause or ()),
         )
+        if event.kind != "rollback":  # its batches are the skipped batches
+            incident.number = event.incident or self.incident_count
+            incident.batches = batch_ids(event)
+        self.incidents.append(incident)
+
+
+def _onset(event: EventRecord, step: float) -> float:
+    """The onset of the event's incident, or the event's step if it has none."""
+    if event.onset is None:
+        return step
+    return float(event.onset)
 
 
 def is_continuation(events: Iterable[Event]) -> bool:
-    """Whether a process resumed from a checkpoint of an earlier process, by its events."""
+    """Whether a process resumed from a checkpoint of an earlier process.
+
+    Args:
+        events: the events of the process, by `seq`.
+
+    Returns:
+        True if the process says so before its first save or alarm. A process that trains first has
+        begun a run of its own.
+    """
     for event in events:
         if event["kind"] == "resume" or event.get("resumes") is True:
             return True
@@ -431,7 +582,14 @@ def is_continuation(events: Iterable[Event]) -> bool:
 
 
 def runs_of(processes: Mapping[str, Sequence[Event]]) -> list[Run]:
-    """Joins the processes of an events file (process id -> events) into training runs."""
+    """Joins the processes of an events file into training runs.
+
+    Args:
+        processes: process id -> its events, from `History.runs`, in the order of their starts.
+
+    Returns:
+        The runs. A process that resumed belongs to the run before it.
+    """
     runs: list[Run] = []
     for events in processes.values():
         if not runs or not is_continuation(events):

@@ -9,7 +9,6 @@ runtime applies them. `[rollback]` and `[budget]` add keys of the host to the en
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -18,7 +17,23 @@ import tomli_w
 
 from healcore.core.clipping import AdaGCConfig, AutoClipConfig, FixedConfig, ZClipConfig
 from healcore.core.decision import NONFINITE, Action, Cause
-from healcore.core.detectors import CAUSES, DETECTORS
+from healcore.core.detectors import CAUSES
+from healcore.core.detectors.loss_records import InstabilityConfig, RecordsConfig
+from healcore.core.detectors.thresholds import (
+    GradCeilingConfig,
+    GradSpikeConfig,
+    LossCeilingConfig,
+    LossSpikeConfig,
+    NonFiniteConfig,
+    VanishingConfig,
+)
+from healcore.core.detectors.trends import DivergenceConfig, OverfitConfig, PlateauConfig
+from healcore.core.detectors.windows import (
+    GradEmaConfig,
+    GradWindowConfig,
+    LossRatioConfig,
+    LossWindowConfig,
+)
 from healcore.core.engine import (
     BudgetConfig,
     Engine,
@@ -51,16 +66,29 @@ FAULTS: dict[str, tuple[Cause, tuple[str, ...]]] = {
 }
 """Flag and allowed actions of each fault that `to` may name. Every fault is logged."""
 
-_FAULT_ACTIONS = tuple(dict.fromkeys(name for _, names in FAULTS.values() for name in names))
-
 SKIP = "skip"
 ACTIONS = {action.name.lower(): action for action in Action if action.name}
 """Actions that `do` may name, besides "skip", which the device performs within the step."""
-_DO = tuple(dict.fromkeys((SKIP, *ACTIONS, *_FAULT_ACTIONS)))
+
+
+def _all_actions() -> tuple[str, ...]:
+    """Every action of a rule, for detectors first and then for faults."""
+    names = [SKIP, *ACTIONS]
+    for _, fault_actions in FAULTS.values():
+        for name in fault_actions:
+            if name not in names:
+                names.append(name)
+    return tuple(names)
 
 
 class When(NamedTuple):
-    """The condition of a rule: all given keys must hold."""
+    """The condition of a rule: all given keys must hold.
+
+    A *hit* is a step with one of the causes of the rule. Without keys the rule fires at each hit.
+
+        when = { consecutive = 3 }              # three hits in a row
+        when = { count = 5, within = 100 }      # five hits among the last 100 steps
+    """
 
     sustained: OnOff = False
     """Only alarms that the detector calls sustained are hits."""
@@ -76,19 +104,31 @@ class When(NamedTuple):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Yields a conflict if `count` or `within` is set alone."""
-        if bool(self.count) != bool(self.within):
-            present, absent = ("count", "within") if self.count else ("within", "count")
-            rule = f"together with {absent}: a number of hits, and a window in steps"
-            yield (present,), getattr(self, present), rule, "when = { count = 5, within = 100 }"
+        if self.count and not self.within:
+            present, absent = "count", "within"
+        elif self.within and not self.count:
+            present, absent = "within", "count"
+        else:
+            return
+        rule = f"together with {absent}: a number of hits, and a window in steps"
+        yield (present,), getattr(self, present), rule, "when = { count = 5, within = 100 }"
 
 
 @dataclass(frozen=True)
 class Respond:
-    """One rule, either for causes of detectors or for faults."""
+    """One rule, either for causes of detectors or for faults.
+
+    A detector judges a step, so its rule is part of the engine and is the same on all backends. A
+    fault is an exception or a step that hangs: no engine sees it, and the host applies its rule.
+
+        [[respond]]
+        to = ["nonfinite"]
+        do = ["skip"]
+    """
 
     to: Annotated[tuple[str, ...], listed(one_of(*CAUSES, *FAULTS))]
     """Causes to which the rule responds. A cause of a detector needs the table of its detector."""
-    do: Annotated[tuple[str, ...], listed(one_of(*_DO))]
+    do: Annotated[tuple[str, ...], listed(one_of(*_all_actions()))]
     """Actions of the rule."""
     when: When = When()
 
@@ -100,42 +140,55 @@ class Respond:
     def conflicts(self) -> Iterator[Conflict]:
         """Yields mixed kinds of causes, and actions that do not fit all causes."""
         for j, cause in enumerate(self.to):
-            if (cause in FAULTS) is not self.for_faults:
-                kinds = ("a step", "an exception")
-                here, there = kinds if self.for_faults else kinds[::-1]
-                rule = f"of the same kind as {self.to[0]!r}: one comes from {here}, the other from "
-                yield ("to", j), cause, rule + there, f"a separate rule for {cause!r}"
-                return
+            if (cause in FAULTS) is self.for_faults:
+                continue
+            if self.for_faults:
+                sources = "one comes from a step, the other from an exception"
+            else:
+                sources = "one comes from an exception, the other from a step"
+            rule = f"of the same kind as {self.to[0]!r}: {sources}"
+            yield ("to", j), cause, rule, f"a separate rule for {cause!r}"
+            return  # the actions fit one kind or the other
         for cause in self.to:
-            allowed = FAULTS[cause][1] if self.for_faults else (SKIP, *ACTIONS)
+            allowed = (SKIP, *ACTIONS)
+            if self.for_faults:
+                _, allowed = FAULTS[cause]
             for j, action in enumerate(self.do):
                 if action not in allowed:
-                    choices = ", ".join(f'"{each}"' for each in allowed)
+                    choices = ", ".join(f'"{name}"' for name in allowed)
                     rule = f"an action for {cause!r}: one of {choices}"
                     yield ("do", j), action, rule, f"drop {action!r}"
         if self.for_faults and self.when != When():
-            given = dict(set(self.when._asdict().items()) - set(When()._asdict().items()))
+            changed = dict(set(self.when._asdict().items()) - set(When()._asdict().items()))
             rule = "in rules for detectors; faults have [retry], [skip_batch], [hang] and [budget]"
-            yield ("when",), given, rule, "drop when"
+            yield ("when",), changed, rule, "drop when"
 
     def config(self) -> RuleConfig:
         """The core's rule, with flags instead of names; only for rules without faults."""
-        causes = action = 0
+        causes = 0
         for name in self.to:
             causes |= int(CAUSES[name])
+        actions = 0
         for name in self.do:
-            action |= 0 if name == SKIP else int(ACTIONS[name])
-        return RuleConfig(causes, SKIP in self.do, action, **self.when._asdict())
+            if name != SKIP:
+                actions |= int(ACTIONS[name])
+        return RuleConfig(causes, SKIP in self.do, actions, **self.when._asdict())
 
 
 # -- recovery --------------------------------------------------------------------------------------
 
-_incident, _rollback, _budget = IncidentConfig(), RollbackConfig(), BudgetConfig()
+_incident = IncidentConfig()
+_rollback = RollbackConfig()
+_budget = BudgetConfig()
 _Few = Annotated[int, whole(0, 1000)]
 
 
 class Incident(NamedTuple):
-    """Where one incident ends and the next begins, and how often a cause is alerted."""
+    """`[incident]`: where one incident ends and the next begins, and how often it is alerted.
+
+    An incident is a contiguous run of alarms. It spends one attempt of the budget, however many
+    steps it lasts.
+    """
 
     quiet_steps: Steps = _incident.quiet_steps
     patience: Steps = _incident.patience
@@ -146,7 +199,11 @@ class Incident(NamedTuple):
 
 
 class Rollback(NamedTuple):
-    """Which checkpoint a rollback restores, and under which conditions."""
+    """`[rollback]`: which checkpoint a rollback restores, and under which conditions.
+
+    A rollback goes back to a *known-good* checkpoint: its bytes verify, its arrays are finite, and
+    `probation` healthy steps have followed it.
+    """
 
     depth: Annotated[int, whole(1, 1000)] = _rollback.depth
     deepen: _Few = _rollback.deepen
@@ -171,7 +228,11 @@ class Rollback(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How often a run may recover; when exhausted, a non-finite step stops the run."""
+    """`[budget]`: how often a run may recover.
+
+    Without a limit, a run whose fault returns at each attempt would repeat the same steps forever.
+    When the budget is exhausted, a non-finite step stops the run.
+    """
 
     recoveries: _Few = _budget.recoveries
     lr_cuts: _Few = _budget.lr_cuts
@@ -204,7 +265,8 @@ class Retry(NamedTuple):
 class Hang(NamedTuple):
     """`[hang]`: after which time a step counts as hung.
 
-    The limit is at least three times the longest step so far.
+    The limit is at least three times the longest step so far, so that a run with slow steps is not
+    taken for hung.
     """
 
     timeout_s: Positive = 300.0
@@ -217,7 +279,11 @@ class Hang(NamedTuple):
 
 
 class SkipBatch(NamedTuple):
-    """`[skip_batch]`: how many unreadable batches are skipped before the error is raised."""
+    """`[skip_batch]`: how many unreadable batches are skipped before the error is raised.
+
+    A few damaged records should not end a run. Many of them mean that the data is not readable at
+    all, and a run that skips everything would train on nothing.
+    """
 
     consecutive: Annotated[int, whole(1, 1000)] = 3
     """Unreadable batches in a row that may be skipped."""
@@ -243,17 +309,43 @@ class NoClip(NamedTuple):
     kind = "none"
 
 
-Detect = namedtuple("Detect", DETECTORS, defaults=[None] * len(DETECTORS))
-"""All detectors, or None for those that are off."""
-Detect.__annotations__ = {name: table | None for name, table in DETECTORS.items()}
+class Detect(NamedTuple):
+    """`[detect]`: the thresholds of each detector, or None for a detector that is off.
+
+    A detector is on if the file has its table, also if the table is empty: `[detect.plateau]`. The
+    fields have the names and the order of `healcore.core.detectors.DETECTORS`.
+    """
+
+    nonfinite: NonFiniteConfig | None = None
+    loss_spike: LossSpikeConfig | None = None
+    grad_spike: GradSpikeConfig | None = None
+    divergence: DivergenceConfig | None = None
+    instability: InstabilityConfig | None = None
+    records: RecordsConfig | None = None
+    vanishing: VanishingConfig | None = None
+    plateau: PlateauConfig | None = None
+    overfit: OverfitConfig | None = None
+    loss_ratio: LossRatioConfig | None = None
+    loss_ceiling: LossCeilingConfig | None = None
+    loss_window: LossWindowConfig | None = None
+    grad_window: GradWindowConfig | None = None
+    grad_ema: GradEmaConfig | None = None
+    grad_ceiling: GradCeilingConfig | None = None
 
 
 @dataclass(frozen=True)
 class Policy:
     """The detectors, the responses to them, and the limits of recovery.
 
-    Policies are frozen and hashable, and compare by value. `healcore.policy.load` and `from_dict`
-    validate the values; the constructor does not.
+    A policy is data: it has no code and names no framework, so the same policy decides alike in JAX
+    and in torch. Policies are frozen and hashable, and compare by value. `healcore.policy.load` and
+    `from_dict` validate the values; the constructor does not.
+
+    Examples:
+        >>> policy = healcore.policy.load("zclip", clip={"max_norm": 1.0})
+        >>> policy.clip.kind, policy.clip.max_norm
+        ('zclip', 1.0)
+        >>> engine = policy.engine()
     """
 
     schema: Annotated[int, whole(SCHEMA, SCHEMA)]
@@ -285,31 +377,51 @@ class Policy:
     def conflicts(self) -> Iterator[Conflict]:
         """Yields rules that could never fire, or whose actions have no budget."""
         for i, rule in enumerate(self.respond):
-            for j, cause in enumerate(rule.to if not rule.for_faults else ()):
-                detector = detector_of(cause)
-                path = ("respond", i, "to", j)
-                if getattr(self.detect, detector) is None:
-                    condition = f"a cause whose detector is on; [detect.{detector}] is missing"
-                    write = f"a table [detect.{detector}], or drop {cause!r} from the rule"
-                    yield path, cause, condition, write
-                for other in DETECTORS.keys() - {detector, *rule.to}:
-                    if CAUSES[other] & CAUSES[cause] and getattr(self.detect, other) is not None:
-                        condition = f"named with [detect.{other}], whose alarms have its cause too"
-                        write = f'to = ["{cause}", "{other}"], or only one of the two tables'
-                        yield path, cause, condition, write
+            if not rule.for_faults:
+                for j, cause in enumerate(rule.to):
+                    yield from self._cause_conflicts(("respond", i, "to", j), cause, rule)
             for action, budget in _BUDGET_KEYS:
                 if action in rule.do and getattr(self.budget, budget) == 0:
                     condition = f"an action with a budget above 0; budget.{budget} is 0"
                     write = f"budget.{budget} = 3, or drop {action!r} from the rule"
                     yield ("respond", i, "do", rule.do.index(action)), action, condition, write
 
+    def _cause_conflicts(
+        self, path: tuple[str | int, ...], cause: str, rule: Respond
+    ) -> Iterator[Conflict]:
+        """Yields the conflicts of one cause of a rule with the detectors that are on."""
+        detector = detector_of(cause)
+        if getattr(self.detect, detector) is None:
+            condition = f"a cause whose detector is on; [detect.{detector}] is missing"
+            write = f"a table [detect.{detector}], or drop {cause!r} from the rule"
+            yield path, cause, condition, write
+        # Some detectors raise alarms of the same cause, which the engine cannot tell apart.
+        for other, config in self.detect._asdict().items():
+            if config is None or other == detector or other in rule.to:
+                continue
+            if CAUSES[other] & CAUSES[cause]:
+                condition = f"named with [detect.{other}], whose alarms have its cause too"
+                write = f'to = ["{cause}", "{other}"], or only one of the two tables'
+                yield path, cause, condition, write
+
     def config(self) -> EngineConfig:
-        """The core's config. Floats are rounded to float32 once, for all backends."""
-        tables = self.detect._asdict().items()
+        """Makes the core's config.
+
+        Returns:
+            The config without the parts that only the host uses. Floats are rounded to float32
+            once, for all backends.
+        """
+        clip = None
+        if self.clip.kind != "none":
+            clip = (self.clip.kind, rounded(self.clip))
+        detectors = []
+        for name, table in self.detect._asdict().items():
+            if table is not None:
+                detectors.append((name, rounded(table)))
         return EngineConfig(
             mode=self.mode,
-            clip=None if self.clip.kind == "none" else (self.clip.kind, rounded(self.clip)),
-            detectors=tuple((name, rounded(table)) for name, table in tables if table is not None),
+            clip=clip,
+            detectors=tuple(detectors),
             rules=tuple(rule for rule in self._rules() if rule.skip or rule.action),
             incident=rounded(self.incident, IncidentConfig),
             rollback=rounded(self.rollback, RollbackConfig),
@@ -319,33 +431,50 @@ class Policy:
             grace_steps=self.grace_steps,
         )
 
-    def _rules(self) -> Iterator[RuleConfig]:
-        """The rules of the engine, without the actions of `host_rules`."""
+    def _detector_rules(self) -> Iterator[RuleConfig]:
         for rule in self.respond:
             if not rule.for_faults:
-                config = rule.config()
-                of_host = int(Action.ROLLBACK) if self._is_of_host(config) else 0
-                yield config._replace(action=config.action & ~of_host)
+                yield rule.config()
+
+    def _rules(self) -> Iterator[RuleConfig]:
+        """The rules of the engine, without the actions of `host_rules`."""
+        for rule in self._detector_rules():
+            if self._is_for_host(rule):
+                yield rule._replace(action=rule.action & ~int(Action.ROLLBACK))
+            else:
+                yield rule
 
     def host_rules(self) -> tuple[RuleConfig, ...]:
-        """Rules for NaN and Inf whose rollback needs evidence (`confirm`): the host orders it."""
-        rules = (rule.config() for rule in self.respond if not rule.for_faults)
-        return tuple(
-            rule._replace(skip=False, action=int(Action.ROLLBACK))
-            for rule in rules
-            if self._is_of_host(rule)
-        )
+        """Finds the rules whose rollback the host orders instead of the engine.
 
-    def _is_of_host(self, rule: RuleConfig) -> bool:
+        With `rollback.confirm`, a rollback for NaN or Inf needs evidence that the weights are
+        damaged. The engine is a pure function of the signals and cannot look at the weights.
+
+        Returns:
+            The rules for only NaN and Inf, each with only its rollback; empty without `confirm`.
+        """
+        rules = []
+        for rule in self._detector_rules():
+            if self._is_for_host(rule):
+                rules.append(rule._replace(skip=False, action=int(Action.ROLLBACK)))
+        return tuple(rules)
+
+    def _is_for_host(self, rule: RuleConfig) -> bool:
         only_nonfinite = not rule.causes & ~int(NONFINITE)
         return self.rollback.confirm and only_nonfinite and bool(rule.action & Action.ROLLBACK)
 
     def fault_actions(self) -> dict[Cause, frozenset[str]]:
-        """The actions for each fault that the rules name; the host performs them."""
+        """Collects the actions for faults, which the host performs.
+
+        Returns:
+            Cause of each fault that the rules name -> names of the actions of all its rules.
+        """
         actions: dict[Cause, frozenset[str]] = {}
         for rule in self.respond:
-            for name in rule.to if rule.for_faults else ():
-                cause = FAULTS[name][0]
+            if not rule.for_faults:
+                continue
+            for fault in rule.to:
+                cause, _ = FAULTS[fault]
                 actions[cause] = actions.get(cause, frozenset()) | set(rule.do)
         return actions
 
@@ -356,24 +485,49 @@ class Policy:
 
 def detector_of(cause: str) -> str:
     """The table under [detect] for a cause; NaN in loss and in gradient share a table."""
-    return "nonfinite" if cause.startswith("nonfinite_") else cause
+    if cause.startswith("nonfinite_"):
+        return "nonfinite"
+    return cause
 
 
 def dumps(policy: Policy) -> str:
     """Writes a policy as TOML with every key, so that changed defaults do not affect the file.
 
-    `loads(dumps(policy)) == policy`: numbers keep all digits and are not rounded to float32.
+    Args:
+        policy: the policy.
+
+    Returns:
+        The text of a policy file, without comments. `loads(dumps(policy)) == policy`: numbers keep
+        all digits and are not rounded to float32.
+
+    Examples:
+        >>> text = healcore.policy.dumps(healcore.policy.load("default"))
+        >>> size = Path("mine.toml").write_text(text)
     """
     return tomli_w.dumps(to_dict(policy))
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
-    """The policy as plain mappings, lists, strings, bools and numbers; JSON-safe."""
+    """Converts a policy to plain mappings, lists, strings, bools and numbers; JSON-safe.
+
+    Args:
+        policy: the policy.
+
+    Returns:
+        The document with every key, as `from_dict` reads it. An absent limit is the string "none",
+        a detector that is off is absent.
+    """
     return written(policy)
 
 
 class Difference(NamedTuple):
-    """A key with different values in two policies; None if a policy lacks the key."""
+    """A key with different values in two policies.
+
+    Attributes:
+        key: dotted key, for example `clip.z_threshold`.
+        left: value in the first policy, or None if that policy lacks the key.
+        right: value in the second policy, or None if that policy lacks the key.
+    """
 
     key: str
     left: Any
@@ -381,36 +535,58 @@ class Difference(NamedTuple):
 
 
 def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
-    """The keys with different values, in the order of the file, defaults included.
+    """Compares two policies key by key, defaults included.
 
-    Rules are compared by position. If only one policy has a table, each key of the table is listed,
-    or the table itself if it is empty.
+    Args:
+        left: a policy.
+        right: another policy.
+
+    Returns:
+        The keys with different values, in the order of the file. Rules are compared by position. If
+        only one policy has a table, each key of the table is listed, or the table itself if it is
+        empty.
+
+    Examples:
+        >>> diff(load("default"), load("default", mode="observe"))
+        (Difference(key='mode', left='heal', right='observe'),)
     """
-    a, b = dict(_flat(to_dict(left))), dict(_flat(to_dict(right)))
-    keys = [*a, *(key for key in b if key not in a)]
-    pairs = ((key, a.get(key), b.get(key)) for key in keys)
-    return tuple(Difference(key, x, y) for key, x, y in pairs if x != y)
+    left_values = dict(_flat(to_dict(left)))
+    right_values = dict(_flat(to_dict(right)))
+    differences = []
+    for key in {**left_values, **right_values}:  # a dict as an ordered set
+        left_value = left_values.get(key)
+        right_value = right_values.get(key)
+        if left_value != right_value:
+            differences.append(Difference(key, left_value, right_value))
+    return tuple(differences)
 
 
-def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _flat(data: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and the value of each entry of nested tables and lists of tables."""
     if isinstance(data, dict):
-        parts = list(data.items())
+        entries = list(data.items())
     elif isinstance(data, list) and data and isinstance(data[0], dict):
-        parts = list(enumerate(data))
+        entries = list(enumerate(data))
     else:
         yield dotted(path), data
         return
-    if not parts:
+    if not entries:
         yield dotted(path), {}
-    for key, value in parts:
+    for key, value in entries:
         yield from _flat(value, (*path, key))
 
 
 def fingerprint(policy: Policy) -> str:
-    """Sixteen hex digits, equal for equal numbers in the core (within one release of healcore).
+    """Identifies a policy by what it decides, within one release of healcore.
 
     Name, description and references do not count. Numbers count as float32: 0.97 and 0.9700000001
     give the same fingerprint. Equals `Engine.fingerprint`.
+
+    Args:
+        policy: the policy.
+
+    Returns:
+        Sixteen hex digits, equal for equal numbers in the core.
     """
     digest = policy.engine().fingerprint
     assert digest is not None, "a policy has Python numbers, not arrays"

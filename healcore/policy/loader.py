@@ -5,7 +5,6 @@ The policies of healcore are TOML files in `healcore.policies`.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import itertools
 import json
@@ -72,61 +71,88 @@ class Overrides(TypedDict, total=False):
 def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     """Loads and validates a policy.
 
-        load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
-
     Args:
         policy: the name of a preset or recipe, the path of a TOML file (it ends in .toml or
             contains a separator), or a `Policy`, which is returned unchanged.
         **overrides: values to replace before validation, see `Overrides`.
 
+    Returns:
+        The policy. It is frozen, so it may be shared and compared.
+
     Raises:
         PolicyError: the preset or file does not exist, is not TOML, or is not a valid policy.
+
+    Examples:
+        >>> policy = load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
     """
-    if isinstance(policy, Policy):
-        if not overrides:
-            return policy
-        data, source = to_dict(policy), policy.name
-    elif isinstance(policy, str) and not (
-        policy.endswith(".toml") or "/" in policy or os.sep in policy
-    ):
-        known = (*PRESETS, *recipe_names())
-        if policy not in known:
-            close = difflib.get_close_matches(policy, known, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            rule, write = f"one of {', '.join(known)}", f"{hint}for a file write {policy}.toml"
-            shown = show_value(policy)
-            raise _error(shown, shown, rule, write, key="policy", unreadable=True)
-        data, source = _parse(preset_text(policy), policy), policy
-    elif isinstance(policy, str | os.PathLike):
-        source = os.fsdecode(policy)
-        data = _parse(_read(policy), source)
-    else:
-        rule = "a preset's name, a path, or a Policy"
-        if overrides:
-            rule += f", to replace {', '.join(overrides)} by keyword"
-        write = '"default", or from_dict(...) for a mapping'
-        raise _error(type(policy).__name__, show_value(policy), rule, write, key="policy")
+    if isinstance(policy, Policy) and not overrides:
+        return policy
+    data, source = _document_of(policy, overrides)
     if overrides:
         source = f"{source} with {', '.join(overrides)} given as keywords"
+        _check_keywords(overrides, source)
+    return from_dict(merged(data, overrides, source), source=source)
+
+
+def _document_of(policy: PolicySource, overrides: _Table) -> tuple[dict[str, Any], str]:
+    """The unvalidated document of a policy, and its name in error messages."""
+    if isinstance(policy, Policy):
+        return to_dict(policy), policy.name
+    if isinstance(policy, str) and not _is_path(policy):
+        return _parse(_text_of(policy), policy), policy
+    if isinstance(policy, str | os.PathLike):
+        source = os.fsdecode(policy)
+        return _parse(_read(policy), source), source
+    rule = "a preset's name, a path, or a Policy"
+    if overrides:
+        rule += f", to replace {', '.join(overrides)} by keyword"
+    write = '"default", or from_dict(...) for a mapping'
+    raise _error(type(policy).__name__, show_value(policy), rule, write, key="policy")
+
+
+def _is_path(policy: str) -> bool:
+    return policy.endswith(".toml") or "/" in policy or os.sep in policy
+
+
+def _text_of(name: str) -> str:
+    """The text of a preset or recipe; raises `PolicyError` with the most similar name."""
+    known = (*PRESETS, *recipe_names())
+    if name in known:
+        return preset_text(name)
+    write = f"for a file write {name}.toml"
+    similar = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if similar:
+        write = f"did you mean {similar[0]!r}? {write}"
+    shown = show_value(name)
+    raise _error(shown, shown, f"one of {', '.join(known)}", write, key="policy", unreadable=True)
+
+
+def _check_keywords(overrides: _Table, source: str) -> None:
+    """Raises `PolicyError` for a keyword that is no key of a policy."""
     keys = Overrides.__annotations__
-    for name in (name for name in overrides if name not in keys):
+    for name in overrides:
+        if name in keys:
+            continue
         rule = "an option of the function that you call, or a key of a policy"
         write = f"the option as the function has it, or one of {', '.join(keys)}"
-        if meant := _keys_with_table(name):
-            write = f"{' or '.join(meant)}, as {_as_keyword(meant[0])} in Python"
+        candidates = _keys_with_table(name)
+        if candidates:
+            write = f"{' or '.join(candidates)}, as {_as_keyword(candidates[0])} in Python"
         raise _error(source, "", rule, write, key=name)
-    return from_dict(merged(data, overrides, source), source=source)
 
 
 def _keys_with_table(name: str) -> list[str]:
     """The dotted keys that a name without a table may mean, as `zclip_z_threshold`."""
-    found = []
+    candidates: list[str] = []
     for table, key in keys_of(Policy).items():
-        for kind in key.tables if not key.several else ():
-            for inner in keys_of(kind):
-                names = (inner, f"{table}_{inner}", f"{getattr(kind, 'kind', table)}_{inner}")
-                found += [f"{table}.{inner}"] if name in names else []
-    return list(dict.fromkeys(found))
+        if key.several:
+            continue
+        for table_class in key.tables:
+            kind = getattr(table_class, "kind", table)
+            for inner in keys_of(table_class):
+                if name in (inner, f"{table}_{inner}", f"{kind}_{inner}"):
+                    candidates.append(f"{table}.{inner}")
+    return list(dict.fromkeys(candidates))  # two kinds of clipping may have the same key
 
 
 def _as_keyword(key: str) -> str:
@@ -136,14 +162,21 @@ def _as_keyword(key: str) -> str:
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
-    """Loads a policy from TOML text.
+    r"""Loads and validates a policy from TOML text.
 
     Args:
         text: the document.
         source: name of the document in error messages.
 
+    Returns:
+        The policy.
+
     Raises:
         PolicyError: as `load`.
+
+    Examples:
+        >>> loads('schema = 1\nname = "mine"\n[detect.nonfinite]').name
+        'mine'
     """
     if not isinstance(text, str):
         raise _error(source, show_value(text), "TOML text, a str", "text.decode(), or load(path)")
@@ -157,7 +190,9 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     # ValueError includes TOMLDecodeError, impossible dates and numbers with too many digits. A
     # thousand nested brackets are a RecursionError.
     except (ValueError, RecursionError) as error:
-        reason = "brackets nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = str(error)
+        if isinstance(error, RecursionError):
+            reason = "brackets nested too deeply"
         write = "correct the syntax at that place"
         raise _error(source, reason, "TOML (https://toml.io)", write) from error
 
@@ -169,11 +204,16 @@ def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
         data: the document.
         source: name of the document in error messages.
 
+    Returns:
+        The policy.
+
     Raises:
-        PolicyError: as `load`.
+        PolicyError: as `load`, with every problem of the document.
     """
     # Check the schema first: keys of another schema would give many misleading errors.
-    schema = data.get("schema") if isinstance(data, Mapping) else None
+    schema = None
+    if isinstance(data, Mapping):
+        schema = data.get("schema")
     if isinstance(schema, int) and not isinstance(schema, bool) and schema != SCHEMA:
         rule = f"{SCHEMA}, the version of the file format that this release reads"
         write = "schema = 1, or upgrade healcore if a newer one wrote the file"
@@ -196,16 +236,30 @@ def _read(path: str | os.PathLike[str]) -> str:
     try:
         return regular_file.read(Path(path), _MAX_FILE_BYTES).decode()
     except UnicodeDecodeError as error:
-        reason, rule = f"not UTF-8 at byte {error.start}", "a text file in UTF-8"
+        reason = f"not UTF-8 at byte {error.start}"
+        rule = "a text file in UTF-8"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         rule = "a file that can be read"
     write = f"the path of a TOML file, or a preset: {', '.join(preset_names())}"
     raise _error(os.fsdecode(path), reason, rule, write, unreadable=True)
 
 
 def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | Engine:
-    """Loads the policy, or returns the Engine as it is; raises `PolicyError`."""
+    """Loads a policy, or returns an Engine as it is.
+
+    Args:
+        policy: see `PolicyLike`.
+        overrides: values to replace, as in `Overrides`; not allowed for an Engine or EngineConfig.
+
+    Returns:
+        The policy, or the Engine of an Engine or EngineConfig.
+
+    Raises:
+        PolicyError: the policy does not exist or is not valid.
+    """
     if isinstance(policy, EngineConfig) and not overrides:
         return Engine(policy)
     if isinstance(policy, Engine) and not overrides:
@@ -215,17 +269,25 @@ def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | E
 
 
 def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
-    """The engine of a policy.
+    """Makes the engine of a policy.
 
     Args:
         policy: see `PolicyLike`.
         overrides: values to replace, as in `Overrides`; not allowed for an Engine or EngineConfig.
 
+    Returns:
+        The engine. An Engine is returned as it is.
+
     Raises:
         PolicyError: the policy does not exist or is not valid.
+
+    Examples:
+        >>> engine = engine_of("default", {"clip": {"max_norm": 1.0}})
     """
     resolved = resolve(policy, overrides)
-    return resolved if isinstance(resolved, Engine) else resolved.engine()
+    if isinstance(resolved, Engine):
+        return resolved
+    return resolved.engine()
 
 
 def preset_names() -> tuple[str, ...]:
@@ -235,22 +297,37 @@ def preset_names() -> tuple[str, ...]:
 
 def recipe_names() -> tuple[str, ...]:
     """Names of the published recipes that healcore includes, sorted."""
-    files = [Path(entry.name) for entry in resources.files("healcore.policies").iterdir()]
-    names = {file.stem for file in files if file.suffix == ".toml"}
-    return tuple(sorted(names.difference(PRESETS)))
+    names = []
+    for entry in resources.files("healcore.policies").iterdir():
+        file = Path(entry.name)
+        if file.suffix == ".toml" and file.stem not in PRESETS:
+            names.append(file.stem)
+    return tuple(sorted(names))
 
 
 def name_of(fingerprint: str | None) -> str | None:
-    """The name of the preset or recipe with this fingerprint, or None."""
-    names = (*preset_names(), *recipe_names())
-    return next((name for name in names if engine_of(name).fingerprint == fingerprint), None)
+    """Finds a preset or recipe by its fingerprint.
+
+    Args:
+        fingerprint: `Engine.fingerprint`, which is None for an engine of traced arrays.
+
+    Returns:
+        The name, or None if no policy of healcore has this fingerprint.
+    """
+    for name in (*preset_names(), *recipe_names()):
+        if engine_of(name).fingerprint == fingerprint:
+            return name
+    return None
 
 
 def preset_text(name: str) -> str:
-    """The TOML text of a preset or recipe, including comments.
+    """Reads the TOML text of a preset or recipe, including comments.
 
     Args:
         name: one of `preset_names()` or `recipe_names()`.
+
+    Returns:
+        The text, a good start for a policy of your own.
 
     Raises:
         KeyError: no policy has this name.
@@ -261,10 +338,24 @@ def preset_text(name: str) -> str:
 
 
 def merged(data: _Table, overrides: _Table, source: str) -> dict[str, Any]:
-    """A copy of a document with values replaced. `from_dict` validates the result.
+    """Replaces values of a document.
 
-    The text "none" for a table means None, because TOML, and so the command line, has no None.
-    Raises PolicyError if the policy has no rule with a given number.
+    Tables are merged key by key; any other value replaces the old value. Three keys have rules of
+    their own, so that the obvious keyword does the obvious thing: `detect` (None turns a detector
+    off), `clip` (a new kind starts from its defaults), and `respond` (a mapping changes some rules
+    by their number). The text "none" for a table means None, because TOML, and so the command line,
+    has no None.
+
+    Args:
+        data: the document, which is not changed.
+        overrides: the values, as in `Overrides`.
+        source: name of the document in error messages.
+
+    Returns:
+        The new document, which `from_dict` has to validate.
+
+    Raises:
+        PolicyError: the policy has no rule with a given number.
     """
     new = dict(data)
     for key, value in overrides.items():
@@ -288,14 +379,18 @@ def _merged_tables(old: _Table, changes: _Table) -> dict[str, Any]:
     """A copy of nested tables with values replaced. A key that is not named stays."""
     new = dict(old)
     for key, value in changes.items():
-        is_table = isinstance(value, Mapping)
-        new[key] = _merged_tables(_as_table(new.get(key)), value) if is_table else value
+        if isinstance(value, Mapping):
+            new[key] = _merged_tables(_as_table(new.get(key)), value)
+        else:
+            new[key] = value
     return new
 
 
-def _as_table(value: Any) -> _Table:
+def _as_table(value: object) -> _Table:
     """The value if it is a table, or an empty table. Validation reports any other value."""
-    return value if isinstance(value, Mapping) else {}
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def _merged_clip(old: _Table, changes: _Table) -> dict[str, Any]:
@@ -309,7 +404,9 @@ def _merged_clip(old: _Table, changes: _Table) -> dict[str, Any]:
         if dict(changes) == {"max_norm": None}:
             return dict(old)  # no clipping has no limit either
         return {"kind": "fixed", **changes}
-    return _merged_tables(old if changes.get("kind", kind) == kind else {}, changes)
+    if changes.get("kind", kind) != kind:
+        return _merged_tables({}, changes)
+    return _merged_tables(old, changes)
 
 
 def _merged_rules(
@@ -335,45 +432,83 @@ def parse_overrides(pairs: Iterable[str], option: str) -> dict[str, Any]:
 
     A key is dotted; `respond[0].do` is a key of the first rule. A value has the syntax of TOML, but
     a string needs no quotes. The pairs are only collected here: `load` merges them into the tables
-    of the policy, whose kind of clipping decides which keys exist. Raises PolicyError.
+    of the policy, whose kind of clipping decides which keys exist.
+
+    Args:
+        pairs: the pairs as the user wrote them. A later pair replaces an earlier one.
+        option: name of the option in error messages, such as `--set`.
+
+    Returns:
+        The keywords of `load`, see `Overrides`.
+
+    Raises:
+        PolicyError: a pair is not `KEY=VALUE`.
+
+    Examples:
+        >>> parse_overrides(["clip.max_norm=1.0", "mode=observe"], "--set")
+        {'clip': {'max_norm': 1.0}, 'mode': 'observe'}
     """
     overrides: dict[str, Any] = {}
     for pair in pairs:
-        key, _, value = pair.partition("=")
-        rule_key = _RULE_KEY.fullmatch(key)
-        name = rule_key[2] if rule_key else key
-        for text in (f"{name} = {value}", f"{name} = {json.dumps(value.strip())}"):
-            with contextlib.suppress(ValueError):
-                if table := tomllib.loads(text if value else ""):
-                    table = {"respond": {int(rule_key[1]): table}} if rule_key else table
-                    overrides = _merged_tables(overrides, table)
-                    break
-        else:
+        table = _parse_pair(pair)
+        if table is None:
             rule = "must be KEY=VALUE with a dotted key"
             write = f"{option} clip.max_norm=1.0, {option} mode=observe"
             raise _error("on the command line", pair, rule, write, key=option)
+        overrides = _merged_tables(overrides, table)
     return overrides
 
 
-def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
-    """The base policy by its name, and all combinations of the values by their settings.
+def _parse_pair(pair: str) -> dict[str, Any] | None:
+    """The nested tables with the one value of a `KEY=VALUE` pair, or None if it is no pair."""
+    key, _, value = pair.partition("=")
+    if not value:
+        return None
+    rule_key = _RULE_KEY.fullmatch(key)
+    if rule_key is not None:
+        key = rule_key[2]
+    # First as TOML, then as a string to which the user gave no quotes.
+    for toml_value in (value, json.dumps(value.strip())):
+        try:
+            table: dict[str, Any] = tomllib.loads(f"{key} = {toml_value}")
+            if table and rule_key is not None:
+                table = {"respond": {int(rule_key[1]): table}}
+        except ValueError:
+            continue
+        if table:
+            return table
+    return None
 
-    `vary` has options `KEY=A,B,C` with the dotted keys of a policy file. Raises PolicyError if an
-    option has another form, a value is invalid, or there are more than `MAX_VARIANTS`.
+
+def variants(policy: Policy, vary: Sequence[str]) -> dict[str, Policy]:
+    """Makes all combinations of the values of some keys.
+
+    Args:
+        policy: the base policy.
+        vary: options `KEY=A,B,C` with the dotted keys of a policy file. A comma within brackets
+            does not separate values.
+
+    Returns:
+        The base policy by its name, then each variant by its settings, such as
+        "clip.max_norm=0.5 mode=observe". The last option varies fastest.
+
+    Raises:
+        PolicyError: an option has another form, a value is invalid, or there are more than
+            `MAX_VARIANTS` variants.
     """
     axes: list[list[str]] = []
-    for text in vary:
-        key, _, values = text.partition("=")
+    for option in vary:
+        key, _, values = option.partition("=")
         settings = [f"{key.strip()}={value}" for value in _split_values(values)]
-        axes.append(list(dict.fromkeys(settings)))
+        axes.append(list(dict.fromkeys(settings)))  # without a value that is given twice
     count = math.prod(map(len, axes))
     if count > MAX_VARIANTS:
         rule = f"at most {MAX_VARIANTS} variants"
         raise _error("on the command line", f"{count:,} variants", rule, "fewer values of --vary")
-    found = {policy.name: policy}
+    policies = {policy.name: policy}
     for settings in itertools.product(*axes):
-        found[" ".join(settings)] = load(policy, **parse_overrides(settings, "--vary"))
-    return found
+        policies[" ".join(settings)] = load(policy, **parse_overrides(settings, "--vary"))
+    return policies
 
 
 def _split_values(text: str) -> list[str]:
@@ -381,7 +516,10 @@ def _split_values(text: str) -> list[str]:
     values = [""]
     depth = 0
     for character in text:
-        depth += (character in "[{") - (character in "]}")
+        if character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
         if character == "," and depth == 0:
             values.append("")
         else:
@@ -399,18 +537,28 @@ _WITH_LIMIT = ("zclip", "fixed", "autoclip")
 def can_apply_limit(policy: Policy | Engine) -> bool:
     """Whether the policy's clipping can apply a fixed limit at every step.
 
-    False without clipping, where the trainer's own clip gives the same bits as without healcore; in
-    observe mode; and with AdaGC, whose limit ends with its warm-up. Also False for an Engine, whose
-    numbers may be traced arrays. The trainer then clips, after the policy has measured.
+    Args:
+        policy: the policy or Engine of a trainer's run.
+
+    Returns:
+        False if the trainer has to clip, after the policy has measured: without clipping, where the
+        trainer's own clip gives the same bits as without healcore; in observe mode; with AdaGC,
+        whose limit ends with its warm-up; and for an Engine, whose numbers may be traced arrays.
     """
     return isinstance(policy, Policy) and policy.mode == "heal" and policy.clip.kind in _WITH_LIMIT
 
 
 def with_limit(policy: Policy | Engine, limit: float | None) -> Policy | Engine:
-    """The policy with a trainer's limit as `max_norm`, unless its own limit is lower.
+    """Gives a trainer's limit to the policy's clipping, unless the policy's own limit is lower.
 
-    In a policy without clipping this limit alone clips. The policy is unchanged if `limit` is None,
-    for an Engine, in observe mode and with AdaGC.
+    Args:
+        policy: the policy or Engine of a trainer's run.
+        limit: largest gradient norm of the trainer, or None for no limit.
+
+    Returns:
+        The policy with the limit as `max_norm`. In a policy without clipping this limit alone
+        clips. The policy is unchanged if `limit` is None, for an Engine, in observe mode and with
+        AdaGC.
     """
     if limit is None or not isinstance(policy, Policy) or policy.mode != "heal":
         return policy

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -39,13 +39,19 @@ class Problem(NamedTuple):
     """What to write instead."""
 
     def __str__(self) -> str:
-        head = f"{self.key} = {self.value}" if self.key and self.value else self.key or self.value
-        lines = [head, f"  rule:  {self.rule}", f"  write: {self.write}"]
-        return "\n".join(line for line in lines if line)
+        lines = []
+        if self.key and self.value:
+            lines.append(f"{self.key} = {self.value}")
+        elif self.key or self.value:
+            lines.append(self.key or self.value)
+        lines += [f"  rule:  {self.rule}", f"  write: {self.write}"]
+        return "\n".join(lines)
 
 
 class PolicyError(HealcoreError, ValueError):
     """An invalid policy. Raised when the policy is loaded, never during a run.
+
+    The message lists every problem of the policy, so that one correction of the file is enough.
 
     Attributes:
         source: the file, the preset's name, or "<text>".
@@ -63,21 +69,34 @@ class PolicyError(HealcoreError, ValueError):
 
     def _message(self) -> str:
         count = len(self.problems)
-        head = f"policy {self.source}: {count} problem{'s' if count != 1 else ''}"
-        body = "\n".join(str(problem) for problem in self.problems)
-        return "\n".join([head, *(f"  {line}" for line in body.splitlines())])
+        noun = "problem" if count == 1 else "problems"
+        lines = [f"policy {self.source}: {count} {noun}"]
+        for problem in self.problems:
+            lines += [f"  {line}" for line in str(problem).splitlines()]
+        return "\n".join(lines)
 
 
 def show_value(value: object) -> str:
-    """Formats a received value nearly as TOML, shortened for a message."""
+    """Formats a received value nearly as TOML, shortened for a message.
+
+    Args:
+        value: any value, also of a type that TOML does not have.
+
+    Returns:
+        At most 60 characters.
+    """
     try:
         if isinstance(value, bool):
             text = str(value).lower()
+        elif isinstance(value, str):
+            text = json.dumps(value, ensure_ascii=False)
         else:
-            text = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+            text = repr(value)
     except (ValueError, RecursionError):  # a huge int, or a cycle
         return f"a {type(value).__name__} too long to print"
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+    if len(text) > _MAX_SHOWN:
+        return f"{text[: _MAX_SHOWN - 3]}..."
+    return text
 
 
 def dotted(parts: tuple[str | int, ...]) -> str:
@@ -86,10 +105,14 @@ def dotted(parts: tuple[str | int, ...]) -> str:
     for part in parts:
         if isinstance(part, int):
             key += f"[{part}]"
-        else:
-            bare = part.replace("_", "").replace("-", "")
-            name = part if bare.isascii() and bare.isalnum() else show_value(part)
-            key += f".{name}" if key else name
+            continue
+        name = part
+        bare = part.replace("_", "").replace("-", "")
+        if not (bare.isascii() and bare.isalnum()):  # TOML needs quotes
+            name = show_value(part)
+        if key:
+            key += "."
+        key += name
     return key
 
 
@@ -107,33 +130,54 @@ _EXAMPLES = {
 
 
 class Key(NamedTuple):
-    """The declaration of one key."""
+    """The declaration of one key, from the annotation and the default of a field.
+
+    The annotation decides what the key has in a file:
+
+        Annotated[int, whole(1, 9)]      a value, checked by `whole(1, 9)`
+        LrConfig                         a table
+        LrConfig | None                  a table, or nothing (`optional`)
+        ZClipConfig | FixedConfig        one of several tables; its key `kind` says which
+        tuple[Respond, ...]              a list of tables (`several`)
+
+    Attributes:
+        default: the default, or `dataclasses.MISSING` for a required key.
+        value: rule of a value, or None for a table.
+        tables: class of the table or of the tables in a list, or one class for each `kind`.
+        optional: whether the table may be absent.
+        several: whether the key has a list of tables.
+    """
 
     default: Any
-    """Default, or `dataclasses.MISSING` for a required key."""
     value: Value | None
-    """Rule of a value, or None for a table."""
     tables: tuple[type, ...]
-    """Class of the table or of the tables in a list, or one class for each `kind`."""
     optional: bool
-    """Whether the table may be absent."""
     several: bool
-    """Whether the key has a list of tables."""
 
 
-def is_table(kind: Any) -> bool:
+def is_table(kind: object) -> bool:
     """Whether a class, or the class of an object, declares a table."""
     return hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
 
 
 @functools.cache
 def keys_of(table: type) -> dict[str, Key]:
-    """The declarations of the keys of a table, in order."""
+    """Reads the declarations of the keys of a table.
+
+    Args:
+        table: a NamedTuple or a dataclass with annotated fields.
+
+    Returns:
+        Name of the key -> its declaration, in the order of the fields.
+    """
+    defaults: dict[str, Any] = {}
     if dataclasses.is_dataclass(table):
-        defaults = {field.name: field.default for field in dataclasses.fields(table)}
+        for field in dataclasses.fields(table):
+            defaults[field.name] = field.default
     else:
-        given = table._field_defaults  # type: ignore[attr-defined]
-        defaults = {name: given.get(name) for name in table._fields}  # type: ignore[attr-defined]
+        field_defaults = table._field_defaults  # type: ignore[attr-defined]
+        for name in table._fields:  # type: ignore[attr-defined]
+            defaults[name] = field_defaults.get(name)
     hints = get_type_hints(table, include_extras=True)
     keys = {}
     for name, default in defaults.items():
@@ -141,14 +185,25 @@ def keys_of(table: type) -> dict[str, Key]:
         (value,) = getattr(hint, "__metadata__", (None,))
         parts = (hint, *get_args(hint))
         tables = tuple(part for part in parts if isinstance(part, type) and is_table(part))
-        keys[name] = Key(default, value, tables, type(None) in parts, Ellipsis in parts)
+        keys[name] = Key(
+            default, value, tables, optional=type(None) in parts, several=Ellipsis in parts
+        )
     return keys
 
 
 def read_document(data: Any, root: type) -> tuple[Any, tuple[Problem, ...]]:
-    """Reads a document. Returns the table, or None and the problems."""
+    """Reads a document by the declarations of its tables.
+
+    Args:
+        data: the document, as `tomllib` parses it. Any other value is a problem.
+        root: class of the table at the top, `Policy`.
+
+    Returns:
+        The object of class `root` and no problems, or None and every problem of the document.
+    """
     reader = _Reader()
-    return reader.table(root, data, ()), tuple(reader.problems)
+    table = reader.table(root, data, ())
+    return table, tuple(reader.problems)
 
 
 class _Reader:
@@ -157,108 +212,177 @@ class _Reader:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def _problem(self, path: Path, value: Any, rule: str, write: str) -> None:
-        shown = "" if value is dataclasses.MISSING else show_value(value)
+    def _add_problem(self, path: Path, value: object, rule: str, write: str) -> None:
+        shown = ""
+        if value is not dataclasses.MISSING:
+            shown = show_value(value)
         self.problems.append(Problem(dotted(path), shown, rule, write))
 
     def table(self, table: type, data: Any, path: Path, kinds: Mapping[str, type] = {}) -> Any:
-        """Reads a table of one class. `kinds` has all classes of a table with a kind."""
-        before = len(self.problems)
+        """Reads a table of one class.
+
+        Args:
+            table: class of the table.
+            data: content of the table in the document.
+            path: keys from the top of the document to the table.
+            kinds: all classes of a table with a kind, by the name of the kind.
+
+        Returns:
+            An object of the class, or None if the table has a problem.
+        """
         if not isinstance(data, Mapping):
-            write = f"[{dotted(path)}]" if path else "key = value"
-            write = "[[respond]]" if path[:1] == ("respond",) and len(path) == 2 else write
-            return self._problem(path or ("policy",), data, "a table", write)
-        keys = keys_of(table)
+            self._add_problem(path or ("policy",), data, "a table", _table_header(path))
+            return None
+        problems_before = len(self.problems)
         values = {}
-        for name, key in keys.items():
+        for name, key in keys_of(table).items():
             if name in data:
                 values[name] = self._read(key, data[name], (*path, name))
             elif key.default is dataclasses.MISSING:
                 write = _EXAMPLES[name]
-                self._problem((*path, name), key.default, "required, and missing", write)
-        known = ["kind", *keys] if hasattr(table, "kind") else list(keys)
-        for name in (name for name in data if name not in known):
-            close = _close(name, known)
-            rule, write = "a key of this table", f"one of {', '.join(known)}"
-            if kinds:
-                others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
-                rule = f'a key of this table, [{dotted(path)}] with kind = "{table.kind}"'  # type: ignore[attr-defined]
-                write += f"; kind = {' or '.join(others)} has {name}" if others else ""
-            elif close:
-                write = f"did you mean {close!r}?"
-            self._problem((*path, str(name)), data[name], rule, write)
-        if len(self.problems) > before:
+                self._add_problem((*path, name), key.default, "required, and missing", write)
+        self._check_names(table, data, path, kinds)
+        if len(self.problems) > problems_before:
             return None
-        found = table(**values)
+        # Only a table of valid values can be compared with itself.
+        result = table(**values)
+        self._check_limits(result, path)
+        if hasattr(result, "conflicts"):
+            for inner_path, value, rule, write in result.conflicts():
+                self._add_problem((*path, *inner_path), value, rule, write)
+        return result
+
+    def _check_names(
+        self, table: type, data: Mapping[str, Any], path: Path, kinds: Mapping[str, type]
+    ) -> None:
+        """Finds keys that the table does not have, such as a wrong spelling."""
+        known = list(keys_of(table))
+        if hasattr(table, "kind"):
+            known.insert(0, "kind")
+        for name in data:
+            if name in known:
+                continue
+            rule = "a key of this table"
+            write = f"one of {', '.join(known)}"
+            similar = _most_similar(name, known)
+            if kinds:
+                rule += f', [{dotted(path)}] with kind = "{table.kind}"'  # type: ignore[attr-defined]
+                others = [f'"{kind}"' for kind, other in kinds.items() if name in keys_of(other)]
+                if others:
+                    write += f"; kind = {' or '.join(others)} has {name}"
+            elif similar:
+                write = f"did you mean {similar!r}?"
+            self._add_problem((*path, str(name)), data[name], rule, write)
+
+    def _check_limits(self, table: Any, path: Path) -> None:
+        """Finds values that are larger than the value of another key (`AT_MOST`)."""
         for name, limit in getattr(table, "AT_MOST", ()):
-            value, most = getattr(found, name), attrgetter(limit)(found)
+            value = getattr(table, name)
+            most = attrgetter(limit)(table)
             if value > most:
                 write = f"{name} = {most}, or a larger {limit}"
-                self._problem((*path, name), value, f"at most {limit}, which is {most}", write)
-        for inner, *problem in found.conflicts() if hasattr(table, "conflicts") else ():
-            self._problem((*path, *inner), *problem)
-        return found
+                self._add_problem((*path, name), value, f"at most {limit}, which is {most}", write)
 
     def _read(self, key: Key, value: Any, path: Path) -> Any:
+        """Reads a value, a table or a list of tables."""
         if key.value is not None:
             return self._value(key.value, value, path, key.default)
         if value is None and key.optional:
             return None
-        table, kinds = key.tables[0], {}
+        first_table = key.tables[0]
         if key.several:
-            if not isinstance(value, list | tuple):
-                return self._problem(path, value, "an array of tables", f"[[{dotted(path)}]]")
-            return tuple(self.table(table, each, (*path, i)) for i, each in enumerate(value))
+            return self._list(first_table, value, path)
         if len(key.tables) > 1 and isinstance(value, Mapping):
-            kinds = {each.kind: each for each in key.tables}  # type: ignore[attr-defined]
-            given = value.get("kind", dataclasses.MISSING)
-            kind = self._value(one_of(*kinds), given, (*path, "kind"), next(iter(kinds)))
-            if kind is None:
-                return None
-            table = kinds[kind]
-        return self.table(table, value, path, kinds)
+            return self._table_with_kind(key.tables, value, path)
+        return self.table(first_table, value, path)
 
-    def _value(self, value: Value, given: Any, path: Path, default: Any) -> Any:
+    def _list(self, table: type, value: object, path: Path) -> tuple[Any, ...] | None:
+        if not isinstance(value, list | tuple):
+            self._add_problem(path, value, "an array of tables", f"[[{dotted(path)}]]")
+            return None
+        return tuple(self.table(table, entry, (*path, i)) for i, entry in enumerate(value))
+
+    def _table_with_kind(
+        self, tables: tuple[type, ...], value: Mapping[str, Any], path: Path
+    ) -> Any:
+        kinds: dict[str, type] = {table.kind: table for table in tables}  # type: ignore[attr-defined]
+        default = next(iter(kinds))
+        received = value.get("kind", dataclasses.MISSING)
+        kind = self._value(one_of(*kinds), received, (*path, "kind"), default)
+        if kind is None:
+            return None
+        return self.table(kinds[kind], value, path, kinds)
+
+    def _value(self, declared: Value, received: Any, path: Path, default: Any) -> Any:
+        """Checks a value. Returns the value, or None if it has a problem."""
         try:
-            return value.check(given)
+            return declared.check(received)
         except RuleBroken as error:
-            if error.entry is not None:
-                path, given = (*path, error.entry), given[error.entry]
-            self._problem(path, given, error.rule, _instead(path, default, given, error.choices))
+            if error.entry is not None:  # the wrong entry of a list
+                path = (*path, error.entry)
+                received = received[error.entry]
+            write = _what_to_write(path, default, received, error.choices)
+            self._add_problem(path, received, error.rule, write)
+            return None
 
 
-def _close(wrong: Any, names: Any) -> str | None:
+def _table_header(path: Path) -> str:
+    """How a table begins in TOML."""
+    if not path:
+        return "key = value"
+    if path[0] == "respond" and len(path) == 2:  # a rule, whose path ends with its number
+        return "[[respond]]"
+    return f"[{dotted(path)}]"
+
+
+def _most_similar(wrong: object, names: Sequence[str]) -> str | None:
     """The name that is most similar to a wrong name, or None."""
-    return next(iter(difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)), None)
+    similar = difflib.get_close_matches(str(wrong), names, n=1, cutoff=0.75)
+    if not similar:
+        return None
+    return similar[0]
 
 
-def _instead(path: Path, default: Any, received: Any, choices: tuple[str, ...]) -> str:
+def _what_to_write(path: Path, default: object, received: object, choices: tuple[str, ...]) -> str:
     """A valid line to write: the closest choice, the number as an int, or the default."""
-    close = _close(received, choices)
+    similar = _most_similar(received, choices)
     key = path[-1]
     if isinstance(key, int):  # an entry of a list
         if received in choices:
             return "drop the second entry"
-        return show_value(close) if close else "one of these" if choices else "a string in quotes"
+        if similar:
+            return show_value(similar)
+        return "one of these" if choices else "a string in quotes"
     if key in _EXAMPLES:
         return _EXAMPLES[key]
+    proposed = default
     if isinstance(default, int) and isinstance(received, float) and received.is_integer():
-        default = int(received)
-    return f"{key} = {show_value(close or (NONE if default is None else default))}"
+        proposed = int(received)
+    if proposed is None:
+        proposed = NONE
+    return f"{key} = {show_value(similar or proposed)}"
 
 
 def written(table: Any) -> dict[str, Any]:
-    """A table as plain mappings, lists, strings, bools and numbers.
+    """Writes a table as plain mappings, lists, strings, bools and numbers.
 
-    Omits absent tables; an absent limit is the string "none".
+    Args:
+        table: an object that `read_document` returned, or one of its tables.
+
+    Returns:
+        The document, with defaults. Omits absent tables; an absent limit is the string "none".
     """
-    document = {"kind": table.kind} if hasattr(table, "kind") else {}
+    document: dict[str, Any] = {}
+    if hasattr(table, "kind"):
+        document["kind"] = table.kind
     for name, key in keys_of(type(table)).items():
         value = getattr(table, name)
         if is_table(value):
             document[name] = written(value)
+        elif isinstance(value, tuple) and key.several:
+            document[name] = [written(entry) for entry in value]
         elif isinstance(value, tuple):
-            document[name] = [written(each) if is_table(each) else each for each in value]
+            document[name] = list(value)
         elif value is not None:
             document[name] = value
         elif key.value is not None:
@@ -267,11 +391,22 @@ def written(table: Any) -> dict[str, Any]:
 
 
 def rounded(value: Any, core: Any = None) -> Any:
-    """The core's config of a table: floats are rounded to float32 once, for all backends.
+    """Makes the core's config of a table.
 
-    `core` is the config's class, or None for the class of the table.
+    Floats are rounded to float32 here, once for all backends. Otherwise JAX would round them in the
+    jitted step and NumPy would not, and the backends could decide differently.
+
+    Args:
+        value: a table, or a value of it.
+        core: class of the config, whose fields the table has too. None for the class of the table,
+            if the core uses the table itself.
+
+    Returns:
+        The config, or the rounded value.
     """
     if is_table(value):
         core = core or type(value)
         return core(*(rounded(getattr(value, name)) for name in core._fields))
-    return to_float32(value) if isinstance(value, float) else value
+    if isinstance(value, float):
+        return to_float32(value)
+    return value

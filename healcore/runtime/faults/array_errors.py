@@ -21,15 +21,26 @@ INDICES = (
 )
 
 _TYPES = {
-    *(f"builtins.{kind}" for kind in ("RuntimeError", "ValueError", "TypeError", "IndexError")),
-    *("builtins.AssertionError", "flax.errors.ScopeParamShapeError"),
+    "builtins.RuntimeError",
+    "builtins.ValueError",
+    "builtins.TypeError",
+    "builtins.IndexError",
+    "builtins.AssertionError",
+    "flax.errors.ScopeParamShapeError",
 }
 """Types with their modules. A subclass of a builtin type, as in `jax.errors`, says what it is."""
 _LIBRARIES = {
-    *("torch", "jax", "jaxlib", "numpy", "flax", "optax", "equinox"),
+    "torch",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "flax",
+    "optax",
+    "equinox",
     "einops",
     "opt_einsum",
 }
+"""Packages whose `raise` is about the operation, and not a check of the program."""
 _INDEX = re.compile(
     r"index -?\d+ is out of bounds for|index out of range in self|Target -?\d+ is out of bounds"
     r"|Index \d+ of input takes value|Class values must be smaller than num_classes"
@@ -44,14 +55,25 @@ _SHAPE = re.compile(
 
 
 def hint_about(error: BaseException) -> tuple[str, str]:
-    """The sign and the advice of an error of an operation on arrays, or two empty strings."""
+    """Recognizes an error of an operation on arrays.
+
+    Args:
+        error: any exception, with its traceback: an exception that was never raised counts as one
+            of the program.
+
+    Returns:
+        The sign, "shapes" or "index out of range", and the advice, `SHAPES` or `INDICES`. Two empty
+        strings for any other exception.
+    """
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     if name not in _TYPES or not _is_of_operation(error):
         return "", ""
     text = str(error)[:2000]
     if _INDEX.match(text):
         return "index out of range", INDICES
-    return ("shapes", SHAPES) if _SHAPE.search(text) else ("", "")
+    if _SHAPE.search(text):
+        return "shapes", SHAPES
+    return "", ""
 
 
 def _is_of_operation(error: BaseException) -> bool:
@@ -64,5 +86,9 @@ def _is_of_operation(error: BaseException) -> bool:
     module = str(last.tb_frame.f_globals.get("__name__", ""))
     if module.startswith("torch.distributions."):
         return False  # a check of values, whose message names the shape of the values
-    own_raise = last.tb_frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return module.partition(".")[0] in _LIBRARIES or not own_raise
+    if module.partition(".")[0] in _LIBRARIES:
+        return True
+    # A call into compiled code has no frame: the innermost frame is the caller's, and its current
+    # instruction is the call. If the instruction is a `raise`, the program raised the error.
+    instruction = last.tb_frame.f_code.co_code[last.tb_lasti]
+    return instruction != dis.opmap["RAISE_VARARGS"]

@@ -33,13 +33,18 @@ class Severity(enum.StrEnum):
 
 
 class Failure(NamedTuple):
-    """The row of one cause."""
+    """The row of one cause in `FAILURES`.
+
+    Attributes:
+        name: type of failure; several causes may have the same type.
+        severity: whether a run can continue unchanged.
+        diagnosis: usual meaning, and what a person should check.
+        references: publications about the response to the cause.
+    """
 
     name: str
-    """Type of failure; several causes may have the same type."""
     severity: Severity
     diagnosis: str
-    """Usual meaning, and what a person should check."""
     references: tuple[str, ...] = ()
 
 
@@ -190,7 +195,14 @@ FAILURES: dict[Cause, Failure] = {
 
 
 def causes_of(names: Iterable[str]) -> Cause:
-    """The flags with these names; an unknown name, of a newer healcore, is UNKNOWN."""
+    """Reads the names of causes.
+
+    Args:
+        names: names of `Cause` flags, as in an event.
+
+    Returns:
+        The flags. An unknown name, of a newer healcore, is `Cause.UNKNOWN`.
+    """
     causes = Cause(0)
     for name in names:
         causes |= Cause.__members__.get(name, Cause.UNKNOWN)
@@ -204,7 +216,7 @@ def failures_of(causes: Cause) -> tuple[Failure, ...]:
 
 
 class Fault(NamedTuple):
-    """The classification of an exception."""
+    """The classification of an exception: what kind of trouble it is, and how that is known."""
 
     cause: Cause
     """OOM, DATA, WORKER, NETWORK, HANG or UNKNOWN."""
@@ -235,51 +247,61 @@ _MAX_CHAIN = 100  # exceptions to read; a library that retries can chain thousan
 # Bugs in an error handler. The error that was being handled is not their cause.
 _BUGS = (NameError, AttributeError, TypeError, SyntaxError, ImportError, AssertionError)
 
-_OOM, _DATA, _HANG = Fault(Cause.OOM, ""), Fault(Cause.DATA, ""), Fault(Cause.HANG, "")
+# The kinds of faults, to which `classify` adds the sign.
+_OOM = Fault(Cause.OOM, "")
+_DATA = Fault(Cause.DATA, "")
+_HANG = Fault(Cause.HANG, "")
 _WORKER = Fault(Cause.WORKER, "")
-_TRANSIENT, _PERMANENT = Fault(Cause.NETWORK, "", transient=True), Fault(Cause.NETWORK, "")
+_TRANSIENT = Fault(Cause.NETWORK, "", transient=True)
+_PERMANENT = Fault(Cause.NETWORK, "")
 
-_TYPES: dict[str, Fault] = {
-    name: kind
-    for kind, names in (
-        # NumPy's error derives from MemoryError.
-        (_OOM, "builtins.MemoryError torch.OutOfMemoryError"),
-        # A peer has ended, so a repeated call of this rank alone cannot succeed.
-        (_PERMANENT, "torch.distributed.DistNetworkError"),
-        (_PERMANENT, "ssl.SSLCertVerificationError requests.exceptions.InvalidJSONError"),
-        (_PERMANENT, "aiohttp.client_exceptions.ClientConnectorCertificateError"),
-        (_PERMANENT, "huggingface_hub.errors.OfflineModeIsEnabled"),
-        # huggingface_hub 2 has httpx2.
-        (_PERMANENT, "httpx.UnsupportedProtocol httpx2.UnsupportedProtocol"),
-        (_PERMANENT, "httpx.LocalProtocolError httpx2.LocalProtocolError"),
-        (_TRANSIENT, "httpx.TransportError httpx2.TransportError"),
-        # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
-        (_TRANSIENT, "builtins.ConnectionError builtins.TimeoutError socket.gaierror"),
-        (_TRANSIENT, "ssl.SSLError http.client.IncompleteRead http.client.BadStatusLine"),
-        (_TRANSIENT, "requests.exceptions.ConnectionError requests.exceptions.Timeout"),
-        (_TRANSIENT, "requests.exceptions.ChunkedEncodingError urllib3.exceptions.TimeoutError"),
-        (_TRANSIENT, "urllib3.exceptions.ProtocolError urllib3.exceptions.NewConnectionError"),
-        (_TRANSIENT, "urllib3.exceptions.SSLError"),
-        (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
-        (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
-        (_DATA, "healcore.runtime.data.loader_adapters.DataError builtins.EOFError"),
-        (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
-        (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
-        (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
-        (_DATA, "datasets.exceptions.DatasetsError"),
-    )
-    for name in names.split()
-}
-_ERRNO: dict[int, Fault] = {
-    getattr(errno, name): kind
-    for kind, names in (
-        (_OOM, "ENOMEM"),
-        (_DATA, "EIO ESTALE EBADMSG"),
-        (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
-        (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
-    )
-    for name in names.split()
-}
+
+def _by_name(*rows: tuple[Fault, str]) -> dict[str, Fault]:
+    """Name -> kind, from rows of a kind and its names, which spaces separate."""
+    kinds = {}
+    for kind, names in rows:
+        for name in names.split():
+            kinds[name] = kind
+    return kinds
+
+
+_TYPES: dict[str, Fault] = _by_name(
+    # NumPy's error derives from MemoryError.
+    (_OOM, "builtins.MemoryError torch.OutOfMemoryError"),
+    # A peer has ended, so a repeated call of this rank alone cannot succeed.
+    (_PERMANENT, "torch.distributed.DistNetworkError"),
+    (_PERMANENT, "ssl.SSLCertVerificationError requests.exceptions.InvalidJSONError"),
+    (_PERMANENT, "aiohttp.client_exceptions.ClientConnectorCertificateError"),
+    (_PERMANENT, "huggingface_hub.errors.OfflineModeIsEnabled"),
+    # huggingface_hub 2 has httpx2.
+    (_PERMANENT, "httpx.UnsupportedProtocol httpx2.UnsupportedProtocol"),
+    (_PERMANENT, "httpx.LocalProtocolError httpx2.LocalProtocolError"),
+    (_TRANSIENT, "httpx.TransportError httpx2.TransportError"),
+    # Sockets, asyncio and concurrent.futures raise this TimeoutError too.
+    (_TRANSIENT, "builtins.ConnectionError builtins.TimeoutError socket.gaierror"),
+    (_TRANSIENT, "ssl.SSLError http.client.IncompleteRead http.client.BadStatusLine"),
+    (_TRANSIENT, "requests.exceptions.ConnectionError requests.exceptions.Timeout"),
+    (_TRANSIENT, "requests.exceptions.ChunkedEncodingError urllib3.exceptions.TimeoutError"),
+    (_TRANSIENT, "urllib3.exceptions.ProtocolError urllib3.exceptions.NewConnectionError"),
+    (_TRANSIENT, "urllib3.exceptions.SSLError"),
+    (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
+    (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
+    (_DATA, "healcore.runtime.data.loader_adapters.DataError builtins.EOFError"),
+    (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
+    (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
+    (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),
+    (_DATA, "datasets.exceptions.DatasetsError"),
+)
+"""Type with its module -> kind. The nearest base class in the table decides."""
+
+_ERRNO_NAMES = _by_name(
+    (_OOM, "ENOMEM"),
+    (_DATA, "EIO ESTALE EBADMSG"),
+    (_TRANSIENT, "ECONNRESET ECONNREFUSED ECONNABORTED ETIMEDOUT"),
+    (_TRANSIENT, "ENETDOWN ENETUNREACH ENETRESET EHOSTDOWN EHOSTUNREACH"),
+)
+_ERRNO: dict[int, Fault] = {getattr(errno, name): kind for name, kind in _ERRNO_NAMES.items()}
+"""Number of an error of the operating system -> kind."""
 
 _XLA = (
     # A CPU allocation that failed after the call had returned (JAX 0.10).
@@ -342,7 +364,7 @@ _HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
 
 
 def classify(error: BaseException) -> Fault:
-    """Classifies an exception.
+    """Classifies an exception: what kind of trouble it is, and whether a repeated call may help.
 
     The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
     fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
@@ -353,23 +375,30 @@ def classify(error: BaseException) -> Fault:
 
     Returns:
         The fault. Its cause is `Cause.UNKNOWN` for an exception that healcore does not know.
+
+    Examples:
+        >>> classify(ConnectionResetError()).transient
+        True
+        >>> classify(MemoryError()).cause.name
+        'OOM'
     """
-    chain = [*_chain_of(error)]
+    chain = list(_chain_of(error))
     for find in (_own_fault, _array_fault):
-        for each in chain:
-            if fault := find(each):
+        for exception in chain:
+            fault = find(exception)
+            if fault is not None:
                 return fault
     return Fault(Cause.UNKNOWN, _name(type(error)).removeprefix("builtins."))
 
 
 def _chain_of(error: BaseException) -> Iterator[Exception]:
     """An exception, the exception that caused it, and so on; without KeyboardInterrupt."""
-    at: BaseException | None = error
+    current: BaseException | None = error
     for _ in range(_MAX_CHAIN):
-        if not isinstance(at, Exception):
+        if not isinstance(current, Exception):
             break
-        yield at
-        at = _cause_of(at)
+        yield current
+        current = _cause_of(current)
 
 
 def _array_fault(error: BaseException) -> Fault | None:
@@ -378,22 +407,35 @@ def _array_fault(error: BaseException) -> Fault | None:
         sign, hint = hint_about(error)
     except Exception:  # text runs code of the error's library
         return None
-    return Fault(Cause.DATA, sign, hint=hint) if hint else None
+    if not hint:
+        return None
+    return Fault(Cause.DATA, sign, hint=hint)
 
 
 def _own_fault(error: BaseException) -> Fault | None:
     """The fault by the exception's own type and codes, or None."""
     try:
-        # A killed worker breaks the connection by which it passes its tensors.
-        names = {f.f_globals.get("__name__") for f, _ in traceback.walk_tb(error.__traceback__)}
-        if isinstance(error, OSError | EOFError) and "multiprocessing.resource_sharer" in names:
-            return Fault(Cause.WORKER, "DataLoader worker")
-        return _http_fault(error) or _known_fault(error) or _fault_in_worker(error)
+        for find in (_broken_worker, _http_fault, _known_fault, _fault_in_worker):
+            fault = find(error)
+            if fault is not None:
+                return fault
     except Exception:  # attributes and text run code of the error's library
         return None
+    return None
+
+
+def _broken_worker(error: BaseException) -> Fault | None:
+    """The fault of a DataLoader's worker that was killed while it passed its tensors, or None."""
+    if not isinstance(error, OSError | EOFError):
+        return None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__") == "multiprocessing.resource_sharer":
+            return Fault(Cause.WORKER, "DataLoader worker")
+    return None
 
 
 def _cause_of(error: BaseException) -> BaseException | None:
+    """The exception that caused another one, or None."""
     if error.__cause__ is not None:
         return error.__cause__
     reason = getattr(error, "reason", None)  # urllib and urllib3 keep the socket's error there
@@ -411,7 +453,8 @@ def _http_fault(error: BaseException) -> Fault | None:
     based on them) in `response.status_code`, urllib in `code`, aiohttp in `status`.
     """
     response = getattr(error, "response", None)
-    status, headers = getattr(response, "status_code", None), getattr(response, "headers", None)
+    status = getattr(response, "status_code", None)
+    headers = getattr(response, "headers", None)
     if status is None:  # an integer `code` alone is no HTTP status: SystemExit has one
         headers = getattr(error, "headers", None)
         if headers is None or not hasattr(headers, "get"):
@@ -420,12 +463,16 @@ def _http_fault(error: BaseException) -> Fault | None:
     if isinstance(status, bool) or not isinstance(status, int) or not 400 <= status <= 599:
         return None
     transient = _is_transient(status)
-    text = str((headers or {}).get("Retry-After") or "").strip() if transient else ""
-    wait = float(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else None  # RFC 9110
-    return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait)
+    wait_s = None
+    if transient and headers:
+        text = str(headers.get("Retry-After") or "").strip()
+        if re.fullmatch(r"\d{1,9}", text, re.ASCII):  # RFC 9110; the other form is a date
+            wait_s = float(text)
+    return Fault(Cause.NETWORK, f"HTTP {int(status)}", transient, wait_s)
 
 
 def _is_transient(status: int) -> bool:
+    """Whether a call with this HTTP status may succeed if it is repeated."""
     return status in _HTTP_TRANSIENT or (status >= 500 and status not in _HTTP_PERMANENT)
 
 
@@ -437,62 +484,97 @@ def _fault_in_worker(error: BaseException) -> Fault | None:
     failure in the network, such as a dead link, concerns one row only. So it stays unknown, and the
     row counts as unreadable.
     """
-    texts = [str(error), *(each for each in error.args if isinstance(each, str))]
-    found = next(filter(None, map(_IN_WORKER.match, texts)), None)
-    if found is None:
+    printed = _traceback_of_worker(error)
+    if printed is None:
         return None
-    for name, text, is_cause in reversed(_raised_in(found.string[found.start(1) :])):
+    bugs = [bug.__name__ for bug in _BUGS]
+    for name, text, has_direct_cause in reversed(_raised_in(printed)):
         fault = _fault_by_text(name, text)
         if fault is not None:
-            permanent = fault.cause is Cause.NETWORK and not fault.transient
-            return None if permanent else fault
-        if not is_cause and name in {bug.__name__ for bug in _BUGS}:
+            if fault.cause is Cause.NETWORK and not fault.transient:
+                return None
+            return fault
+        if name in bugs and not has_direct_cause:
             return None
     return None
 
 
-def _raised_in(printed: str) -> list[tuple[str, str, bool]]:
-    """The exceptions of a printed traceback, in their order: (type, message, is_cause).
+def _traceback_of_worker(error: BaseException) -> str | None:
+    """The traceback that a DataLoader's worker has printed into an exception, or None."""
+    texts = [str(error)]
+    for argument in error.args:  # `str` of a KeyError escapes its lines
+        if isinstance(argument, str):
+            texts.append(argument)
+    for text in texts:
+        found = _IN_WORKER.match(text)
+        if found is not None:
+            return text[found.start(1) :]
+    return None
 
-    `is_cause` is whether the exception before is its direct cause.
+
+def _raised_in(printed: str) -> list[tuple[str, str, bool]]:
+    """The exceptions of a printed traceback, in their order: (type, message, has_direct_cause).
+
+    `has_direct_cause` is whether the exception before is its direct cause (`raise ... from`).
     """
-    found, within_frames, is_cause = [], False, False
+    exceptions: list[tuple[str, str, bool]] = []
+    within_frames = False
+    has_direct_cause = False
     for line in printed.splitlines():
         if within_frames and line[:1].strip():  # the first line after the indented lines of frames
             name, _, text = line.partition(": ")
-            found.append((name, text, is_cause))
-        if line.startswith(("The above exception", "During handling")):
-            is_cause = line.startswith("The above")
+            exceptions.append((name, text, has_direct_cause))
+        if line.startswith("The above exception"):
+            has_direct_cause = True
+        elif line.startswith("During handling"):
+            has_direct_cause = False
         within_frames = line.startswith("  ")
-    return found
+    return exceptions
 
 
 def _fault_by_text(name: str, text: str) -> Fault | None:
     """The fault of an exception whose type and message were printed, or None."""
-    if re.search("HTTP|ClientResponse", name) and (found := _STATUS.match(text)):
-        status = int(next(filter(None, found.groups())))
+    status_text = _STATUS.match(text)
+    if status_text is not None and re.search("HTTP|ClientResponse", name):
+        (digits,) = filter(None, status_text.groups())  # of the alternative that has matched
+        status = int(digits)
         return Fault(Cause.NETWORK, f"HTTP {status}", _is_transient(status))
     module, _, qualified = name.rpartition(".")
     cls = getattr(sys.modules.get(module or "builtins"), qualified, None)
-    known = [_name(each) for each in cls.__mro__] if isinstance(cls, type) else [name]
-    for each in known:
-        if (kind := _TYPES.get(each)) is not None:
-            return kind._replace(sign=each.removeprefix("builtins."))
-    if "builtins.OSError" in known and (found := re.match(r"\[Errno (\d{1,4})\]", text)):
-        number = int(found[1])
-        if (kind := _ERRNO.get(number)) is not None:
-            return kind._replace(sign=f"errno {errno.errorcode[number]}")
+    base_names = [name]
+    if isinstance(cls, type):
+        base_names = [_name(base) for base in cls.__mro__]
+    for base_name in base_names:
+        kind = _TYPES.get(base_name)
+        if kind is not None:
+            return kind._replace(sign=base_name.removeprefix("builtins."))
+    errno_text = re.match(r"\[Errno (\d{1,4})\]", text)
+    if errno_text is not None and "builtins.OSError" in base_names:
+        return _errno_fault(int(errno_text[1]))
     return None
+
+
+def _errno_fault(number: int | None) -> Fault | None:
+    """The fault of a number of the operating system, or None."""
+    if number is None:
+        return None
+    kind = _ERRNO.get(number)
+    if kind is None:
+        return None
+    return kind._replace(sign=f"errno {errno.errorcode[number]}")
 
 
 def _known_fault(error: BaseException) -> Fault | None:
     """The fault by the nearest known base class, or None."""
     for cls in type(error).__mro__:
         name = _name(cls)
-        if (kind := _TYPES.get(name)) is not None:
+        kind = _TYPES.get(name)
+        if kind is not None:
             return kind._replace(sign=name.removeprefix("builtins."))
-        if cls is OSError and (kind := _ERRNO.get(error.errno)) is not None:  # type: ignore[attr-defined]
-            return kind._replace(sign=f"errno {errno.errorcode[error.errno]}")  # type: ignore[attr-defined]
+        if cls is OSError and isinstance(error, OSError):
+            fault = _errno_fault(error.errno)
+            if fault is not None:
+                return fault
         for pattern, sign, kind in _MESSAGES.get(name, ()):
             if re.match(pattern, str(error)[:2000]):
                 return kind._replace(sign=sign)
@@ -500,7 +582,14 @@ def _known_fault(error: BaseException) -> Fault | None:
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
-    """Whether gloo raised the error because the connection to another rank is broken."""
+    """Whether gloo raised the error because the connection to another rank is broken.
+
+    Args:
+        error: the exception, or None for no exception.
+
+    Returns:
+        True if another rank has most likely ended, so that its own report has the reason.
+    """
     if not isinstance(error, RuntimeError | ValueError):  # a ValueError in JAX
         return False
     return any(text in str(error) for text in _BROKEN)

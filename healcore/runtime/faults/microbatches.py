@@ -38,12 +38,28 @@ class UnsplittableBatch(HealcoreError, ValueError):
 
 
 class MicrobatchError(HealcoreError, RuntimeError):
-    """The loop over the parts of a batch does not have the required form."""
+    """The loop over the parts of a batch does not have the required form.
+
+    After memory ran out, healcore repeats the loop with smaller parts. That is only correct if each
+    part is used in a `with` block, and if the optimizer steps after the last part.
+    """
 
 
 @dataclass(eq=False, repr=False)
 class Microbatch(Generic[Batch]):
     """A part of a batch: a context manager for its forward and backward pass.
+
+    If memory runs out within the block, the block ends without the exception, and the loop gets the
+    batches since the last optimizer step again, in smaller parts.
+
+    Examples:
+        >>> for batch in healer.batches(loader):
+        ...     for part in healer.microbatches(batch):
+        ...         with part:
+        ...             loss = healer.loss(part.batch)
+        ...             (loss * part.weight).backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
 
     Attributes:
         batch: the samples of the part, in the structure of the whole batch.
@@ -76,7 +92,14 @@ class Microbatch(Generic[Batch]):
 
 
 class Gradients(Protocol):
-    """The gradients of a window, which is all parts since the last optimizer step."""
+    """The gradients of a window, which is all parts since the last optimizer step.
+
+    The adapter of a framework implements it:
+
+        begin_window ── part ── part ── optimizer step         has_stepped: the window is over
+              ▲                  │
+              └── redo_window ◄──┘  memory ran out: from the beginning, in smaller parts
+    """
 
     def is_accumulating(self) -> bool:
         """Whether any gradients have not been used by an optimizer step."""
@@ -102,7 +125,13 @@ class Gradients(Protocol):
 
 
 def count_samples(batch: Any) -> int:
-    """The number of samples of a batch. Reads shapes only.
+    """Counts the samples of a batch. Reads shapes only, so it does not wait for a device.
+
+    Args:
+        batch: an array, or a structure of arrays, as the module describes.
+
+    Returns:
+        The number of samples, at least 0.
 
     Raises:
         UnsplittableBatch: the batch has no samples, or its arrays disagree on their number.
@@ -120,46 +149,84 @@ def count_samples(batch: Any) -> int:
 def split(batch: Any, parts: int) -> list[Any]:
     """Splits a batch into parts of the same structure, whose sizes differ by at most one sample.
 
-    `parts` is at most the number of samples; 1 returns the batch itself.
+    Args:
+        batch: an array, or a structure of arrays, as the module describes.
+        parts: number of parts, at most the number of samples; 1 returns the batch itself.
+
+    Returns:
+        The parts, in the order of the samples. Arrays in them are views where the framework's
+        slices are.
 
     Raises:
         UnsplittableBatch: as for `count_samples`.
+
+    Examples:
+        >>> split({"ids": np.arange(5), "scale": 2.0}, 2)
+        [{'ids': array([0, 1]), 'scale': 2.0}, {'ids': array([2, 3, 4]), 'scale': 2.0}]
     """
     if parts == 1:
         return [batch]
     samples = count_samples(batch)
-    ends = [samples * number // parts for number in range(parts + 1)]
-    return [_cut(batch, slice(*ends[i : i + 2]), samples) for i in range(parts)]
+    pieces = []
+    for number in range(parts):
+        begin = samples * number // parts
+        end = samples * (number + 1) // parts
+        pieces.append(_cut(batch, slice(begin, end), samples))
+    return pieces
 
 
 def part_weights(pieces: list[Any], count: Count) -> list[float]:
-    """The share of each part in its batch."""
+    """Computes the share of each part in its batch.
+
+    The sum of the parts' mean losses, each times its share, is the mean loss of the whole batch. A
+    loss that averages over tokens needs the shares of tokens: parts of equally many samples may
+    have unequally many of them.
+
+    Args:
+        pieces: the parts, from `split`.
+        count: see `Count`. Labels of -100 do not count, as in torch's `cross_entropy`.
+
+    Returns:
+        The shares, with sum 1. By samples if nothing is counted in any part.
+    """
     if len(pieces) == 1:
         return [1.0]
     samples = [float(count_samples(piece)) for piece in pieces]
-    counts = samples
-    if callable(count):
+    if count is None:
+        counts = samples
+    elif callable(count):
         counts = [float(count(piece)) for piece in pieces]
-    elif count is not None:
+    else:
         counts = [float((piece[count] != _IGNORE_INDEX).sum()) for piece in pieces]
     if not sum(counts):
         counts = samples
-    return [each / sum(counts) for each in counts]
+    total = sum(counts)
+    return [number / total for number in counts]
 
 
 def clear_frames(error: BaseException) -> list[Any]:
     """Clears the variables of functions that an exception has ended.
 
-    Returns the values of variables of functions that still run, which cannot be cleared.
+    The traceback of an exception keeps the frames of its functions, and so the activations of the
+    failed part. Without clearing them, the smaller parts would run out of memory too.
+
+    Args:
+        error: the exception. The exceptions that it was raised from, or during, are cleared too.
+
+    Returns:
+        The values of variables of functions that still run, which cannot be cleared.
     """
     held: list[Any] = []
-    pending, seen = [error], set[int]()
+    pending = [error]
+    seen: set[int] = set()  # ids: the chain of exceptions may have a circle
     while pending:
         exception = pending.pop()
         if id(exception) in seen:
             continue
         seen.add(id(exception))
-        pending += [e for e in (exception.__cause__, exception.__context__) if e is not None]
+        for earlier in (exception.__cause__, exception.__context__):
+            if earlier is not None:
+                pending.append(earlier)
         traceback.clear_frames(exception.__traceback__)
         for frame, _ in traceback.walk_tb(exception.__traceback__):
             variables = frame.f_locals
@@ -192,9 +259,13 @@ def _mapped(node: Any, path: str, change: Callable[[_Leaf], Any]) -> Any:
             return change(leaf)
     if isinstance(node, (list, tuple)):
         inner = [child(i, value) for i, value in enumerate(node)]
-        return type(node)(*inner) if hasattr(node, "_fields") else type(node)(inner)
+        if hasattr(node, "_fields"):  # a named tuple
+            return type(node)(*inner)
+        return type(node)(inner)
     if isinstance(node, Mapping):
-        entries = {name: child(name, value) for name, value in node.items()}
+        entries: dict[Any, Any] = {}
+        for name, value in node.items():
+            entries[name] = child(name, value)
         if not isinstance(node, MutableMapping):
             return type(node)(entries)  # type: ignore[call-arg]
         changed = copy.copy(node)  # keeps attributes of a subclass
@@ -215,8 +286,14 @@ def _list_leaf(path: str, node: Any) -> _Leaf | None:
         return None
     if all(map(_is_array, node)):
         return _Leaf(path, node, _common(array.shape[0] for array in node), len(node))
-    records = all(isinstance(e, (Mapping, tuple)) or dataclasses.is_dataclass(e) for e in node)
-    return _Leaf(path, node, None, len(node)) if records or not _holds_array(node) else None
+    if all(map(_is_record, node)) or not _holds_array(node):
+        return _Leaf(path, node, None, len(node))
+    return None
+
+
+def _is_record(node: object) -> bool:
+    """Whether an entry of a list is one sample with named or numbered values."""
+    return isinstance(node, (Mapping, tuple)) or dataclasses.is_dataclass(node)
 
 
 def _samples(leaves: list[_Leaf], batch: Any) -> int:
@@ -225,14 +302,12 @@ def _samples(leaves: list[_Leaf], batch: Any) -> int:
     lists = [leaf for leaf in leaves if leaf.rows is None]
     others = [leaf for leaf in leaves if leaf.rows is not None]
     for group in (arrays, lists, others):
-        lengths = [leaf.rows if leaf.rows is not None else leaf.entries or 0 for leaf in group]
-        samples = _common(lengths)
+        samples = _common(map(_length_of, group))
         if samples is not None:
             return samples
         if group:
             shown = ", ".join(
-                f"{leaf.path or 'the batch'} has {length}"
-                for leaf, length in zip(group, lengths, strict=True)
+                f"{leaf.path or 'the batch'} has {_length_of(leaf)}" for leaf in group
             )
             raise UnsplittableBatch(
                 "a batch is split along the first axis of its arrays, which must be equally long, "
@@ -246,29 +321,48 @@ def _samples(leaves: list[_Leaf], batch: Any) -> int:
     )
 
 
-def _cut(batch: Any, part: slice, samples: int) -> Any:
-    def change(leaf: _Leaf) -> Any:
-        if leaf.entries is None or leaf.rows == samples:
-            arrays = [leaf.value] if leaf.entries is None else leaf.value
-            cut = [array[part] if array.shape[0] == samples else array for array in arrays]
-            return cut[0] if leaf.entries is None else type(leaf.value)(cut)
-        return leaf.value[part] if leaf.entries == samples else leaf.value
+def _length_of(leaf: _Leaf) -> int:
+    """The number of samples that a leaf would have by itself."""
+    if leaf.rows is not None:
+        return leaf.rows
+    return leaf.entries or 0
 
-    return _mapped(batch, "", change)
+
+def _cut(batch: Any, part: slice, samples: int) -> Any:
+    """The samples of one part of a batch, in the structure of the batch."""
+
+    def cut_array(array: Any) -> Any:
+        if array.shape[0] != samples:  # one row, which serves all samples
+            return array
+        return array[part]
+
+    def cut_leaf(leaf: _Leaf) -> Any:
+        if leaf.entries is None:
+            return cut_array(leaf.value)
+        if leaf.rows == samples:  # a list of arrays, each with all samples
+            return type(leaf.value)(list(map(cut_array, leaf.value)))
+        if leaf.entries == samples:  # a list of samples
+            return leaf.value[part]
+        return leaf.value
+
+    return _mapped(batch, "", cut_leaf)
 
 
 def _common(lengths: Iterable[int]) -> int | None:
     """The common length, or None. Length 1 fits any other length: one row serves all samples."""
     distinct = set(lengths)
-    distinct = distinct - {1} or distinct
-    return distinct.pop() if len(distinct) == 1 else None
+    if len(distinct) > 1:
+        distinct.discard(1)
+    if len(distinct) != 1:
+        return None
+    return distinct.pop()
 
 
-def _is_array(node: Any) -> bool:
+def _is_array(node: object) -> bool:
     return len(getattr(node, "shape", ())) > 0 and hasattr(node, "__getitem__")
 
 
-def _holds_array(node: Any) -> bool:
+def _holds_array(node: object) -> bool:
     if isinstance(node, Mapping):
         node = node.values()
     elif dataclasses.is_dataclass(node):

@@ -8,12 +8,18 @@ because it can be about anything; the variables of the functions that raised are
 
 from __future__ import annotations
 
-import itertools
 import math
+from types import FrameType
 from typing import Any
 
 OTHER_TYPES = (
-    *(OSError, LookupError, ImportError, NameError, AttributeError, TypeError, MemoryError),
+    OSError,
+    LookupError,
+    ImportError,
+    NameError,
+    AttributeError,
+    TypeError,
+    MemoryError,
     StopIteration,
 )
 """Exceptions that no check for NaN raises."""
@@ -21,34 +27,52 @@ MOST = 300
 """Variables of each function to look at."""
 LARGEST = 1 << 22
 """Number of elements of the largest array to look at."""
+_MAX_ITEMS = 16  # items of a container to look at
 
 
 def nan_variables(error: BaseException) -> list[str]:
-    """Names of variables with NaN in the functions that the exception has left, innermost first.
-
-        nan_variables(error)  # ["value", "loss"]
+    """Finds variables with NaN in the functions that an exception has left.
 
     Looks at numbers, tensors and arrays, and at those in a batch (a list, tuple or mapping). Waits
     for the device.
+
+    Args:
+        error: the exception, with its traceback.
+
+    Returns:
+        The names, innermost function first, those of the program before those of libraries. Empty
+        for an exception that no check for NaN raises.
+
+    Examples:
+        >>> nan_variables(error)  # ["value", "loss"]
     """
-    own: list[str] = []
-    of_libraries: list[str] = []
-    trace = None if isinstance(error, OTHER_TYPES) else error.__traceback__
+    if isinstance(error, OTHER_TYPES):
+        return []
+    in_program: list[str] = []
+    in_libraries: list[str] = []
+    trace = error.__traceback__
     while trace is not None:
-        frame = trace.tb_frame
-        # A script's own variables include its whole data set, which may have NaN by design.
-        is_script = frame.f_locals is frame.f_globals
-        depth, largest = (0, 1) if is_script else (2, LARGEST)
-        found = [
-            name
-            for name, value in itertools.islice([*frame.f_locals.items()], MOST)
-            if name[:1] != "_" and _has_nan(value, depth, largest)
-        ]
-        is_library = "site-packages" in frame.f_code.co_filename
-        names = of_libraries if is_library else own
-        names[:0] = found
+        names = _nan_variables_of(trace.tb_frame)
+        if "site-packages" in trace.tb_frame.f_code.co_filename:
+            in_libraries = names + in_libraries
+        else:
+            in_program = names + in_program
         trace = trace.tb_next
-    return list(dict.fromkeys(own + of_libraries))
+    return list(dict.fromkeys(in_program + in_libraries))
+
+
+def _nan_variables_of(frame: FrameType) -> list[str]:
+    """Names of the variables of one function, or of a script, that have NaN."""
+    variables = frame.f_locals
+    depth, largest = 2, LARGEST
+    if variables is frame.f_globals:
+        # A script's own variables include its whole data set, which may have NaN by design.
+        depth, largest = 0, 1
+    names = []
+    for name, value in list(variables.items())[:MOST]:
+        if not name.startswith("_") and _has_nan(value, depth, largest):
+            names.append(name)
+    return names
 
 
 def _has_nan(value: Any, depth: int, largest: int) -> bool:
@@ -56,8 +80,10 @@ def _has_nan(value: Any, depth: int, largest: int) -> bool:
     if isinstance(value, float):
         return math.isnan(value)
     if isinstance(value, list | tuple | dict):
-        items = [*(value.values() if isinstance(value, dict) else value)] if depth else []
-        return any(_has_nan(each, depth - 1, largest) for each in items[:16])
+        if depth == 0:
+            return False
+        items = value.values() if isinstance(value, dict) else value
+        return any(_has_nan(item, depth - 1, largest) for item in list(items)[:_MAX_ITEMS])
     try:
         if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
             return False

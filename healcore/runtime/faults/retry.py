@@ -43,9 +43,6 @@ class _OpenHealer(Protocol):
 def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
-        upload = healcore.retrying(api.upload_file)
-        upload(path_or_fileobj="model.safetensors", ...)
-
     Transient failures by `classify` are timeouts, connections that are refused or lost, and the
     HTTP statuses 408, 425, 429 and 5xx except 501 and 505. All other exceptions propagate at once,
     and so does the last exception after `[retry] attempts`. The call must be idempotent: it may
@@ -57,9 +54,16 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
             policy only observes, no call is repeated. An open Healer stands for its policy: each
             failed attempt is then an event, and a signal that asks the run to end ends the wait.
 
+    Returns:
+        A function with the same parameters and result.
+
     Raises:
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
+
+    Examples:
+        >>> upload = healcore.retrying(api.upload_file)
+        >>> upload(path_or_fileobj="model.safetensors", ...)
     """
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):
@@ -89,13 +93,18 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
 
 
 def _log(attempt: CallAttempt) -> None:
-    write = console.info if attempt.fault is None else console.warning
-    write(attempt.line)
+    if attempt.fault is None:
+        console.info(attempt.line)
+    else:
+        console.warning(attempt.line)
 
 
 @dataclass
 class Retries:
-    """The attempts at one call, which is repeated after a transient failure in the network."""
+    """The attempts at one call, which is repeated after a transient failure in the network.
+
+    The caller makes the call itself, and asks after each failure whether to call again.
+    """
 
     name: str  # of the call, for the log
     policy: HostPolicy
@@ -104,28 +113,44 @@ class Retries:
     failed: int = field(default=0, init=False)  # failures since the last success
 
     def wait_after(self, error: BaseException) -> bool:
-        """Reports a failed attempt, and waits. Returns whether to call again."""
+        """Reports a failed attempt, and waits if there is another attempt.
+
+        Args:
+            error: the exception of the attempt.
+
+        Returns:
+            Whether to call again. False for an exception that is no failure in the network, which
+            is not reported.
+        """
         fault = classify(error)
-        rules = self.policy.retry
         if fault.cause is not Cause.NETWORK:
             return False
         self.failed += 1
-        attempts = rules.attempts if "retry" in self.policy.answers(Cause.NETWORK) else 1
-        asked = fault.retry_after_s or 0.0
-        again = fault.transient and asked <= _MAX_SERVER_WAIT_S and self.failed < attempts
-        # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
-        delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
-        wait_s = max(delay, asked) if again else None
+        wait_s = self._wait_s(fault)
         then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
         line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: "
         line += f"{type(error).__name__}: {error}"[:300]
         self.report(CallAttempt(line, self.failed, fault, wait_s))
-        if wait_s is not None:
-            self.sleep(wait_s)
-        return again
+        if wait_s is None:
+            return False
+        self.sleep(wait_s)
+        return True
+
+    def _wait_s(self, fault: Fault) -> float | None:
+        """Seconds until the next attempt, or None if the last attempt has failed."""
+        rules = self.policy.retry
+        attempts = 1
+        if "retry" in self.policy.answers(Cause.NETWORK):
+            attempts = rules.attempts
+        asked = fault.retry_after_s or 0.0
+        if not fault.transient or asked > _MAX_SERVER_WAIT_S or self.failed >= attempts:
+            return None
+        delay = _delay(rules, self.failed) * (1 - rules.jitter * _random())
+        # A longer wait that the server asks for has priority, even beyond `max_delay_s`.
+        return max(delay, asked)
 
     def report_success(self) -> None:
-        """Reports a success after failures."""
+        """Reports a success, if failures came before it."""
         if self.failed:
             number = self.failed + 1
             self.report(CallAttempt(f"{self.name} has succeeded at attempt {number}", number))
@@ -133,6 +158,7 @@ class Retries:
 
 
 def _delay(rules: Retry, failed: int) -> float:
+    """Seconds to wait after a number of failures, before the random part is subtracted."""
     try:
         return min(rules.base_delay_s * rules.factor ** (failed - 1), rules.max_delay_s)
     except OverflowError:

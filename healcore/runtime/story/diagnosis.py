@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from healcore.console import counted, first_of, listed
 from healcore.core.decision import Cause, StepRecord, names
@@ -51,7 +51,11 @@ _REPEATED = (
 
 
 class RunEnd(NamedTuple):
-    """How a run has ended."""
+    """How a run has ended, and what is known about it at that time.
+
+    A live run makes it at its end. After a kill the next start makes it from the files, so several
+    fields may be unknown.
+    """
 
     run: Run  # the run by its events
     ending: str  # one of `Ending`
@@ -80,7 +84,9 @@ class RunEnd(NamedTuple):
     def cause(self) -> Cause:
         """Cause of the last incident, or 0 without an incident."""
         last = self.run.last_incident
-        return Cause(0) if last is None else causes_of(last.cause)
+        if last is None:
+            return Cause(0)
+        return causes_of(last.cause)
 
 
 _HEADLINES = {
@@ -96,73 +102,134 @@ _HEADLINES = {
 
 
 def explain(end: RunEnd) -> str:
-    """The diagnosis: a headline, then paragraphs with a label."""
-    because = end.exception if end.ending == Ending.EXCEPTION else end.why
-    at = f"at step {end.step}{f': {because}' if because else ''}"
-    headline = _HEADLINES[Ending(end.ending)].format(at)
-    parts = [_wrapped(headline) if end.ending in (Ending.EXCEPTION, Ending.KILLED) else headline]
-    sections = {"Seen": _seen, "State": _state, "Tried": _tried}
-    for name, sentences in sections.items():
-        if text := " ".join(sentences(end)):
-            parts.append(_wrapped(text, first=f"{name}: ", then="  "))
+    """Writes the diagnosis for a person: a headline, then paragraphs with a label.
+
+        The training loop raised an exception at step 412: ValueError: ...
+        Seen: loss_spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
+        Tried: skipped 2 steps.
+        Look at:
+          - The loss rose far above its level and stayed high: ...
+        Last known-good: the checkpoint of step 300, in runs/7/step-300.
+
+    Args:
+        end: how the run has ended.
+
+    Returns:
+        The text, in lines of at most 96 characters except for paths. Paragraphs about which there
+        is nothing to say are absent.
+    """
+    parts = [_headline(end)]
+    for label, sentences in (("Seen", _seen), ("State", _state), ("Tried", _tried)):
+        text = " ".join(sentences(end))
+        if text:
+            parts.append(_wrapped(text, first=f"{label}: ", then="  "))
     if end.ending != Ending.COMPLETED or end.open or end.nonfinite_saves or end.fault:
-        # A hint is about this exception, the advice about all exceptions of its cause.
-        fault = Cause(0) if end.hint else end.fault
-        last, cause = end.run.last_incident, end.cause
-        own = [last.diagnosis] if last is not None and last.diagnosis else []
-        if own:
-            cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
-        hints = own + advice(cause | end.lasting | fault, rollbacks=len(end.run.rollbacks))
-        hints = [end.hint, *hints] if end.hint else hints
-        parts += ["Look at:"] if hints else []
-        parts += [_wrapped(hint, first="  - ", then="    ") for hint in hints]
-    where = f", in {end.last_good_path}" if end.last_good_path else ""
-    good = f"Last known-good: the checkpoint of step {end.last_good}{where}."  # a path on one line
+        hints = _hints(end)
+        if hints:
+            parts.append("Look at:")
+        for hint in hints:
+            parts.append(_wrapped(hint, first="  - ", then="    "))
+    parts.append(_last_good(end))
+    return "\n".join(parts)
+
+
+def _headline(end: RunEnd) -> str:
+    because = end.why
+    if end.ending == Ending.EXCEPTION:
+        because = end.exception
+    at = f"at step {end.step}"
+    if because:
+        at += f": {because}"
+    headline = _HEADLINES[Ending(end.ending)].format(at)
+    if end.ending in (Ending.EXCEPTION, Ending.KILLED):
+        return _wrapped(headline)
+    return headline
+
+
+def _hints(end: RunEnd) -> list[str]:
+    """What to look at: the most special advice first."""
+    hints: list[str] = []
+    cause = end.cause
+    if end.hint:
+        hints.append(end.hint)
+    last = end.run.last_incident
+    if last is not None and last.diagnosis:
+        hints.append(last.diagnosis)
+        cause &= ~Cause.NONFINITE_GRAD  # the gradients were finite
+    cause |= end.lasting
+    if not end.hint:  # a hint is about this exception, the advice about all of the same cause
+        cause |= end.fault
+    return hints + advice(cause, rollbacks=len(end.run.rollbacks))
+
+
+def _last_good(end: RunEnd) -> str:
     if end.last_good is None:
-        good = _wrapped(_no_good_checkpoint(end), first="Last known-good: ", then="  ")
-    return "\n".join([*parts, good])
+        return _wrapped(_no_good_checkpoint(end), first="Last known-good: ", then="  ")
+    text = f"Last known-good: the checkpoint of step {end.last_good}"
+    if end.last_good_path:
+        text += f", in {end.last_good_path}"
+    return f"{text}."  # not wrapped: a path stays on one line
 
 
 def _seen(end: RunEnd) -> Iterator[str]:
-    last, counts = end.run.last_incident, end.counts
+    last = end.run.last_incident
     if end.lasting:
         yield f"{lasting_text(end)}."
-    total = counted(counts.incidents, "incident")
+    total = counted(end.counts.incidents, "incident")
     if last is None:
-        if counts.incidents:
+        if end.counts.incidents:
             yield f"{total}, all resolved."
         return
-    resolved = ", resolved by the end" if last.over or end.open is False else ""
-    yield f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on{resolved}."
-    if last.readings is not None and (text := readings_text(last.readings, last.cause)):
-        threshold = last.readings.threshold
-        limit = f" (limit {threshold:.3g})" if threshold > 0 else ""
-        yield f"At the first alarm: {text}{limit}."
+    text = f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on"
+    if last.over or end.open is False:
+        text += ", resolved by the end"
+    yield f"{text}."
+    if last.readings is not None:
+        readings = readings_text(last.readings, last.cause)
+        if readings and last.readings.threshold > 0:
+            readings += f" (limit {last.readings.threshold:.3g})"
+        if readings:
+            yield f"At the first alarm: {readings}."
     if last.evidence:
         norms = [f"{tensor.name} ({tensor.grad_norm:.3g})" for tensor in last.evidence]
         yield f"Unusual gradients: {first_of(norms, _SHOWN)}."
     if last.batches:
         yield f"Its data: {first_of(batch_names(last.batches, last.rows), _SHOWN)}."
-    if counts.incidents > 1:
+    if end.counts.incidents > 1:
         yield f"The run had {total}."
 
 
 def lasting_text(end: RunEnd) -> str:
-    """The lasting causes at the end of a run, and their first alarm, as a clause."""
-    lasting = {*names(end.lasting)}
-    steps = [step for step, causes in end.run.alarms_outside.items() if lasting & {*causes}]
-    first = f", since its first alarm at step {min(steps):.0f}" if steps else ""
-    return f"{flag_names(names(end.lasting))} at the end{first}"
+    """Describes the lasting causes at the end of a run.
+
+    Args:
+        end: how the run has ended; `lasting` is not empty.
+
+    Returns:
+        A clause, for example "plateau at the end, since its first alarm at step 800".
+    """
+    lasting = names(end.lasting)
+    text = f"{flag_names(lasting)} at the end"
+    steps = []
+    for step, causes in end.run.alarms_outside.items():
+        if not set(causes).isdisjoint(lasting):
+            steps.append(step)
+    if steps:
+        text += f", since its first alarm at step {min(steps):.0f}"
+    return text
 
 
 def _state(end: RunEnd) -> Iterator[str]:
     if not end.nonfinite_saves:
         return
     step, arrays = end.nonfinite_saves[0]
-    many = len(end.nonfinite_saves)
-    saves = f"the checkpoint of step {step}" if many == 1 else f"{many} checkpoints since {step}"
+    number = len(end.nonfinite_saves)
+    saves = (
+        f"the checkpoint of step {step}" if number == 1 else f"{number} checkpoints since {step}"
+    )
     yield f"NaN or Inf in {first_of(arrays, _SHOWN)}, in {saves}."
-    if end.nonfinite_saves[-1][0] == end.step:
+    last_step, _ = end.nonfinite_saves[-1]
+    if last_step == end.step:
         yield "The run ends in that state."
 
 
@@ -170,33 +237,49 @@ def _tried(end: RunEnd) -> Iterator[str]:
     if end.run.observes:
         yield "nothing: the policy only observes."
         return
-    rollbacks = [f"a rollback {sentence(event)}" for event in end.run.rollbacks[-_SHOWN:]]
-    if earlier := len(end.run.rollbacks) - len(rollbacks):
-        rollbacks.insert(0, counted(earlier, "earlier rollback"))
-    lost = [lost_steps_text(end)] if end.steps_lost else []
-    if done := "; ".join([*interventions(end), *rollbacks, *lost]):
-        yield f"{done}."
+    phrases = interventions(end)
+    last_rollbacks = end.run.rollbacks[-_SHOWN:]
+    earlier = len(end.run.rollbacks) - len(last_rollbacks)
+    if earlier:
+        phrases.append(counted(earlier, "earlier rollback"))
+    for event in last_rollbacks:
+        phrases.append(f"a rollback {sentence(event)}")
+    if end.steps_lost:
+        phrases.append(lost_steps_text(end))
+    if phrases:
+        yield f"{'; '.join(phrases)}."
 
 
 def interventions(end: RunEnd) -> list[str]:
-    """A phrase for each kind of intervention, except rollbacks."""
-    counts, answers = end.counts, end.run.answers
-    clips = counts.clips or 0
-    batches = sum(len(each.batches or ()) for each in end.run.rollbacks)
-    lowered = end.lr_scale < 1 and not end.run.observes
-    phrases = [
-        (counts.skips, f"skipped {counted(counts.skips, 'step')}"),
-        (batches, f"left out {counted(batches, 'batch', 'batches')}"),
-        (clips, f"clipped {counted(clips, 'step')}"),
-        (counts.lr_cuts, f"cut the learning rate {counted(counts.lr_cuts, 'time')}"),
-        *(
-            (answers[answer], phrase.format(counted(answers[answer], "time")))
-            for answer, phrase in _ANSWERS.items()
-        ),
-        (end.run.declined, f"declined {counted(end.run.declined, 'order')} of the policy"),
-        (lowered, f"learning rate × {end.lr_scale:.3g} at the end"),
-    ]
-    return [phrase for number, phrase in phrases if number]
+    """Lists what was done in a run, except rollbacks.
+
+    Args:
+        end: how the run has ended.
+
+    Returns:
+        A phrase for each kind of intervention, for example "skipped 3 steps". If the policy
+        observes, the phrases say what it would have done.
+    """
+    counts = end.counts
+    phrases: list[str] = []
+    if counts.skips:
+        phrases.append(f"skipped {counted(counts.skips, 'step')}")
+    batches = sum(len(event.batches or ()) for event in end.run.rollbacks)
+    if batches:
+        phrases.append(f"left out {counted(batches, 'batch', 'batches')}")
+    if counts.clips:
+        phrases.append(f"clipped {counted(counts.clips, 'step')}")
+    if counts.lr_cuts:
+        phrases.append(f"cut the learning rate {counted(counts.lr_cuts, 'time')}")
+    for answer, phrase in _ANSWERS.items():
+        number = end.run.answers[answer]
+        if number:
+            phrases.append(phrase.format(counted(number, "time")))
+    if end.run.declined:
+        phrases.append(f"declined {counted(end.run.declined, 'order')} of the policy")
+    if end.lr_scale < 1 and not end.run.observes:
+        phrases.append(f"learning rate × {end.lr_scale:.3g} at the end")
+    return phrases
 
 
 _ANSWERS = {
@@ -208,7 +291,15 @@ _ANSWERS = {
 
 
 def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
-    """Advice by cause."""
+    """Collects what a person should look at.
+
+    Args:
+        cause: causes of the trouble.
+        rollbacks: rollbacks of the run. After several of them, another rollback is no remedy.
+
+    Returns:
+        The diagnosis of each cause, in the order of `FAILURES`.
+    """
     hints = [row.diagnosis for flag, row in FAILURES.items() if flag in cause]
     if cause & ~_FAULTS and rollbacks > 1:
         hints.append(_REPEATED)
@@ -226,40 +317,65 @@ def _no_good_checkpoint(end: RunEnd) -> str:
 
 
 def why_no_good_checkpoint(step: int, probation: int | None) -> str:
-    """Reason why no checkpoint is known-good after `step` steps: text after a colon, or empty."""
+    """Explains why no checkpoint is known-good.
+
+    Args:
+        step: optimizer steps done.
+        probation: healthy steps after which a checkpoint is known-good, or None if unknown.
+
+    Returns:
+        The reason, as text that begins with a colon, or an empty string if it is unknown. A run
+        that was too short gets a setting that fits its length.
+    """
     if probation is None:
         return ""
     text = f": a checkpoint is known-good after {probation} healthy steps (rollback.probation)"
     if step > probation:
         return text
     text += f", and the run has had {step}"
-    return text if step < 2 else f'{text}. For short runs: rollback={{"probation": {step // 2}}}'
+    if step < 2:
+        return text
+    return f'{text}. For short runs: rollback={{"probation": {step // 2}}}'
 
 
 def last_line(end: RunEnd, newest: int | None) -> str:
-    """The last line of a run on the console; `newest` is the newest checkpoint on disk, or None."""
-    would = "would have " if end.run.observes else ""
-    done = interventions(end)
-    if end.counts.rollbacks:
-        done.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
-    last_good = "none" if end.last_good is None else f"step {end.last_good}"
-    disk = "" if newest is None else f"checkpoint {newest} is on disk, "
-    ended = STATES[RunState(end.ending)]
+    """Writes the last line of a run on the console.
+
+    Args:
+        end: how the run has ended.
+        newest: step of the newest checkpoint on disk, or None without one.
+
+    Returns:
+        The line, for example "completed after step 500: skipped 1 step; newest known-good
+        checkpoint: step 300".
+    """
+    how = STATES[RunState(end.ending)]
     if end.ending == Ending.REQUESTED:
-        ended = f"ended by {end.why}"
+        how = f"ended by {end.why}"
     elif end.ending == Ending.STOPPED:
-        ended += f" ({end.why})"
-    what = ", ".join(f"{would}{each}" for each in done) or "no intervention"
-    lost = f"; {lost_steps_text(end)}" if end.steps_lost else ""
-    kept = f"{disk}newest known-good checkpoint: {last_good}"
-    return f"{ended} after step {end.step}: {what}{lost}; {kept}"
+        how += f" ({end.why})"
+    phrases = interventions(end)
+    if end.counts.rollbacks:
+        phrases.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
+    if end.run.observes:
+        phrases = [f"would have {phrase}" for phrase in phrases]
+    text = f"{how} after step {end.step}: {', '.join(phrases) or 'no intervention'}"
+    if end.steps_lost:
+        text += f"; {lost_steps_text(end)}"
+    text += "; "
+    if newest is not None:
+        text += f"checkpoint {newest} is on disk, "
+    last_good = "none" if end.last_good is None else f"step {end.last_good}"
+    return f"{text}newest known-good checkpoint: {last_good}"
 
 
 def lost_steps_text(end: RunEnd) -> str:
     """A clause about the steps that rollbacks have undone and that were not repeated."""
     total = end.step + end.steps_lost
-    because = f", because {end.why_lost}" if end.why_lost else ""
-    return f"{end.steps_lost:,} of {total:,} steps were not repeated{because}"
+    text = f"{end.steps_lost:,} of {total:,} steps were not repeated"
+    if end.why_lost:
+        text += f", because {end.why_lost}"
+    return text
 
 
 FROM_START = 100
@@ -269,9 +385,13 @@ IN_A_ROW = 1_000
 
 
 def by_optimizer_text(numbers: Sequence[str]) -> str:
-    """The explanation of a step whose gradients were finite, and whose update was not.
+    """Explains a step whose gradients were finite, and whose update was not.
 
-    `numbers` is the result of `Driver.suspect_numbers`.
+    Args:
+        numbers: settings of the optimizer that may be the reason, from `Driver.suspect_numbers`.
+
+    Returns:
+        The diagnosis for a person.
     """
     text = "The optimizer made NaN or Inf of a finite gradient"
     if numbers:
@@ -286,12 +406,21 @@ def by_optimizer_text(numbers: Sequence[str]) -> str:
 def nonfinite_streak_text(
     record: StepRecord, row: int, weights: Sequence[str], from_start: bool
 ) -> str:
-    """The sentence about a run of which `row` consecutive steps were not finite.
+    """Describes a run of which many consecutive steps were not finite.
 
-    `weights` has the names of the parameters with NaN or Inf, in their order. A skip changes no
-    parameter, so a run without a finite step has the parameters that it was started with.
+    Args:
+        record: the last of these steps.
+        row: number of these steps.
+        weights: names of the parameters with NaN or Inf, in their order. A skip changes no
+            parameter, so a run without a finite step has the parameters that it was started with.
+        from_start: whether the run has had no finite step at all.
+
+    Returns:
+        A clause with the most likely reason: the weights, the training step, the optimizer, the
+        gradient or the loss.
     """
-    which, since = ("first", " since the start") if from_start else ("last", "")
+    which = "first" if from_start else "last"
+    since = " since the start" if from_start else ""
     text = f"none of the {which} {row:,} steps was finite, so nothing was trained"
     if weights:
         loaded = "loaded " if from_start else ""
@@ -300,12 +429,20 @@ def nonfinite_streak_text(
         return f"{text}: the training step has kept its old state{since}"
     if record.by_optimizer:
         return f"{text}: the gradients were finite, and the optimizer made NaN or Inf of them"
-    named = [each.name for each in record.evidence if not math.isfinite(each.grad_norm)]
-    first = f"; the first tensor is the gradient of {named[0]}" if named else ""
-    what = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
-    return f"{text}: the {what} is NaN or Inf{since}{first}"
+    signal = "loss" if record.cause & Cause.NONFINITE_LOSS else "gradient"
+    text += f": the {signal} is NaN or Inf{since}"
+    for tensor in record.evidence:
+        if not math.isfinite(tensor.grad_norm):
+            return f"{text}; the first tensor is the gradient of {tensor.name}"
+    return text
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:
-    whole: Any = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=then, **whole)
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

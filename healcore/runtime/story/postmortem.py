@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -31,15 +30,34 @@ LAST_NUMBERS = ("loss", "grad_norm", "threshold", "grad_scale", "lr_scale", *COM
 
 
 def path_for(events: str | os.PathLike[str], run: str) -> Path:
-    """The file `run.postmortem.<run id>.json` of a run, next to `run.events.jsonl`."""
+    """The file of a run's postmortem.
+
+    Args:
+        events: the events file, `run.events.jsonl`.
+        run: id of the process that ended.
+
+    Returns:
+        `run.postmortem.<run id>.json` in the same directory.
+    """
     return path_of(events, run, "postmortem", ".json")
 
 
 def path_of(events: str | os.PathLike[str], run: str, kind: str, suffix: str = "") -> Path:
-    """A file of a run next to its events."""
+    """A file of a run next to its events.
+
+    Args:
+        events: the events file, `run.events.jsonl`.
+        run: id of the process, which another program may have chosen: characters that do not belong
+            into a file name are replaced.
+        kind: what the file has, such as "postmortem".
+        suffix: end of the name, such as ".json".
+
+    Returns:
+        `run.<kind>.<run id><suffix>` in the same directory.
+    """
     path = Path(events)
-    safe = re.sub(r"[^\w.-]", "_", run)
-    return path.with_name(f"{stem(path)}.{kind}.{safe}{suffix}")
+    safe_run = re.sub(r"[^\w.-]", "_", run)
+    return path.with_name(f"{stem(path)}.{kind}.{safe_run}{suffix}")
 
 
 def write(
@@ -53,16 +71,35 @@ def write(
 ) -> str | None:
     """Writes the postmortem next to the events file, atomically.
 
-    Returns the error, if any, and never raises, because the run ends. `trace` is the exception with
-    its traceback, `stacks` are those of a hang; `lost` is None for the number in the events.
+    Never raises, because the run ends: an error here would hide the exception that ended it.
+
+    Args:
+        events: the events file of the run.
+        end: how the run has ended.
+        trace: the exception with its traceback, or None for the line in `end`.
+        certain: False if the run may still be running, on a machine that cannot be asked.
+        stacks: stacks of a hanging run, see `EventRecord.stacks`.
+        lost: number of events that could not be written, or None for the number in the events.
+
+    Returns:
+        A sentence about the error, or None if the postmortem was written.
     """
-    run, counts, process = end.run, end.counts, end.run.processes[-1]
-    start, last = process.start or EventRecord(), process.last or EventRecord()
-    killed = end.ending == Ending.KILLED
-    seconds = process.seconds
-    if process.began is not None and not killed:
-        seconds = time.monotonic() - process.began
-    fields = {
+    run = end.run
+    counts = end.counts
+    process = run.processes[-1]
+    start = process.start or EventRecord()
+    last = process.last or EventRecord()
+    if end.ending == Ending.KILLED:  # by the events alone: this process is another one
+        ended = last.time or ""
+        seconds = process.seconds
+    else:
+        ended = log.now()
+        seconds = process.seconds
+        if process.began is not None:
+            seconds = time.monotonic() - process.began
+    if seconds is not None:
+        seconds = round(seconds, 6)
+    fields: dict[str, Any] = {
         "schema": SCHEMA,
         "run": process.id,
         "ending": end.ending,
@@ -77,8 +114,8 @@ def write(
         "last_good": end.last_good,
         "last_good_path": end.last_good_path,
         "exception": trace or end.exception,
-        "ended": last.time or "" if killed else log.now(),
-        "seconds": None if seconds is None else round(seconds, 6),
+        "ended": ended,
+        "seconds": seconds,
         "lost_events": run.lost if lost is None else lost,
         "process": process.identity(),
         "environment": start.environment or {},
@@ -97,9 +134,10 @@ def write(
 
 
 def _rollback(event: EventRecord) -> dict[str, Any]:
+    step = event.step or 0
     return {
-        "step": event.step or 0,
-        "onset": event.step or 0 if event.onset is None else event.onset,
+        "step": step,
+        "onset": step if event.onset is None else event.onset,
         "target": event.checkpoint,
         "lr": event.lr,
         "lr_limit": event.lr_limit,
@@ -111,61 +149,122 @@ def _rollback(event: EventRecord) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a postmortem file. Raises OSError, or ValueError if it is not JSON."""
+    """Reads a postmortem file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The JSON object; docs/events.md lists its fields.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is not JSON.
+    """
     return json.loads(regular_file.read(Path(path)))
 
 
 def same_end_before(events: Path, step: int, kind: str) -> str:
-    """When an earlier process ended after `step` steps by an exception of this type, or ""."""
-    ends: list[dict[str, Any]] = []
+    """Finds out whether an earlier process has ended in the same way.
+
+    A run that is started again after an error, and fails at the same step with the same exception,
+    has a fault that another start does not cure.
+
+    Args:
+        events: the events file of the run.
+        step: number of optimizer steps at the end.
+        kind: type of the exception, without its module.
+
+    Returns:
+        The time at which the last such process ended, as in the events, or "" without one.
+    """
+    exception_type = re.compile(rf"^(\w+\.)*{re.escape(kind)}\b", re.MULTILINE)
+    latest = ""
     for path in events.parent.glob(f"{stem(events)}.postmortem.*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            ends.append(read(path))
-    named = re.compile(rf"^(\w+\.)*{re.escape(kind)}\b", re.MULTILINE)
-    same = [
-        str(each.get("ended"))
-        for each in ends
-        if each.get("step") == step and named.search(str(each.get("exception")))
-    ]
-    return max(same, default="")
+        try:
+            postmortem = read(path)
+        except (OSError, ValueError):
+            continue
+        if postmortem.get("step") != step:
+            continue
+        if exception_type.search(str(postmortem.get("exception"))):
+            latest = max(latest, str(postmortem.get("ended")))
+    return latest
 
 
 # -- a killed run ---------------------------------------------------------------------------------
 
 
 def read_last_run(events: Path) -> Run | None:
-    """The run whose process began last in an events file, or None without one. Never raises."""
+    """Reads the run whose process began last in an events file.
+
+    Never raises, because the next run starts also if the file of the last run is damaged.
+
+    Args:
+        events: the events file, which need not exist.
+
+    Returns:
+        The run, or None without one.
+    """
     try:
-        runs = runs_of(log.read(events).runs()) if events.is_file() else []
+        if not events.is_file():
+            return None
+        runs = runs_of(log.read(events).runs())
     except Exception as error:
         console.warning(f"the last run in {events} cannot be read: {error!r}")
-        runs = []
-    return runs[-1] if runs else None
+        return None
+    if not runs:
+        return None
+    return runs[-1]
 
 
 def write_for_killed(events: Path, run: Run, metrics: Path | None = None) -> bool:
-    """Writes the postmortem of a run that was killed. Returns whether it was written.
+    """Writes the postmortem of a run that was killed.
 
-    The next process calls this function before it writes its own `start`. Events are rare in a
-    healthy run, so the last step and its numbers come from the file `metrics`, if there is one.
+    A killed process writes nothing at its end. So the next process calls this function before it
+    writes its own `start`. Events are rare in a healthy run, so the last step and its numbers come
+    from the metrics file.
+
+    Args:
+        events: the events file.
+        run: the last run in the file, from `read_last_run`.
+        metrics: the metrics file, or None without one.
+
+    Returns:
+        True if a postmortem was written. False if the run has ended in another way, or if its
+        process is still running.
     """
     process = run.processes[-1].identity()
-    gone = False if run.end is not None or process is None else process.gone()
-    if process is None or gone is False:
+    if run.end is not None or process is None:
         return False
+    gone = process.gone()
+    if gone is False:
+        return False
+    why = ""
+    if gone is None:
+        why = f"it ran on {process.host}, whose processes this host cannot see"
     rows = _last_rows(metrics, run)
+    step = run.step or 0
+    for row in rows.values():
+        step = max(step, row["step"] + 1)
+    steps_lost = 0
+    why_lost = ""
+    for rollback in run.rollbacks:
+        if rollback.steps_lost:
+            steps_lost += rollback.steps_lost
+            why_lost = rollback.why or ""
     end = RunEnd(
         run,
         Ending.KILLED,
-        max([run.step or 0, *(row["step"] + 1 for row in rows.values())]),
+        step,
         run.counts(),
-        why="" if gone else f"it ran on {process.host}, whose processes this host cannot see",
+        why=why,
         lr_scale=1.0 if run.lr_scale is None else run.lr_scale,
         last_good=run.last_good,
         lasting=_lasting_causes(rows),
         metrics=_last_metrics(rows),
-        steps_lost=sum(event.steps_lost or 0 for event in run.rollbacks),
-        why_lost=next((e.why or "" for e in reversed(run.rollbacks) if e.steps_lost), ""),
+        steps_lost=steps_lost,
+        why_lost=why_lost,
     )
     problem = write(events, end, certain=bool(gone))
     if problem is not None:
@@ -179,8 +278,14 @@ def _last_rows(metrics: Path | None, run: Run) -> dict[str, dict[str, Any]]:
         if metrics is None or not metrics.is_file():
             return {}
         rows = read_last_rows(metrics, run.processes[-1].id)
-        since = max((_seconds(event.time) for event in run.rollbacks), default=0.0)
-        return {name: row for name, row in rows.items() if float(row.get("time", 0.0)) > since}
+        last_rollback = 0.0
+        for event in run.rollbacks:
+            last_rollback = max(last_rollback, _seconds(event.time))
+        standing: dict[str, dict[str, Any]] = {}
+        for engine, row in rows.items():
+            if float(row.get("time", 0.0)) > last_rollback:
+                standing[engine] = row
+        return standing
     except Exception as error:  # a file of somebody else
         console.warning(f"the last metrics in {metrics} cannot be read: {error!r}")
         return {}
@@ -188,20 +293,26 @@ def _last_rows(metrics: Path | None, run: Run) -> dict[str, dict[str, Any]]:
 
 def _seconds(time: str | None) -> float:
     """The time of an event, as in the rows of the metrics: seconds since 1970, in milliseconds."""
-    return 0.0 if time is None else round(datetime.fromisoformat(time).timestamp(), 3)
+    if time is None:
+        return 0.0
+    return round(datetime.fromisoformat(time).timestamp(), 3)
 
 
 def _lasting_causes(rows: Mapping[str, Mapping[str, Any]]) -> Cause:
     """The lasting causes in the last rows."""
-    named = [row["cause"] for row in rows.values() if isinstance(row.get("cause"), list)]
-    return LASTING & causes_of(str(name) for causes in named for name in causes)
+    causes = Cause(0)
+    for row in rows.values():
+        if isinstance(row.get("cause"), list):  # the file may be damaged
+            causes |= causes_of(map(str, row["cause"]))
+    return causes & LASTING
 
 
 def _last_metrics(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The numbers of the last rows, with the names of `Healer.metrics`."""
-    return {
-        f"heal/{engine}/{name}" if engine else f"heal/{name}": row[name]
-        for engine, row in rows.items()
-        for name in LAST_NUMBERS
-        if name in row
-    }
+    metrics: dict[str, Any] = {}
+    for engine, row in rows.items():
+        prefix = f"heal/{engine}/" if engine else "heal/"
+        for name in LAST_NUMBERS:
+            if name in row:
+                metrics[f"{prefix}{name}"] = row[name]
+    return metrics

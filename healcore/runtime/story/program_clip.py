@@ -18,11 +18,18 @@ class ProgramClip:
     larger one. The limit is a number that a person has chosen, so it has one or two digits. And the
     last digits of the norms go up and down by rounding, unlike those of a gradient that is constant
     or changes slowly. All three signs together do not occur by chance.
+
+    Examples:
+        >>> clip = ProgramClip()
+        >>> lines = [clip.add(norm) for norm in (0.4, 1.0, 0.7, 0.999999, 1.0, 0.999999, 1.0)]
+        >>> [line[:37] for line in lines if line]
+        ['5 steps have a gradient norm of 1, an']
     """
 
     def __init__(self) -> None:
-        self._lowest, self._highest = 0.0, 0.0
-        """Range of the norms that count as the highest norm of the run."""
+        # Range of the norms that count as the highest norm of the run.
+        self._lowest = 0.0
+        self._highest = 0.0
         self._limit = 0.0
         """The limit that has this norm, or 0 if it is not the norm of a limit."""
         self._norms: list[float] = []
@@ -30,14 +37,23 @@ class ProgramClip:
         self._is_found = False
 
     def add(self, norm: float) -> str:
-        """Adds the norm of a step. Returns a line at the step that proves a clip, else ""."""
-        if not norm >= self._lowest or self._is_found:
+        """Adds the norm of a step.
+
+        Args:
+            norm: global gradient norm of the step, as healcore measured it; may be NaN.
+
+        Returns:
+            A line for the log at the step that proves a clip, else "".
+        """
+        if self._is_found or not norm >= self._lowest:  # NaN is not comparable
             return ""
         if norm > self._highest:
             self._begin(norm)
             return ""
         self._norms = [*self._norms[1 - CLIPPED_STEPS :], norm]
-        if not self._limit or len(self._norms) < CLIPPED_STEPS or _is_monotone(self._norms):
+        if not self._limit or len(self._norms) < CLIPPED_STEPS:
+            return ""
+        if _is_monotone(self._norms):  # a gradient that is constant or changes slowly
             return ""
         self._is_found = True
         return (
@@ -49,15 +65,19 @@ class ProgramClip:
 
     def _begin(self, norm: float) -> None:
         """Begins with a new highest norm."""
-        limit = float(f"{norm:.2g}")
+        limit = float(f"{norm:.2g}")  # the nearest number of two digits
         slack = _TOLERANCE * limit
+        lowest = limit - slack - _EPSILON
+        highest = limit + slack
         self._norms = [norm]
-        if limit - slack - _EPSILON <= norm <= limit + slack:
+        if lowest <= norm <= highest:
             self._limit = limit
-            self._lowest, self._highest = limit - slack - _EPSILON, limit + slack
+            self._lowest = lowest
+            self._highest = highest
         else:
             self._limit = 0.0
-            self._lowest = self._highest = norm
+            self._lowest = norm
+            self._highest = norm
 
 
 def _is_monotone(norms: list[float]) -> bool:

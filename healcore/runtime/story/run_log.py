@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from healcore import console
 from healcore.console import Console
@@ -20,7 +19,15 @@ from healcore.runtime.story.trackers import Trackers
 
 @dataclass(eq=False)
 class RunLog:
-    """Events, metrics and console lines of one rank; see `healcore.console` for the lines."""
+    """Events, metrics and console lines of one rank.
+
+    Everything that a run reports goes through this object, so that the file, the trackers, the
+    user's hooks and the console tell the same story:
+
+        event ──> Log (the file) ──> Run (counts, incidents) ──> trackers ──> hooks
+        records ──> Metrics (the file) ──> trackers
+        info, warning, error ──> console
+    """
 
     events: Log
     metrics: Metrics = field(default_factory=lambda: Metrics(None, run=""))
@@ -31,8 +38,19 @@ class RunLog:
     run: Run = field(default_factory=Run)
     """The run by its events, on rank 0 including the events of earlier processes."""
 
-    def event(self, kind: str, *, step: int | None, **fields: Any) -> EventRecord:
-        """Writes an event, see `Log.write`, and passes it to the trackers and the user's hooks."""
+    def event(self, kind: str, *, step: int | None, **fields: object) -> EventRecord:
+        """Writes an event, and passes it to the trackers and the user's hooks.
+
+        A hook that raises is reported as an event `problem`, and does not stop the run.
+
+        Args:
+            kind: kind of the event, a key of `healcore.events.schema.KINDS`.
+            step: index of the optimizer step, or None.
+            **fields: the further fields, see `Log.write`.
+
+        Returns:
+            The event as a record.
+        """
         event = self.events.write(kind, step=step, **fields)
         record = self.run.add(event)
         self.trackers.event(event)
@@ -41,24 +59,41 @@ class RunLog:
         return record
 
     def problem(self, step: int | None, problem: str) -> None:
-        """Writes an event, and logs a warning."""
+        """Writes an event `problem`, and logs a warning.
+
+        Args:
+            step: index of the optimizer step, or None.
+            problem: what went wrong, one sentence.
+        """
         self.event("problem", step=step, problem=problem)
         self.warning(problem)
 
     def assessment(
-        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: Any
+        self, step: int, onset: int, verdict: str, by: str = "earlier_weights", **fields: object
     ) -> None:
-        """Writes the event of a verdict `by` some evidence about the weights."""
+        """Writes the event of a verdict about the weights.
+
+        Args:
+            step: index of the optimizer step.
+            onset: step from which the weights are worse, or were suspected.
+            verdict: "damage", "worse", "recovered" or "unknown"; see `EventRecord.verdict`.
+            by: the evidence; see `EventRecord.by`.
+            **fields: further fields of the event, which may replace the others, such as `cause`.
+        """
         fields = {"onset": onset, "cause": [], "verdict": verdict, "by": by, **fields}
         self.event("assessment", step=step, **fields)
 
     def fault(
-        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: Any
+        self, step: int, fault: Fault, problem: str, *, answer: str | None, **fields: object
     ) -> None:
         """Writes the event of a fault, and logs a warning, or an error if the run ends.
 
-        `problem` describes the fault and the answer to it. `answer` is the action of the policy's
-        rule, or None if the exception propagates. `fields` are further fields of the event.
+        Args:
+            step: index of the optimizer step.
+            fault: the classified exception.
+            problem: description of the fault and of the answer to it.
+            answer: action of the policy's rule, or None if the exception propagates.
+            **fields: further fields of the event.
         """
         self.event(
             "fault",
@@ -73,13 +108,21 @@ class RunLog:
             **fields,
         )
         if answer in (None, "save"):  # the exception ends the run
-            advice = "" if fault.cause == Cause.UNKNOWN else f". {fault.advice}"
-            self.error(f"step {step}: {problem}{advice}")
+            line = f"step {step}: {problem}"
+            if fault.cause != Cause.UNKNOWN:  # the advice would be to read the exception
+                line += f". {fault.advice}"
+            self.error(line)
         else:
             self.warning(f"step {step}: {problem}")
 
     def records(self, index: int, records: list[StepRecord], *, steps_at_once: int = 1) -> None:
-        """Writes the metrics of one step, which was dispatched with others at once."""
+        """Writes the metrics of one step.
+
+        Args:
+            index: index of the step in the run.
+            records: the step as each engine judged it, one record per optimizer.
+            steps_at_once: number of steps of the dispatch that the step belongs to.
+        """
         several = len(records) > 1
         for record in records:
             fields = self.metrics.write(index, record, several=several, steps_at_once=steps_at_once)

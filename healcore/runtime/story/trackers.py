@@ -54,21 +54,33 @@ Selection = tuple[str, Callable[[], Tracker]]
 """Name of a requested tracker, and a function that imports its library and creates it."""
 
 
-def select(trackers: Any) -> tuple[Selection, ...]:
-    """Checks the argument `trackers`, without importing a library.
+def select(trackers: object) -> tuple[Selection, ...]:
+    """Checks the argument `trackers` of a `Healer`, without importing a library.
+
+    Args:
+        trackers: None, a `Tracker`, a name such as "wandb", a name with a place such as
+            "wandb:PROJECT" or "tensorboard:DIRECTORY", or a list of these.
+
+    Returns:
+        One selection for each tracker.
 
     Raises:
         ValueError: not a name, "name:place" or `Tracker`.
         MissingExtraError: the library of a name is not installed.
     """
-    several = trackers if isinstance(trackers, list | tuple) else (trackers,)
-    return () if trackers is None else tuple(map(_select_one, several))
+    if trackers is None:
+        return ()
+    if isinstance(trackers, list | tuple):
+        return tuple(map(_select_one, trackers))
+    return (_select_one(trackers),)
 
 
-def _select_one(tracker: Any) -> Selection:
+def _select_one(tracker: object) -> Selection:
     if isinstance(tracker, Tracker) and not isinstance(tracker, type):
         return type(tracker).__name__, lambda: tracker
-    name, colon, place = tracker.partition(":") if isinstance(tracker, str) else ("", "", "")
+    name = colon = place = ""
+    if isinstance(tracker, str):
+        name, colon, place = tracker.partition(":")
     if name not in CLIENTS or (colon and not place):
         raise ValueError(
             f'trackers must be {", ".join(CLIENTS)}, a name with a project ("wandb:PROJECT"), or '
@@ -81,39 +93,74 @@ def _select_one(tracker: Any) -> Selection:
 
 
 class Trackers:
-    """All trackers of a run. No method raises. Only `close` waits for the trackers."""
+    """All trackers of a run.
+
+    No method raises, and only `close` waits for the trackers: a slow or broken tracker must neither
+    delay nor end the training. Each tracker has a queue and a thread of its own:
+
+        training thread:   metrics, event ──> queue     (at most 10,000 records)
+        thread of tracker:                    queue ──> tracker     (twice a second)
+    """
 
     def __init__(self, selected: Iterable[Selection] = ()) -> None:
         self._config: dict[str, Any] = {}
         self._deliveries = [_Delivery(*selection) for selection in selected]
 
     def start(self, run: str) -> None:
-        """Starts to deliver, also earlier records. `run` is the run's id in all processes."""
+        """Starts to deliver, also earlier records.
+
+        Args:
+            run: id of the training run, the same in all its processes.
+        """
         for delivery in self._deliveries:
             delivery.queue.appendleft(("start", TrackedRun(run, self._config)))
             delivery.start()
 
     def metrics(self, step: int, record: StepRecord, fields: Mapping[str, Any]) -> None:
-        """Sends the numbers of a step. `fields` are the fields of its line in the metrics file."""
-        prefix = f"heal/{fields['engine']}/" if "engine" in fields else "heal/"
+        """Sends the numbers of a step.
+
+        Args:
+            step: index of the step in the run.
+            record: the step as one engine judged it.
+            fields: the fields of its line in the metrics file, from `Metrics.write`.
+        """
+        prefix = "heal/"
+        if "engine" in fields:  # the run has several optimizers
+            prefix = f"heal/{fields['engine']}/"
         values = {f"{prefix}{name}": float(fields[name]) for name in _FIELDS if name in fields}
         values[f"{prefix}cause"] = float(int(record.cause))
         values[f"{prefix}action"] = float(int(record.action))
         self._send("metrics", step, values)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Sends an event."""
+        """Sends an event. The fields of a `start` become the configuration of the run.
+
+        Args:
+            event: the event, from `Log.write`.
+        """
         if event["kind"] == "start":
             omitted = (*ENVELOPE, *Process._fields)
-            self._config = {name: event[name] for name in event if name not in omitted}
+            self._config = {name: value for name, value in event.items() if name not in omitted}
         self._send("event", event)
 
     def take_problems(self) -> list[str]:
-        """The failures since the last call. A tracker reports only its first failure."""
-        return [each.problems.popleft() for each in self._deliveries for _ in tuple(each.problems)]
+        """Takes the failures since the last call.
+
+        Returns:
+            A sentence for each failure. A tracker reports only its first failure.
+        """
+        problems: list[str] = []
+        for delivery in self._deliveries:
+            while delivery.problems:
+                problems.append(delivery.problems.popleft())
+        return problems
 
     def close(self) -> list[str]:
-        """Delivers the pending records, for at most `MAX_WAIT` seconds. Returns the failures."""
+        """Delivers the pending records, for at most `MAX_WAIT` seconds.
+
+        Returns:
+            The failures, as `take_problems` does. A tracker that has not finished is one of them.
+        """
         for delivery in self._deliveries:
             delivery.ended.set()
         deadline = time.monotonic() + MAX_WAIT
@@ -123,10 +170,11 @@ class Trackers:
             if delivery.is_alive():
                 late = f"has not finished within {MAX_WAIT:g} s: it loses records"
                 delivery.problems.append(f"{delivery.name} {late}")
-        problems, self._deliveries = self.take_problems(), []
+        problems = self.take_problems()
+        self._deliveries = []
         return problems
 
-    def _send(self, method: str, *arguments: Any) -> None:
+    def _send(self, method: str, *arguments: object) -> None:
         for delivery in self._deliveries:
             delivery.queue.append((method, *map(copy.copy, arguments)))
 
@@ -158,9 +206,10 @@ class _Delivery(threading.Thread):
             self._call("flush")
         self._call("close")
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, method: str, *args: object) -> None:
         try:
-            if (call := getattr(self._tracker, method, None)) is not None:
+            call = getattr(self._tracker, method, None)
+            if call is not None:
                 call(*args)
         except BaseException as error:  # some clients raise SystemExit
             self._fail(error)
@@ -182,11 +231,24 @@ class TrackedRun(NamedTuple):
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """One line about an event."""
+    """Writes one line about an event.
+
+    Args:
+        event: the event, from `Log.write`.
+
+    Returns:
+        The kind, the step and the sentence of the event, at most 1,000 characters, because a
+        sentence may quote a long error.
+    """
+    line = event["kind"]
     step = event.get("step")
-    head = event["kind"] if step is None else f"{event['kind']} at step {step}"
-    text = sentence(validate(event)[0])
-    return f"{head}: {text}"[:1000] if text else head  # may quote a long error
+    if step is not None:
+        line += f" at step {step}"
+    record, _ = validate(event)
+    text = sentence(record)
+    if not text:
+        return line
+    return f"{line}: {text}"[:1000]
 
 
 class _Wandb:
@@ -201,8 +263,11 @@ class _Wandb:
         import wandb
 
         self._library: Any = wandb
-        self._run: Any = None if project else wandb.run
-        self._project, self._is_new = project, self._run is None
+        self._run: Any = None
+        if not project:
+            self._run = wandb.run  # the user's active run, or None
+        self._project = project
+        self._is_new = self._run is None
 
     def start(self, run: TrackedRun) -> None:
         if self._is_new:
@@ -224,11 +289,17 @@ class _Wandb:
 
     def event(self, event: Mapping[str, Any]) -> None:
         kind = event["kind"]
-        if has(kind, Trait.SEVERE):
-            causes = flag_names(event.get("cause", ()))
-            title = f"healcore: {kind}{f': {causes}' if causes else ''}"
-            is_error = kind == "stop" or event.get("severity") == "error"
-            self._run.alert(title, event_text(event), self.levels[is_error])
+        if not has(kind, Trait.SEVERE):
+            return
+        title = f"healcore: {kind}"
+        causes = flag_names(event.get("cause", ()))
+        if causes:
+            title += f": {causes}"
+        warning, error = self.levels
+        level = warning
+        if kind == "stop" or event.get("severity") == "error":
+            level = error
+        self._run.alert(title, event_text(event), level)
 
     def close(self) -> None:
         if self._is_new:
@@ -242,7 +313,9 @@ class _Trackio(_Wandb):
 
         self._library = trackio
         self.levels = (trackio.AlertLevel.WARN, trackio.AlertLevel.ERROR)
-        self._run = None if project else context_vars.current_run.get()
+        self._run = None
+        if not project:
+            self._run = context_vars.current_run.get()  # the user's active run, or None
         self._project = project or os.environ.get("TRACKIO_PROJECT") or "healcore"
         self._is_new = self._run is None
 
@@ -275,7 +348,8 @@ class _TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(self._directory or os.path.join("runs", run.id))
-        self.flush, self.close = self._writer.flush, self._writer.close
+        self.flush = self._writer.flush
+        self.close = self._writer.close
         policy = run.config.get("policy_toml", run.config["policy"])
         self._add(0, summary=self._text("heal/policy", f"```\n{policy}\n```"))
 
