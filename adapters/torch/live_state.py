@@ -293,8 +293,8 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             "rollback would combine old moments with new weights; add their module, as in "
             f"{_EXAMPLE}"
         )
+    # What the state lacks, each with an example of a state that has it.
     lost: list[tuple[str, str]] = []
-    """What the state lacks, each with an example that has it."""
     is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
     if is_scheduled and not any(is_scheduler(value) for value in state.values()):
         lost.append(("a learning-rate scheduler", _EXAMPLE))
