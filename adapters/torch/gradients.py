@@ -10,12 +10,15 @@ torch's norm of a float32 CPU tensor uses one thread. `torch.dot` uses all threa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+
+ParamGroup: TypeAlias = dict[str, Any]
+"""One of an optimizer's `param_groups`: "params", "lr" and other settings."""
 
 CHUNK = 1 << 18
 """Elements of one float32 sum on a CPU. A single sum over 25 M elements loses up to 0.3 %. Sums
@@ -25,11 +28,18 @@ SMALL = 1 << 15
 
 # Private, but clip_grad_norm_ and every foreach optimizer use it.
 _foreach_norm = torch._foreach_norm  # pyright: ignore[reportPrivateImportUsage]
-_HALVES, _WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_WIDE = (torch.float32, torch.float64)
 
 
 def parameters(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters, group by group: the order of the per-tensor norms and factors."""
+    """All parameters of an optimizer, group by group.
+
+    This is the order of per-tensor norms and factors everywhere in this package.
+
+    Args:
+        optimizer: an optimizer without a wrapper.
+    """
     params: list[Tensor] = []
     for group in optimizer.param_groups:
         params += group["params"]
@@ -190,7 +200,15 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
 
 
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The norm of all gradients from the norm of each gradient, 0-d float32 on `device`."""
+    """The norm of all gradients from the norm of each gradient. No sync, unless to a CPU.
+
+    Args:
+        norms: 0-d float32 each, on any devices, at least one.
+        device: where the result is.
+
+    Returns:
+        0-d float32.
+    """
     here: list[Tensor] = []
     for norm in norms:
         if norm.device != device:
@@ -202,7 +220,15 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """Norms as one (n,) float32 tensor on `device`; 0 for a parameter without a gradient."""
+    """Norms of several parameters as one tensor.
+
+    Args:
+        norms: 0-d float32 each, or None for a parameter without a gradient.
+        device: where the result is.
+
+    Returns:
+        (n,) float32, with 0 for None.
+    """
     if not norms:
         return torch.zeros(0, dtype=torch.float32, device=device)
     zero = torch.zeros((), dtype=torch.float32, device=device)

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ from healcore.core.errors import AttachError
 from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, scaler_of, unwrapped
+from healcore.torch.gradients import ParamGroup
+
+State: TypeAlias = Mapping[str, Any]
+"""What the user passes to the Healer: name -> module, optimizer, scheduler, tensors, or any object
+with `state_dict` and `load_state_dict`."""
 
 _COUNTED = {"last_epoch", "base_lrs"}
 _NO_HYPERPARAMETERS = {
@@ -94,8 +99,16 @@ def is_stateless_environment(value: Any) -> bool:
     return False
 
 
-def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """The only GradScaler in the state or in accelerate's wrappers, or None if not exactly one."""
+def scaler(state: State) -> torch.amp.GradScaler | None:
+    """The GradScaler of the loop, if the state shows which one that is.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        The only GradScaler in the state or in accelerate's wrappers, or None if there is none, or
+        more than one.
+    """
     scalers = saved_scalers(state)
     for value in state.values():
         wrapped = scaler_of(value)
@@ -106,7 +119,7 @@ def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
     return scalers[0]
 
 
-def saved_scalers(state: Mapping[str, Any]) -> list[torch.amp.GradScaler]:
+def saved_scalers(state: State) -> list[torch.amp.GradScaler]:
     """The GradScalers that a checkpoint of the state saves.
 
     Args:
@@ -123,7 +136,7 @@ def saved_scalers(state: Mapping[str, Any]) -> list[torch.amp.GradScaler]:
     return [value for value in candidates if isinstance(value, torch.amp.GradScaler)]
 
 
-def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(state: State) -> dict[str, Any]:
     """The classes of optimizers and schedulers, then their hyperparameters as JSON values.
 
     The next start of the run compares them, and reports what the program has changed.
@@ -161,7 +174,7 @@ def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _group_setting(group: Mapping[str, Any], key: str) -> Any:
+def _group_setting(group: ParamGroup, key: str) -> Any:
     """A hyperparameter of one parameter group as a JSON value, or None."""
     value = group.get(key)
     if key == "lr":
@@ -171,7 +184,7 @@ def _group_setting(group: Mapping[str, Any], key: str) -> Any:
     return json_setting(value)
 
 
-def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+def identities(state: State) -> dict[str, dict[str, str]]:
     """What must be equal when the state is restored, because torch does not check it.
 
     An optimizer's `load_state_dict` assigns moments by the parameter's number, and checks neither
@@ -195,8 +208,15 @@ def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return found
 
 
-def class_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
+def class_names(state: State) -> dict[str, str]:
+    """The class of each optimizer and scheduler, without accelerate's wrapper.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        Name -> name of the class: first the optimizers, then the schedulers.
+    """
     inner: dict[str, Any] = dict(optimizers(state))
     for name, value in state.items():
         if is_scheduler(value):
@@ -204,12 +224,12 @@ def class_names(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: type(value).__qualname__ for name, value in inner.items()}
 
 
-def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
+def optimizers(state: State) -> dict[str, Optimizer]:
     """The optimizers of a state by name, without accelerate's wrapper."""
     return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
 
 
-def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
+def parameter_names(state: State, params: Sequence[object]) -> list[str]:
     """Names of parameters, for messages and records. Slow: visits every parameter of the state.
 
     Args:
@@ -277,7 +297,7 @@ def _has_lazy_parts(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
-def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
     """Raises AttachError if parameters are missing; warns of a missing scheduler or GradScaler."""
     # A trainer's optimizer, or an opaque value, may hold the parameters.
     if hasattr(state[name], "attach_with") or any(_is_opaque(value) for value in state.values()):

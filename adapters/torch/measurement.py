@@ -345,8 +345,9 @@ class Measurer:
 class StepNorms(NamedTuple):
     """The gradient norms of a judged step, not read on the host yet.
 
-    They are the evidence that a record of an alarm gets: which tensors were unusual. Nothing is
-    read for a step without an alarm.
+    They become the evidence of an alarm: which tensors had unusual gradients. For a step without an
+    alarm nothing is read, so the norms are kept on the device. The tensors are small, and those of
+    the last step without an alarm are kept for the comparison.
     """
 
     params: Sequence[Tensor]

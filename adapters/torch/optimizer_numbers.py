@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.driver import NumberRange
+from healcore.torch.gradients import ParamGroup
 
 _IndexedNumber = tuple[int | None, float]
 """A number of an entry, after its index in the tuple or list (None if the entry is neither)."""
@@ -49,10 +50,10 @@ class _NumberKey(NamedTuple):
 class _GroupReader:
     """Reads the entries of one parameter group, and finds the entries that have changed."""
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self._entries = _entries(group)
         self._size = len(group)  # to notice an added entry
-        self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+        self._get: Callable[[ParamGroup], tuple[Any, ...]]
         """Returns the values of all entries."""
         if len(self._entries) > 1:
             # Reads all entries at once, which is twice as fast. It needs at least two names.
@@ -66,11 +67,11 @@ class _GroupReader:
         self._mutable: set[str] = set()
         """Entries whose numbers can change although the entry is the same object."""
 
-    def fits(self, group: Mapping[str, Any]) -> bool:
+    def fits(self, group: ParamGroup) -> bool:
         """Whether the group still has the entries that this object reads."""
         return len(group) == self._size and all(entry in group for entry in self._entries)
 
-    def is_unchanged(self, group: Mapping[str, Any]) -> bool:
+    def is_unchanged(self, group: ParamGroup) -> bool:
         """Whether no number has changed since `read`. Fast, and may be wrong with False.
 
         Compares objects, not values: `==` of two tensors could wait for a device.
@@ -82,7 +83,7 @@ class _GroupReader:
         except KeyError:
             return False
 
-    def read(self, group: Mapping[str, Any]) -> dict[str, list[_IndexedNumber]]:
+    def read(self, group: ParamGroup) -> dict[str, list[_IndexedNumber]]:
         """Reads a group that `fits`. Returns the numbers of the entries that may have changed."""
         values = self._get(group)
         changed: dict[str, list[_IndexedNumber]] = {}
@@ -99,7 +100,7 @@ class _GroupReader:
         self._values = values
         return changed
 
-    def changed_entries(self, group: Mapping[str, Any]) -> list[str]:
+    def changed_entries(self, group: ParamGroup) -> list[str]:
         """The entries of which a number has changed since `read`. NaN equals NaN."""
         changed: list[str] = []
         for entry, old in zip(self._entries, self._values, strict=True):
@@ -110,7 +111,7 @@ class _GroupReader:
                 changed.append(entry)
         return changed
 
-    def _get_few(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _get_few(self, group: ParamGroup) -> tuple[Any, ...]:
         """The values of all entries, of which there is at most one."""
         return tuple(map(group.get, self._entries))
 
@@ -205,7 +206,7 @@ class OptimizerNumbers:
                 if (i, entry) not in self._changed_by_step:
                     self._extend_ranges(i, entry, numbers)
 
-    def replacements(self) -> Iterable[tuple[dict[str, Any], str, Any]]:
+    def replacements(self) -> Iterable[tuple[ParamGroup, str, Any]]:
         """What this step uses instead of the numbers that are outside of their ranges.
 
         Returns:
@@ -272,7 +273,7 @@ class OptimizerNumbers:
         return name
 
 
-def _entries(group: Mapping[str, Any]) -> list[str]:
+def _entries(group: ParamGroup) -> list[str]:
     return [entry for entry in group if entry not in _NO_NUMBERS]
 
 

@@ -72,7 +72,11 @@ class Accumulation:
 
     @property
     def in_progress(self) -> bool:
-        """Whether there are gradients that the optimizer has not stepped with."""
+        """Whether there are gradients that the optimizer has not stepped with.
+
+        A backward pass or a loss since the last step, and a `.grad` that is not None. Gradients of
+        the last step are still in `.grad` until the loop calls `zero_grad`, and do not count.
+        """
         self._watch()
         if not (self._reached or self.healing.has_loss):
             return False

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.torch import gradients, live_state
+from healcore.torch.gradients import ParamGroup
+from healcore.torch.live_state import State
 
 
-def group_names(
-    state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
-) -> dict[str, list[list[str]]]:
+def group_names(state: State, optimizers: Mapping[str, Optimizer]) -> dict[str, list[list[str]]]:
     """The names of the parameters of each group, see `Driver.param_groups`.
 
     Args:
@@ -53,7 +53,7 @@ class AddedGroups:
         optimizers: its optimizers by name, without wrappers.
     """
 
-    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
+    def __init__(self, state: State, optimizers: Mapping[str, Optimizer]) -> None:
         self._state = state
         self._optimizers = optimizers
         self._undo: list[Callable[[], None]] = []
@@ -110,7 +110,7 @@ def _answer_again(optimizer: Any, groups: list[set[int]]) -> Callable[[], None]:
     """
     original = optimizer.add_param_group
 
-    def add_param_group(group: dict[str, Any]) -> None:
+    def add_param_group(group: ParamGroup) -> None:
         params = group["params"]
         if isinstance(params, Tensor):
             params = [params]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.written_buffers import WrittenBuffers
+from healcore.torch.live_state import State
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""
@@ -47,7 +47,7 @@ class BatchStatistics:
         healing.healed_step.on_ended = self._on_ended
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> list[BatchStatistics]:
+    def of(cls, state: State, healings: Mapping[str, Healing]) -> list[BatchStatistics]:
         """The batch statistics of a whole state.
 
         Args:
@@ -149,9 +149,7 @@ def _is_restored(name: str, buffer: Tensor | None) -> bool:
     return type(buffer) is Tensor and (buffer.is_floating_point() or buffer.is_complex())
 
 
-def layers_of(
-    state: Mapping[str, Any], healings: Mapping[str, Healing]
-) -> dict[str, list[nn.Module]]:
+def layers_of(state: State, healings: Mapping[str, Healing]) -> dict[str, list[nn.Module]]:
     """Layers with batch statistics or other floating buffers.
 
     A layer without trained parameters belongs to the optimizer of the nearest enclosing module with

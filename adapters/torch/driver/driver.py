@@ -37,6 +37,7 @@ from healcore.torch.driver.weights import TorchWeights
 from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
+from healcore.torch.live_state import State
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
@@ -77,7 +78,7 @@ class TorchDriver(Driver):
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: State,
         policy: PolicyLike = "default",
         attach: Mapping[str, Any] = {},
     ) -> None:
@@ -251,7 +252,11 @@ class TorchDriver(Driver):
             all_reduce.requests_vote = all_reduce.ranks.world == everyone
 
     def expect_change(self) -> None:
-        """Opens every engine's grace window at its next step."""
+        """Opens every engine's grace window at its next step.
+
+        Batch statistics that the program has loaded meanwhile count as healthy: they are saved now,
+        and a skipped step restores them.
+        """
         for healing in self.healings.values():
             healing.expect_change()
         for statistics in self._statistics:
@@ -264,7 +269,12 @@ class TorchDriver(Driver):
         return dict(self._state)
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
+        """The states of the engines, which a checkpoint keeps. A sync on an accelerator.
+
+        Returns:
+            Optimizer name -> `Engine.to_dict`, JSON-safe. Steps that are judged later are judged
+            now.
+        """
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load(
@@ -311,7 +321,11 @@ class TorchDriver(Driver):
         self._early.clear()
 
     def structure_changes(self) -> list[str]:
-        """See `Driver.structure_changes`. The hooks move to the parameters that are there now."""
+        """See `Driver.structure_changes`.
+
+        After a change the hooks move to the parameters that are there now, and the batch statistics
+        are those of the layers that are there now.
+        """
         changes = self._structure.changes()
         if changes:
             for accumulation in self._accumulations:
@@ -320,7 +334,14 @@ class TorchDriver(Driver):
         return changes
 
     def load_common(self, saved: CommonState) -> None:
-        """See `Driver.load_common`."""
+        """See `Driver.load_common`. Drops gradients and losses since the last step.
+
+        Args:
+            saved: what a checkpoint of another structure has in common with the state.
+
+        Raises:
+            StateMismatch: nothing fits, or a parameter that would stay is not finite.
+        """
         load_common(self._state, saved)
         self._after_load()
 
@@ -361,14 +382,22 @@ class TorchDriver(Driver):
         return True
 
     def is_interrupted(self) -> bool:
-        """See `Driver.is_interrupted`. Also if fewer optimizers stepped than for the last batch."""
+        """Whether an exception has interrupted an update, see `Driver.is_interrupted`.
+
+        True within an optimizer's step. Also True if some of the optimizers that stepped for the
+        last batch have not stepped yet: the discriminator of a GAN, but not its generator.
+        """
         if any(healing.healed_step.in_update for healing in self.healings.values()):
             return True
         stepped = {each for each in self._accumulations if each.stepped}
         return bool(stepped) and stepped < self._usual
 
     def undo_window(self) -> str:
-        """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
+        """See `Driver.undo_window`.
+
+        A forward pass has written batch statistics, and FSDP2 may have gathered parameters. Both
+        are restored. Gradients and losses stay: a checkpoint has neither.
+        """
         for statistics in self._statistics:
             statistics.end(True)
         self._weights.reshard()
@@ -389,7 +418,11 @@ class TorchDriver(Driver):
         return self._sample.changed()
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`; of DTensors on all ranks. One sync per device."""
+        """See `Driver.nonfinite_weights`. One sync if all weights are finite.
+
+        With DTensors every rank of their meshes has to call it, and every rank names the same
+        parameters. A parameter whose squares overflow counts as not finite.
+        """
         params = self._parameters()
         norms = gradients.whole_norms(gradients.norms(params), params)
         if bool(gradients.total_norm(norms, params[0].device).isfinite()):
@@ -420,17 +453,27 @@ class TorchDriver(Driver):
         return owners
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """CUDA's summary, and its snapshot if the program records the history of allocations."""
+        """CUDA's own reports about its memory, see `Driver.memory_profiles`.
+
+        Returns:
+            ".txt" -> CUDA's summary. Also ".pickle" -> its snapshot, if the program records the
+            history of allocations; https://pytorch.org/memory_viz shows it. Empty on a CPU.
+        """
         if not torch.cuda.is_initialized():
             return {}
         profiles = {".txt": torch.cuda.memory_summary().encode()}
         snapshot = torch.cuda.memory._snapshot()
         if any(snapshot.get("device_traces", ())):
-            profiles[".pickle"] = pickle.dumps(snapshot)  # for https://pytorch.org/memory_viz
+            profiles[".pickle"] = pickle.dumps(snapshot)
         return profiles
 
     def settings(self) -> dict[str, Any]:
-        """See `Driver.settings`."""
+        """See `Driver.settings`.
+
+        Returns:
+            `live_state.hyperparameters`; "precision", the dtypes of the trained parameters; and the
+            digest of the weights. All are the same on every rank of replicas.
+        """
         settings = live_state.hyperparameters(self._state)
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._parameters()}
         settings["precision"] = ", ".join(sorted(dtypes))
@@ -440,7 +483,12 @@ class TorchDriver(Driver):
         return settings
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
+        """The learning rates that the program has set now, as the engines read them.
+
+        Returns:
+            Optimizer name -> the largest rate of its groups, or None without one. A rate in a
+            tensor on an accelerator is a sync.
+        """
         largest: dict[str, float | None] = {}
         for name, optimizer in self._optimizers().items():
             rates: list[float] = []
@@ -533,7 +581,11 @@ class TorchDriver(Driver):
         return Alone()
 
     def close(self) -> None:
-        """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
+        """Removes hooks and handles, so that the program can go on without healcore.
+
+        The handle of an earlier `attach` stays attached: it belongs to the user. A closed driver
+        cannot be used again.
+        """
         self._structure.close()
         self._added_groups.close()
         self._window.close()

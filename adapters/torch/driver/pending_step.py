@@ -13,6 +13,7 @@ from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import MissingLoss
+from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 
 MOST_PENDING = 256
@@ -57,7 +58,7 @@ class Recorder:
     def __init__(
         self,
         name: str,
-        state: Mapping[str, Any],
+        state: State,
         healings: Mapping[str, Healing],
         pending: deque[PendingEntry],
         early: deque[StepRecord],

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer
 
+from healcore.torch.live_state import State
+
 _Ends = list[list[tuple[int, int, int]]]
 """For each optimizer, what `_ends` compares."""
 
@@ -32,7 +34,7 @@ class StructureWatch:
         optimizers: its optimizers by name, without wrappers.
     """
 
-    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
+    def __init__(self, state: State, optimizers: Mapping[str, Optimizer]) -> None:
         self._state = state
         self._optimizers = optimizers
         hook = _without_cycle(self._on_registration)
@@ -88,7 +90,7 @@ class _Layout(NamedTuple):
     """Name of each optimizer -> id and shape of the parameters of each group."""
 
 
-def _layout(state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> _Layout:
+def _layout(state: State, optimizers: Mapping[str, Optimizer]) -> _Layout:
     """The structure of a state now."""
     tensors: dict[str, tuple[int, ...]] = {}
     for name, value in state.items():

@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
+from healcore.torch.live_state import State
 
 BYTES = 64
 """Bytes of each parameter in the sample, from its middle."""
@@ -73,7 +74,7 @@ class WeightSample:
         healings: the handle of each optimizer, by name.
     """
 
-    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
+    def __init__(self, state: State, healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = healings
         self._places: list[tuple[_Place, Tensor, int]] = []
@@ -185,7 +186,7 @@ def _content(p: Any) -> bytes | None:
     return view.cpu().numpy().tobytes()
 
 
-def _chosen(state: Mapping[str, Any], healings: Mapping[str, Healing]) -> Iterator[_Place]:
+def _chosen(state: State, healings: Mapping[str, Healing]) -> Iterator[_Place]:
     """Yields the places of the sample."""
     candidates: dict[str, list[_Candidate]] = {}
     for name, value in state.items():
