@@ -272,7 +272,10 @@ def _read_sharded(folder: Path, name: str, places: list[_StorageInfo], count: in
     """The values of all `count` parts of a tensor, in one dimension."""
     if len(places) != count:
         raise ProbeError(f"{folder}: {len(places)} of {count} parts of {name} are present")
-    return np.concatenate([_flat(_part(folder, place)) for place in places])
+    parts: list[np.ndarray] = []
+    for place in places:
+        parts.append(_flat(_part(folder, place)))
+    return np.concatenate(parts)
 
 
 def _part(folder: Path, place: _StorageInfo) -> Any:

@@ -245,11 +245,14 @@ def parameter_names(state: State, params: Sequence[object]) -> list[str]:
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-    modules = {n: state[n] for n in reversed([*state]) if isinstance(state[n], nn.Module)}
+    modules: dict[str, nn.Module] = {}
     ranking: dict[str, tuple[int, int]] = {}
-    for name, module in modules.items():
-        is_trained = [id(p) in known for p in module.parameters()]
-        ranking[name] = (sum(is_trained), -len(is_trained))
+    for name in reversed([*state]):
+        module = state[name]
+        if isinstance(module, nn.Module):
+            modules[name] = module
+            is_trained = [id(p) in known for p in module.parameters()]
+            ranking[name] = (sum(is_trained), -len(is_trained))
     # Modules may share a parameter, for example a model and its average. The name is of the module
     # with the most trained parameters, then of the smallest, then of the first in the state. This
     # module comes last in the order, and overwrites the names of the modules before it.

@@ -208,7 +208,7 @@ class TorchDriver(Driver):
         early = [*self._early]
         self._pending.clear()
         self._early.clear()
-        stepped = {each for each in self._accumulations if each.stepped}
+        stepped = self._stepped()
         if stepped:
             self._usual = stepped
         for accumulation in self._accumulations:
@@ -254,8 +254,8 @@ class TorchDriver(Driver):
     def expect_change(self) -> None:
         """Opens every engine's grace window at its next step.
 
-        Batch statistics that the program has loaded meanwhile count as healthy: they are saved now,
-        and a skipped step restores them.
+        Batch statistics are saved as they are now, for example loaded with other weights. If the
+        next step is skipped, it restores these values.
         """
         for healing in self.healings.values():
             healing.expect_change()
@@ -337,7 +337,7 @@ class TorchDriver(Driver):
         """See `Driver.load_common`. Drops gradients and losses since the last step.
 
         Args:
-            saved: what a checkpoint of another structure has in common with the state.
+            saved: the state of a checkpoint with another structure.
 
         Raises:
             StateMismatch: nothing fits, or a parameter that would stay is not finite.
@@ -384,12 +384,12 @@ class TorchDriver(Driver):
     def is_interrupted(self) -> bool:
         """Whether an exception has interrupted an update, see `Driver.is_interrupted`.
 
-        True within an optimizer's step. Also True if some of the optimizers that stepped for the
-        last batch have not stepped yet: the discriminator of a GAN, but not its generator.
+        True within an optimizer's step. Also True if only some of the optimizers that stepped for
+        the last batch have stepped since: the discriminator of a GAN, and not yet its generator.
         """
         if any(healing.healed_step.in_update for healing in self.healings.values()):
             return True
-        stepped = {each for each in self._accumulations if each.stepped}
+        stepped = self._stepped()
         return bool(stepped) and stepped < self._usual
 
     def undo_window(self) -> str:
@@ -418,10 +418,10 @@ class TorchDriver(Driver):
         return self._sample.changed()
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`. One sync if all weights are finite.
+        """See `Driver.nonfinite_weights`. One sync per device if all weights are finite.
 
-        With DTensors every rank of their meshes has to call it, and every rank names the same
-        parameters. A parameter whose squares overflow counts as not finite.
+        Two passes: one norm of all weights, and only if it is not finite a look at each parameter.
+        With DTensors every rank of their meshes has to call it.
         """
         params = self._parameters()
         norms = gradients.whole_norms(gradients.norms(params), params)
@@ -471,8 +471,8 @@ class TorchDriver(Driver):
         """See `Driver.settings`.
 
         Returns:
-            `live_state.hyperparameters`; "precision", the dtypes of the trained parameters; and the
-            digest of the weights. All are the same on every rank of replicas.
+            The hyperparameters as in `live_state.hyperparameters`; "precision", the dtypes of the
+            optimizers' parameters; and the digest of the weights.
         """
         settings = live_state.hyperparameters(self._state)
         dtypes = {str(p.dtype).removeprefix("torch.") for p in self._parameters()}
@@ -583,8 +583,8 @@ class TorchDriver(Driver):
     def close(self) -> None:
         """Removes hooks and handles, so that the program can go on without healcore.
 
-        The handle of an earlier `attach` stays attached: it belongs to the user. A closed driver
-        cannot be used again.
+        Handles that this driver has made are detached. The handle of an earlier `attach` belongs to
+        the user, and continues to heal its optimizer.
         """
         self._structure.close()
         self._added_groups.close()
@@ -653,6 +653,10 @@ class TorchDriver(Driver):
                 f"({first_of(differences, 5, '; ')}): detach() its handle, or attach with the "
                 "policy of the Healer"
             )
+
+    def _stepped(self) -> set[Accumulation]:
+        """The optimizers that have stepped since the last `take_dispatch`."""
+        return {accumulation for accumulation in self._accumulations if accumulation.stepped}
 
     def _optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by name, without wrappers."""

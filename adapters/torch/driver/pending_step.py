@@ -156,8 +156,9 @@ class Recorder:
         values = norms.to_host()
         usual: np.ndarray | None = None
         if self._baseline is not None:
-            ids = [id(p) for p in self._baseline.params]
-            known = dict(zip(ids, self._baseline.to_host(), strict=True))
+            known: dict[int, float] = {}
+            for p, norm in zip(self._baseline.params, self._baseline.to_host(), strict=True):
+                known[id(p)] = norm
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         names = live_state.parameter_names(self._state, norms.params)
         by_optimizer = is_by_optimizer(record.cause, values)

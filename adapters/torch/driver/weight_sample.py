@@ -47,6 +47,15 @@ class _Place(NamedTuple):
         return self.parameters.get(self.key)
 
 
+class _Sampled(NamedTuple):
+    """A parameter of the sample."""
+
+    place: _Place
+    parameter: Tensor
+    address: int
+    """The parameter's `data_ptr()` at the last look."""
+
+
 class _Candidate(NamedTuple):
     """A parameter that may be part of the sample."""
 
@@ -77,8 +86,7 @@ class WeightSample:
     def __init__(self, state: State, healings: Mapping[str, Healing]) -> None:
         self._state = state
         self._healings = healings
-        self._places: list[tuple[_Place, Tensor, int]] = []
-        """Each place, with its parameter and the parameter's address at the last look."""
+        self._sampled: list[_Sampled] = []
         self._on_host: list[ctypes.Array[ctypes.c_char]] = []
         """The sampled bytes in host memory. Valid while the parameters have these addresses."""
         self._views: dict[torch.device, list[Tensor]] = {}
@@ -97,14 +105,14 @@ class WeightSample:
         Called at each step. If the program has made new parameters, they are chosen again, and if
         it has moved parameters, their new addresses are found.
         """
-        for place, p, address in self._places:
+        for place, p, address in self._sampled:
             if place.parameters.get(place.key) is not p:
                 self._choose()  # the program has made new parameters
                 break
             if p.data_ptr() != address:
-                self._look()
+                self._look()  # the program has moved parameters
                 break
-        self._kept = [sampled.raw for sampled in self._on_host]
+        self._kept = [sampled_bytes.raw for sampled_bytes in self._on_host]
         if self._views and not _is_capturing(self._views):
             self._kept_on_device = [torch.cat(views) for views in self._views.values()]
 
@@ -127,29 +135,29 @@ class WeightSample:
 
     def _choose(self) -> None:
         """Chooses the parameters of the sample."""
-        self._places = []
+        self._sampled = []
         for place in _chosen(self._state, self._healings):
             p = place.parameter()
             if _view(p) is not None:
-                self._places.append((place, p, p.data_ptr()))
+                self._sampled.append(_Sampled(place, p, p.data_ptr()))
         self._look()
 
     def _look(self) -> None:
         """Finds the bytes of the sample at the current addresses. Forgets what was kept."""
-        self._places = [(place, p, p.data_ptr()) for place, p, _ in self._places]
         self._on_host = []
         self._views = {}
         self._kept = []
         self._kept_on_device = []
         on_host: list[_Place] = []
         on_device: dict[torch.device, list[_Place]] = {}
-        for place, p, _ in self._places:
+        for i, (place, p, _) in enumerate(self._sampled):
+            self._sampled[i] = _Sampled(place, p, p.data_ptr())
             view = _view(p)
             if view is None:
                 continue
             if view.is_cpu:
-                sampled = ctypes.c_char * view.numel()
-                self._on_host.append(sampled.from_address(view.data_ptr()))
+                bytes_type = ctypes.c_char * view.numel()
+                self._on_host.append(bytes_type.from_address(view.data_ptr()))
                 on_host.append(place)
             else:
                 self._views.setdefault(view.device, []).append(view)
@@ -223,7 +231,9 @@ def _trained_ids(
     trained: set[int] = set()
     for healing in healings.values():
         trained.update(id(p) for p in gradients.parameters(healing.optimizer))
-    in_modules = [candidate.parameter for found in candidates.values() for candidate in found]
+    in_modules: list[Tensor] = []
+    for in_module in candidates.values():
+        in_modules += [candidate.parameter for candidate in in_module]
     if any(id(p) in trained for p in in_modules):
         return trained
     # The optimizers train copies of the modules' parameters (master weights).

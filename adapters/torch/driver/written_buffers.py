@@ -169,8 +169,9 @@ class WrittenBuffers:
         for buffer in changed:
             now = buffer.table.get(buffer.name)
             if not self._is_followed(now):
-                self._counted = [each for each in self._counted if each is not buffer]
-                self._uncounted = [each for each in self._uncounted if each is not buffer]
+                for buffers in (self._counted, self._uncounted):
+                    if buffer in buffers:
+                        buffers.remove(buffer)
             elif buffer.saved is not None and buffer.saved.numel() == now.numel():
                 alone: int | None = None
                 if now.nbytes > LARGE:
