@@ -766,7 +766,7 @@ def keep_after_cuda_error() -> None:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().query()  # raises after a failure
     except RuntimeError:
-        for found in gc.get_objects():
+        for candidate in gc.get_objects():
             # Not isinstance: that reads `__class__`, which an object may compute.
-            if issubclass(type(found), Tensor):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+            if issubclass(type(candidate), Tensor):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(candidate))

@@ -53,13 +53,12 @@ class TorchDriver(Driver):
     The program steps its optimizers by itself. The driver follows it with hooks, and the Healer
     asks the driver between two batches what has happened:
 
-        program     observe ─► backward ─► optimizer.step() ─┐
-        hooks       Accumulation   GradientWindow            ├─► Recorder ─► PendingEntry
-                    BatchStatistics                          ┘                    │
-        Healer      take_dispatch ◄───────────── PendingStep ◄────────────────────┘
+        program        observe ─► backward ─► optimizer.step()
+        in the step    HealedStep judges ─► Recorder keeps a PendingEntry
+        Healer         take_dispatch ─► PendingStep, some batches later read ─► StepRecords
 
-    Everything else are questions about the live state (weights, numbers, structure), and changes
-    to it (`load`, `hold_numbers`). See `Driver` for what each method has to do.
+    The other methods answer questions about the live state (weights, numbers, structure), or
+    change it (`load`, `hold_numbers`). See `Driver` for what each method has to do.
 
     Args:
         state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
@@ -82,9 +81,9 @@ class TorchDriver(Driver):
         policy: PolicyLike = "default",
         attach: Mapping[str, Any] = {},
     ) -> None:
-        self._given = state
+        self._user_state = state
         self._state = live_state.checked_state(state)
-        self.start_lines = []
+        self.start_lines: list[str] = []
         for name in state:
             if name not in self._state:
                 self.start_lines.append(
@@ -140,7 +139,7 @@ class TorchDriver(Driver):
     @property
     def live(self) -> Mapping[str, Any]:
         """The mapping that the user passed."""
-        return self._given
+        return self._user_state
 
     # -- signals from the loop ------------------------------------------------------------------
 

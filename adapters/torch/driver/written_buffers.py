@@ -78,7 +78,7 @@ class WrittenBuffers:
     of them are settings of the program. Buffers larger than all `parameters` together stay too: to
     copy them would take longer than the step of the optimizer.
 
-    How a write to a buffer is noticed, from the second step on:
+    How a write to a buffer is noticed:
 
         buffer.add_(x), module.buffer = x    torch counts it, or another tensor is there
         buffer.data.add_(x), a CUDA graph    by content: `compare_contents` has found such buffers
