@@ -85,24 +85,26 @@ def attach(
             option, or meshes that do not show which ranks step together. Nothing was changed.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
-    printed = checked_console(console)
-    stored = scaler_of(optimizer)
+    checked = checked_console(console)
+    wrapper_scaler = scaler_of(optimizer)
+    if scaler is None:
+        scaler = wrapper_scaler
     healing = heal_optimizer(
         unwrapped(optimizer),
         engine_of(policy, overrides),
-        scaler=stored if scaler is None else scaler,
+        scaler=scaler,
         engine=engine,
         compile=compile,
         process_group=process_group,
         pp_mesh=pp_mesh,
     )
-    if stored is not None:
+    if wrapper_scaler is not None:
         # With fp16 accelerate's wrapper stores `step` and restores it after each step. An update of
         # its state with nothing makes it store the current `step`.
         wrapper: Any = optimizer
         wrapper.__setstate__({})
         healing.healed_step.undo_stack.callback(wrapper.__setstate__, {})
-    healing.healed_step.incident_log.console = printed
+    healing.healed_step.incident_log.console = checked
     return healing
 
 
@@ -113,15 +115,34 @@ def heal_optimizer(
     scaler: torch.amp.GradScaler | None = None,
     engine: str = "auto",
     compile: bool | Literal["auto"] = "auto",
-    process_group: Any = "auto",
-    pp_mesh: Any = None,
+    process_group: ProcessGroup | DeviceMesh | Literal["auto"] | None = "auto",
+    pp_mesh: DeviceMesh | None = None,
     measurer: Callable[..., Measurer] = Measurer,
     healed_step: Callable[..., HealedStep] = HealedStep,
 ) -> Healing:
-    """Attaches to an optimizer without a wrapper.
+    """Attaches to an optimizer without a wrapper. `attach` and the trainers call it.
 
-    A trainer that steps the optimizer in its own way passes subclasses of `Measurer` and
-    `HealedStep`.
+    Everything that can fail is done before the optimizer is changed, so a failed call leaves it as
+    it was. The parts are made in this order, each from the parts before it:
+
+        StepRanks ─► Enforcer ─► HostEngine or DeviceEngine ─► Measurer ─► HealedStep ─► Healing
+
+    Args:
+        optimizer: a torch.optim optimizer, see `unwrapped`.
+        core: the policy's engine, without a state.
+        scaler: see `attach`. A disabled GradScaler counts as None.
+        engine: "auto", "host" or "device", see `attach`.
+        compile: see `attach`.
+        process_group: see `attach`.
+        pp_mesh: see `attach`.
+        measurer: `Measurer`, or a subclass for a trainer that holds the gradients elsewhere.
+        healed_step: `HealedStep`, or a subclass for a trainer that steps in its own way.
+
+    Returns:
+        The handle of the optimizer.
+
+    Raises:
+        AttachError: as for `attach`.
     """
     if engine not in ("auto", "host", "device"):
         raise AttachError(f"engine must be 'auto', 'host' or 'device', got {engine!r}")
@@ -154,10 +175,14 @@ def heal_optimizer(
     if engine == "auto":
         # On a CPU reading a tensor costs nothing, and without a fused kernel the host needs the
         # decision anyway.
-        engine = "device" if home.type != "cpu" and enforcer.has_kernel else "host"
+        if home.type != "cpu" and enforcer.has_kernel:
+            engine = "device"
+        else:
+            engine = "host"
     if engine == "device":
-        compiled = home.type != "cpu" if compile == "auto" else compile
-        live_engine = DeviceEngine(core, len(params), home, compile=compiled)
+        if compile == "auto":
+            compile = home.type != "cpu"
+        live_engine = DeviceEngine(core, len(params), home, compile=compile)
     else:
         live_engine = HostEngine(core, len(params))
     measured = measurer(live_engine, optimizer, home, scaler)
@@ -166,7 +191,20 @@ def heal_optimizer(
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer inside accelerate's or Fabric's wrapper (an Optimizer without hooks)."""
+    """The optimizer inside accelerate's or Fabric's wrapper.
+
+    Such a wrapper is an `Optimizer` whose constructor did not run, so it has no hooks. Wrappers may
+    be nested.
+
+    Args:
+        optimizer: an optimizer, or a wrapper around one.
+
+    Returns:
+        The optimizer whose `step()` updates the weights: `optimizer` itself if it is no wrapper.
+
+    Raises:
+        AttachError: there is no torch.optim optimizer inside.
+    """
     inner = optimizer
     while isinstance(inner, Optimizer) and "_optimizer_step_pre_hooks" not in vars(inner):
         inner = vars(inner).get("optimizer") or vars(inner).get("_optimizer")
@@ -180,16 +218,20 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 def scaler_of(optimizer: Any) -> torch.amp.GradScaler | None:
     """The GradScaler of accelerate's optimizer wrapper, or None."""
-    found = vars(optimizer).get("scaler") if isinstance(optimizer, Optimizer) else None
-    return found if isinstance(found, torch.amp.GradScaler) else None
+    if not isinstance(optimizer, Optimizer):
+        return None
+    scaler = vars(optimizer).get("scaler")
+    if isinstance(scaler, torch.amp.GradScaler):
+        return scaler
+    return None
 
 
 def healing_of(optimizer: Optimizer) -> Healing | None:
     """The `Healing` of an optimizer, or None if it is not attached."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
-        found = getattr(hook, "__healing__", None)
-        if found is not None:
-            return found
+        healing = getattr(hook, "__healing__", None)
+        if healing is not None:
+            return healing
     return None
 
 
@@ -206,8 +248,22 @@ def _no_handle() -> None:
 class Healing:
     """Handle of an optimizer that a policy heals. Created by `attach`, not directly.
 
+    Your loop reports its losses to the handle, reads decisions and metrics from it, and saves its
+    state next to the optimizer's. `optimizer.step()` itself is called as before.
+
+        heal = attach(optimizer, "default")
+        for batch in loader:
+            loss = model(batch)
+            heal.observe(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.save({"optimizer": optimizer.state_dict(), "heal": heal.state_dict()}, "run.pt")
+
     Attributes:
+        optimizer: the optimizer, without accelerate's or Fabric's wrapper.
         live_engine: the engine with its state.
+        engine: the policy's engine, without a state.
         healed_step: the optimizer's healed step.
     """
 
@@ -254,6 +310,11 @@ class Healing:
     def observe_eval(self, eval_loss: Tensor | float) -> None:
         """Reports the loss of an evaluation, which the policy reads at the next step.
 
+        Only detectors of an evaluation's loss (`overfit`) read it. No host sync.
+
+        Args:
+            eval_loss: a number, or a tensor of one element on any device.
+
         Raises:
             SignalError: as for `observe`.
         """
@@ -262,7 +323,9 @@ class Healing:
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, weights).
 
-        Baselines warm up again. For `grace_steps` steps only non-finite values are alarms.
+        Baselines warm up again. For `grace_steps` steps only non-finite values are alarms. With
+        several ranks, call it on every rank before the same step: the ranks compare their
+        decisions.
         """
         self.live_engine.expect_change()
 
@@ -296,14 +359,22 @@ class Healing:
         return self.healed_step.all_reduce.ranks.world
 
     def last_decision(self) -> Decision | None:
-        """The last step's decision in Python values (`Cause`, `Action`, bool, float).
+        """The last step's decision, for a loop that carries out rollbacks or stops itself.
 
-        None before the first step. A sync on an accelerator.
+            decision = heal.last_decision()
+            if decision is not None and Action.STOP in decision.action:
+                sys.exit(1)
+
+        Returns:
+            The decision in Python values (`Cause`, `Action`, bool, float), or None before the first
+            step. A sync on an accelerator.
         """
         decision = self.live_engine.decision
         if decision is None:
             return None
-        groups = decision.group_scale
+        group_scale = decision.group_scale
+        if group_scale is not None:
+            group_scale = group_scale.tolist()
         return Decision(
             grad_scale=float(decision.grad_scale),
             skip=bool(decision.skip),
@@ -311,7 +382,7 @@ class Healing:
             action=Action(int(decision.action)),
             cause=Cause(int(decision.cause)),
             rollback_depth=int(decision.rollback_depth),
-            group_scale=None if groups is None else groups.tolist(),
+            group_scale=group_scale,
         )
 
     def metrics(self) -> dict[str, Tensor]:
@@ -322,23 +393,30 @@ class Healing:
 
         `heal/loss` is NaN until a step with a loss is judged.
         """
-        found = self.live_engine.metrics()
+        metrics = self.live_engine.metrics()
         if not self.has_seen_loss:
-            loss = found["heal/loss"]  # 0 at the start, unlike in a loaded state
-            found["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
-        return found
+            loss = metrics["heal/loss"]  # 0 at the start, unlike in a loaded state
+            metrics["heal/loss"] = loss.masked_fill(loss == 0, math.nan)
+        return metrics
 
     # -- saving ---------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The engine's state, JSON-safe and framework-neutral (`Engine.to_dict`). A sync.
 
-        A state saved under JAX or NumPy can be loaded here, and vice versa.
+        Save it with every checkpoint of model and optimizer: it holds the baselines, the budgets
+        and the learning-rate multiplier. A state saved under JAX or NumPy can be loaded here, and
+        vice versa.
         """
         return self.live_engine.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a saved state, so that decisions continue as if the run had never stopped.
+
+        Losses that were observed since the last step are dropped.
+
+        Args:
+            state: the result of `state_dict`.
 
         Raises:
             StateError: the state is damaged, or from another policy or model. Nothing is loaded.
@@ -348,6 +426,12 @@ class Healing:
 
     def on_rollback(self, state: dict[str, Any]) -> None:
         """Loads a checkpoint's state after a rollback. Keeps current budgets and LR multiplier.
+
+        With `load_state_dict` instead, the run would forget that it has rolled back, and could roll
+        back to the same checkpoint for ever.
+
+        Args:
+            state: the result of `state_dict` at the time of the checkpoint.
 
         Raises:
             StateError: as for `load_state_dict`.

@@ -44,6 +44,12 @@ def open_file(path: Path) -> Contents:
 
     A file of `torch.save` is memory-mapped, or read as a whole before torch 1.6 (no zip).
 
+    Args:
+        path: the file. Its first bytes say which of the two formats it has.
+
+    Returns:
+        The arrays and plain values of the file, by path. An array is read when it is used.
+
     Raises:
         Damaged: the header of a safetensors file is invalid, or does not match the arrays.
         ProbeError: the file is damaged, or has objects that are not plain values.
@@ -63,7 +69,19 @@ def open_file(path: Path) -> Contents:
 
 
 def open_directory(folder: Path) -> Contents:
-    """Opens a directory of DCP. Raises ProbeError if the index cannot be read."""
+    """Opens a directory of `torch.distributed.checkpoint`, with the parts of all ranks.
+
+    A value that is no tensor, and cannot be read, is named in the notes of the result.
+
+    Args:
+        folder: the directory with the file `.metadata`.
+
+    Returns:
+        The arrays and plain values of the directory, by path. An array is read when it is used.
+
+    Raises:
+        ProbeError: the index cannot be read.
+    """
     try:
         index = read_index(folder / INDEX)
     except ValueError as error:
@@ -72,7 +90,7 @@ def open_directory(folder: Path) -> Contents:
     for key, place in index.storage_data.items():
         places.setdefault(key.fqn, []).append(place)
     leaves: dict[tuple[str, ...], Any] = {}
-    notes = []
+    notes: list[str] = []
     for name, entry in index.state_dict_metadata.items():
         path = _split(index.planner_data.get(name, (name,)))
         if isinstance(entry, TensorStorageMetadata):
@@ -89,7 +107,10 @@ def open_directory(folder: Path) -> Contents:
 
 def _split(keys: Iterable[Any]) -> tuple[str, ...]:
     """Splits the dotted keys of a path: "layers.0.weight"."""
-    return tuple(part for key in keys for part in _key_text(key).split("."))
+    parts: list[str] = []
+    for key in keys:
+        parts += _key_text(key).split(".")
+    return tuple(parts)
 
 
 class _Inert(list[Any]):
@@ -110,35 +131,53 @@ class _Inert(list[Any]):
 def _load(source: Any, path: Path, *, mmap: bool = False, inert: tuple[str, ...] = ()) -> Any:
     """Loads what `torch.save` wrote, with an `_Inert` for each object of the classes in `inert`.
 
+    torch names one class that it does not allow, so the file is loaded again with this class in
+    `inert`, until nothing is missing.
+
     Raises ProbeError for functions of Python and of the system, and for damage.
     """
-    numpy: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0], np.ndarray]
-    numpy += [np.dtype, *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}]
+    allowed: list[Any] = _numpy_globals()
+    for name in inert:
+        allowed.append((_Inert, name))
     try:
-        with torch.serialization.safe_globals([*numpy, *((_Inert, name) for name in inert)]):
-            file = io.BytesIO(source) if isinstance(source, bytes) else source
+        with torch.serialization.safe_globals(allowed):
+            file = source
+            if isinstance(source, bytes):
+                file = io.BytesIO(source)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # damaged bytes may raise any exception
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if isinstance(error, pickle.UnpicklingError) and found:
+        refused = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if isinstance(error, pickle.UnpicklingError) and refused:
             # torch refuses modules of the system, and names builtins without their module.
-            if "not an allowed global" in str(error) and found[1] not in inert:
-                return _load(source, path, mmap=mmap, inert=(*inert, found[1]))
+            if "not an allowed global" in str(error) and refused[1] not in inert:
+                return _load(source, path, mmap=mmap, inert=(*inert, refused[1]))
             raise ProbeError(
-                f"{path} holds more than tensors and plain values (a {found[1]}), and loading it "
+                f"{path} holds more than tensors and plain values (a {refused[1]}), and loading it "
                 "could execute code: save only the state dictionaries, and probe that file"
             ) from None
         # torch explains `weights_only` at length before it reports the error.
-        why = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
-        reason = why[1] if why else first_line(error)
+        explained = re.search(r"WeightsUnpickler error:\s*(\S.{,199})", str(error))
+        if explained:
+            reason = explained[1]
+        else:
+            reason = first_line(error)
         raise ProbeError(f"{path} is not a torch checkpoint, or is damaged: {reason}") from None
 
 
+def _numpy_globals() -> list[Any]:
+    """What a pickle of NumPy's scalars and arrays names: these functions and classes are safe."""
+    scalar_function = np.float64(0).__reduce__()[0]
+    array_function = np.zeros(0).__reduce__()[0]
+    dtypes = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdgFD"}
+    return [scalar_function, array_function, np.ndarray, np.dtype, *dtypes]
+
+
 def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
+    """The tensors and plain values of a tree. Other objects have no leaf; some have a note."""
     leaves: dict[tuple[str, ...], Any] = {}
-    notes = []
+    notes: list[str] = []
     # Writers of safetensors sort by size and name, so the order of the model is lost.
     in_order = format != "safetensors"
     for keys, leaf in _leaves(tree, at):
@@ -151,17 +190,22 @@ def _contents(format: str, tree: Any, at: tuple[str, ...] = ()) -> Contents:
             if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
                 notes.append(f"{'.'.join(path)} was not looked at: a tensor of {leaf.layout}")
                 continue
-            dtype, shape = str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            shape = tuple(leaf.shape)
             # Tensors with the same part of a storage are one tensor. Empty tensors share nothing.
-            storage = (leaf.data_ptr(), shape, leaf.stride(), dtype) if leaf.numel() else None
+            storage = None
+            if leaf.numel():
+                storage = (leaf.data_ptr(), shape, leaf.stride(), dtype)
             leaves[path] = Array(dtype, shape, partial(_flat, leaf), storage, in_order)
         elif isinstance(leaf, (bool, int, float, str, type(None))):
             leaves[path] = leaf
     return Contents(format, leaves, tuple(notes))
 
 
-_MOST_REPEATS, _FEW_ENTRIES = 10, 10_000
-"""Expanded entries for each stored entry, and entries that any file may have."""
+_MOST_REPEATS = 10
+"""Expanded entries that a file may have for each stored entry."""
+_FEW_ENTRIES = 10_000
+"""Expanded entries that any file may have."""
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -182,11 +226,16 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
                 "the file holds the same containers again and again: expanded they have more than "
                 f"{limit:,} entries, and a checkpoint has none of that kind"
             )
-        if isinstance(node, Mapping | list | tuple):
-            parts = node.items() if isinstance(node, Mapping) else enumerate(node)
-            rest += reversed([((*at, _key_text(key)), part) for key, part in parts])
+        parts: Iterable[tuple[Any, Any]]
+        if isinstance(node, Mapping):
+            parts = node.items()
+        elif isinstance(node, list | tuple):
+            parts = enumerate(node)
         else:
             yield at, node
+            continue
+        # The last entry of `rest` comes next, so the first part is put there.
+        rest += reversed([((*at, _key_text(key)), part) for key, part in parts])
 
 
 def _stored_entries(tree: Any) -> int:
@@ -197,16 +246,22 @@ def _stored_entries(tree: Any) -> int:
         node = rest.pop()
         if isinstance(node, Mapping | list | tuple) and id(node) not in seen:
             seen[id(node)] = len(node)
-            rest += node.values() if isinstance(node, Mapping) else node
+            if isinstance(node, Mapping):
+                rest += node.values()
+            else:
+                rest += node
     return sum(seen.values())
 
 
 def _key_text(key: Any) -> str:
     """A key as text. A key that is a container may be huge as text."""
-    return str(key) if isinstance(key, str | int | float | None) else f"<{type(key).__name__}>"
+    if isinstance(key, str | int | float | None):
+        return str(key)
+    return f"<{type(key).__name__}>"
 
 
 def _flat(tensor: Tensor) -> np.ndarray:
+    """The values of a tensor in one dimension, in a dtype that NumPy has."""
     flat = tensor.detach().reshape(-1)
     if flat.is_floating_point() and flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
@@ -214,9 +269,13 @@ def _flat(tensor: Tensor) -> np.ndarray:
 
 
 def _read_sharded(folder: Path, name: str, places: list[_StorageInfo], count: int) -> np.ndarray:
+    """The values of all `count` parts of a tensor, in one dimension."""
     if len(places) != count:
         raise ProbeError(f"{folder}: {len(places)} of {count} parts of {name} are present")
-    return np.concatenate([_flat(_part(folder, place)) for place in places])
+    parts: list[np.ndarray] = []
+    for place in places:
+        parts.append(_flat(_part(folder, place)))
+    return np.concatenate(parts)
 
 
 def _part(folder: Path, place: _StorageInfo) -> Any:
@@ -234,10 +293,20 @@ INDEX = ".metadata"
 _DCP = "torch.distributed.checkpoint"
 _RECORD_MODULES = (f"{_DCP}.filesystem", f"{_DCP}.metadata", "pathlib", "pathlib._local")
 _RECORDS = (
-    "_StorageInfo", "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
-    "StorageMeta", "TensorProperties", "TensorStorageMetadata", "PosixPath", "WindowsPath",
-    "PurePosixPath", "PureWindowsPath",
-)  # fmt: skip
+    "_StorageInfo",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "PosixPath",
+    "WindowsPath",
+    "PurePosixPath",
+    "PureWindowsPath",
+)
+"""Names of the classes in an index, each of which a `_Record` replaces."""
 _VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "dict"): dict,
     ("builtins", "set"): set,
@@ -256,11 +325,15 @@ class _Record:
         del args  # of a path, which is not read
 
     def __setstate__(self, state: Any) -> None:
-        # Only TensorProperties has a tuple: the dtype comes first.
-        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})
+        if not isinstance(state, dict):
+            # Only TensorProperties has a tuple: the dtype comes first.
+            state = {"dtype": state[0]}
+        vars(self).update(state)
 
 
 class _Unpickler(pickle.Unpickler):
+    """Loads an index of DCP without a class or function that the file could misuse."""
+
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         # New classes for each file, because a pickle can set attributes of a class.
@@ -271,19 +344,35 @@ class _Unpickler(pickle.Unpickler):
             return self._records[name]
         if (module, name) in _VALUES:
             return _VALUES[module, name]
-        dtype = vars(torch).get(name) if module == "torch" else None
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"it names {module}.{name}"[:200])
-        return dtype
+        if module == "torch":
+            dtype = vars(torch).get(name)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}"[:200])
 
 
 def read_index(path: Path) -> Metadata:
-    """The index, in DCP's own classes. ValueError if the content is not what DCP writes."""
+    """Reads the index of a DCP directory without running code of the file.
+
+    Args:
+        path: the file `.metadata` of the directory.
+
+    Returns:
+        The index in DCP's own classes, with checked shapes, offsets and file names.
+
+    Raises:
+        ValueError: the content is not what DCP writes.
+        OSError: the file cannot be read.
+    """
     content = regular_file.read(path)
+    kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
     try:
         index = _Unpickler(content).load()
-        kinds = {name: _kind(kind) for name, kind in index.state_dict_metadata.items()}
-        places = {_key(key): _place(info) for key, info in index.storage_data.items()}
+        for name, kind in index.state_dict_metadata.items():
+            kinds[name] = _kind(kind)
+        for key, info in index.storage_data.items():
+            places[_key(key)] = _place(info)
     except Exception as error:  # crafted bytes may raise any exception
         raise ValueError(f"{type(error).__name__}: {first_line(error)}") from None
     return Metadata(kinds, index.planner_data or {}, places, StorageMeta())
@@ -294,17 +383,23 @@ def _kind(kind: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         return BytesStorageMetadata()
     if not isinstance(kind.properties.dtype, torch.dtype):
         raise ValueError("the dtype of a tensor is not a dtype of torch")
-    chunks = [ChunkStorageMetadata(_size(c.offsets), _size(c.sizes)) for c in kind.chunks]
+    chunks: list[ChunkStorageMetadata] = []
+    for chunk in kind.chunks:
+        chunks.append(ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)))
     return TensorStorageMetadata(TensorProperties(kind.properties.dtype), _size(kind.size), chunks)
 
 
 def _key(key: Any) -> MetadataIndex:
     offset = getattr(key, "offset", None)
-    return MetadataIndex(key.fqn, None if offset is None else _size(offset))
+    if offset is not None:
+        offset = _size(offset)
+    return MetadataIndex(key.fqn, offset)
 
 
 def _place(info: Any) -> _StorageInfo:
-    file, offset, length = PurePosixPath(info.relative_path), info.offset, info.length
+    file = PurePosixPath(info.relative_path)
+    offset = info.offset
+    length = info.length
     if file.is_absolute() or ".." in file.parts or "\\" in str(file) or not file.parts:
         raise ValueError(f"it names a file outside the directory: {str(file)[:200]}")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:

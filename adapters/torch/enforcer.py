@@ -23,6 +23,13 @@ _ABSENT = object()
 class Enforcer:
     """Enforces orders on one optimizer.
 
+    What is changed for a step is noted, and `restore` brings it back after the step:
+
+        enforce ─► replace(group, "lr", ...) ─► the optimizer's own step ─► restore
+
+    Args:
+        optimizer: the optimizer, with at least one parameter.
+
     Attributes:
         has_kernel: whether the optimizer can clip and skip inside its fused kernel.
     """
@@ -35,28 +42,43 @@ class Enforcer:
         """For each replaced value: dictionary, name, value for one step, value before."""
 
     def amp_flags(self) -> tuple[Tensor | None, Tensor | None]:
-        """A GradScaler's scale and `found_inf` for this step: 0-d float32, or None."""
-        flags: list[Tensor | None] = []
-        for name in ("grad_scale", "found_inf"):
-            flag = vars(self._optimizer).get(name)
-            is_set = isinstance(flag, Tensor)
-            flags.append(gradients.moved(flag, self._home, torch.float32) if is_set else None)
-        return flags[0], flags[1]
+        """The attributes that a GradScaler sets on a fused optimizer for one step.
+
+        Returns:
+            The scale that the gradients still contain, and `found_inf`, above 0 after an overflow.
+            Each is 0-d float32 on the device of the first parameter, or None if it is not set.
+        """
+        attributes = vars(self._optimizer)
+        scale = attributes.get("grad_scale")
+        if isinstance(scale, Tensor):
+            scale = gradients.moved(scale, self._home, torch.float32)
+        else:
+            scale = None
+        found_inf = attributes.get("found_inf")
+        if isinstance(found_inf, Tensor):
+            found_inf = gradients.moved(found_inf, self._home, torch.float32)
+        else:
+            found_inf = None
+        return scale, found_inf
 
     def needs_host(self, params: Sequence[Tensor]) -> bool:
         """Whether enforcing this step needs the order on the host.
 
         A fused SGD that skips leaves new momentum buffers uninitialised, so the host decides the
-        step that creates the buffers of `params`, the parameters with gradients.
+        step that creates the buffers.
+
+        Args:
+            params: the parameters with gradients.
         """
         if not self._uses_kernel():
             return True
         if not isinstance(self._optimizer, SGD):
             return False
+        has_momentum = any(group["momentum"] != 0 for group in self._optimizer.param_groups)
+        if not has_momentum:
+            return False
         state = self._optimizer.state
-        return any(group["momentum"] != 0 for group in self._optimizer.param_groups) and any(
-            state.get(p, {}).get("momentum_buffer") is None for p in params
-        )
+        return any(state.get(p, {}).get("momentum_buffer") is None for p in params)
 
     def enforce(
         self, parameters: Sequence[Tensor], order: StepOrder, divisor: Tensor | None
@@ -65,7 +87,11 @@ class Enforcer:
 
         An order on the device is enforced by the fused kernel, which subtracts a `found_inf` of
         exactly 0 from its step counter. If `needs_host` is True, the order is on the host.
-        `divisor` is a GradScaler's scale that the gradients still contain.
+
+        Args:
+            parameters: all parameters of the optimizer, in its order.
+            order: what the engine has decided for this step.
+            divisor: a GradScaler's scale that the gradients still contain, 0-d float32, or None.
         """
         if isinstance(order.skip, Tensor):
             if order.group_scale is not None:
@@ -90,6 +116,11 @@ class Enforcer:
         """Clips by an order on the host: in the fused kernel, or else in place.
 
         A fixed clip is always in place, because a kernel divides where torch's clip multiplies.
+
+        Args:
+            parameters: all parameters of the optimizer, in its order.
+            order: an order whose numbers are Python numbers.
+            divisor: as in `enforce`.
         """
         if order.group_scale is not None:
             gradients.scale_each_(parameters, order.group_scale.tolist())
@@ -103,18 +134,28 @@ class Enforcer:
         if self._uses_kernel():
             # In float32 and in this order, as in the device engine.
             scale = torch.full((), order.grad_scale, dtype=torch.float32, device=self._home)
-            base = torch.ones_like(scale) if divisor is None else divisor
-            self.replace(vars(self._optimizer), "grad_scale", base / scale)
+            if divisor is None:
+                divisor = torch.ones_like(scale)
+            self.replace(vars(self._optimizer), "grad_scale", divisor / scale)
         else:
             gradients.scale_(parameters, order.grad_scale)
 
     def replace(self, values: dict[str, Any], name: str, value: Any) -> None:
-        """Replaces a value of a dictionary, such as a parameter group, until `restore`."""
+        """Replaces a value of a dictionary until `restore`.
+
+        Args:
+            values: a parameter group, or the attributes of the optimizer.
+            name: the key. It need not be there.
+            value: the value for this step.
+        """
         self._replaced.append((values, name, value, values.get(name, _ABSENT)))
         values[name] = value
 
     def restore(self) -> None:
-        """Restores everything that was changed for the step.
+        """Restores everything that was changed for the step, the newest change first.
+
+        A value that other code has written meanwhile stays, for example the rate of a scheduler
+        that a hook of the step calls.
 
         Also `grad_scale` and `found_inf`: `GradScaler.step` multiplies its scale by an existing
         `grad_scale`, or after `unscale_` keeps that value, and deletes both after the step.
@@ -143,8 +184,10 @@ class Enforcer:
             if original is None:
                 continue
             if isinstance(factor, Tensor) and not isinstance(original, Tensor):
-                on_cpu = factor.device.type == "cpu"
-                scaled = factor.to(torch.float64 if on_cpu else torch.float32) * original
+                if factor.device.type == "cpu":
+                    scaled = factor.to(torch.float64) * original
+                else:
+                    scaled = factor.to(torch.float32) * original
             else:
                 scaled = original * factor
             self.replace(group, "lr", scaled)
@@ -158,12 +201,13 @@ def _has_kernel(optimizer: Optimizer) -> bool:
     `_step_supports_amp_scaling`. A third-party step() may compute the update itself, or change the
     update of super().step().
     """
-    supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-    kinds = {p.device.type for p in gradients.parameters(optimizer)}
-    # Offloaded in part: on a CPU torch reads found_inf before the device has written it.
-    if not supports or not _all_fused(optimizer) or len(kinds) > 1:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return not _is_third_party(optimizer)
+    if not _all_fused(optimizer) or _is_third_party(optimizer):
+        return False
+    # Offloaded in part: on a CPU torch reads found_inf before the device has written it.
+    device_types = {p.device.type for p in gradients.parameters(optimizer)}
+    return len(device_types) == 1
 
 
 def _all_fused(optimizer: Optimizer) -> bool:
@@ -177,7 +221,11 @@ def _is_third_party(optimizer: Optimizer) -> bool:
 
 
 def moments_obstacle(optimizer: Optimizer) -> str:
-    """Reason why the moments cannot be reset, or an empty string."""
+    """Reason why the moments cannot be reset, or an empty string.
+
+    `reset_moments` empties the optimizer's state. Only of torch's own optimizers is it known that
+    they start with an empty state; a library's optimizer may expect what its constructor has made.
+    """
     if not _is_third_party(optimizer):
         return ""
     return (

@@ -29,13 +29,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from healcore.core.clipping import EDGES
 from healcore.core.decision import RECORD_INTS, Action, Decision, StepRecord, host_record
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
 from healcore.core.errors import AttachError
 from healcore.core.numerics import (
-    PRODUCT_LIMIT,
     SIGNAL_LIMIT,
     as_written,
     leaves,
@@ -43,6 +41,7 @@ from healcore.core.numerics import (
 )
 from healcore.core.signals import Signals
 from healcore.core.tape import to_program
+from healcore.torch.array_namespace import Namespace
 
 # By default Triton divides approximately and fuses multiply-adds, but decisions must equal NumPy's
 # and XLA's bit for bit (numerics.py). For scalars exactness costs nothing.
@@ -57,13 +56,20 @@ PendingRecord = Callable[[], StepRecord]
 
 
 class StepOrder(NamedTuple):
-    """The decision to enforce at one step: Python numbers, or 0-d tensors on the device."""
+    """The decision to enforce at one step: Python numbers, or 0-d tensors on the device.
+
+    A `Decision` of the core says what the policy wants. An order adds what only the adapter knows:
+    the GradScaler's overflow, and the scale that the gradients still contain. All fields are on the
+    same side, except `clip_factor`, which stays a tensor: `isinstance(order.skip, Tensor)` tells
+    the `Enforcer` which side that is.
+    """
 
     skip: Any
     """Whether to skip, by order of the policy or of a GradScaler: a bool, or float32 0 or 1."""
     grad_scale: Any
+    """Factor of all gradients, float32. 1 changes nothing."""
     lr_scale: Any
-    """None if the policy cannot scale the rate at this step."""
+    """Factor of the learning rate, or None if the policy cannot scale the rate at this step."""
     action: Any
     """Flags of `Action`, as an int."""
     group_scale: Any = None
@@ -76,10 +82,17 @@ class StepOrder(NamedTuple):
 
     def to_host(self) -> StepOrder:
         """The order as Python numbers: one sync on an accelerator, none on a CPU."""
-        skip, scale, lr_scale, action, groups = to_host(self[:5])
-        lr_scale = 1.0 if lr_scale is None else float(lr_scale)
-        host = StepOrder(bool(skip > 0), float(scale), lr_scale, int(action), groups)
-        return host._replace(clip_factor=self.clip_factor)
+        skip, grad_scale, lr_scale, action, group_scale = to_host(self[:5])
+        if lr_scale is None:
+            lr_scale = 1.0
+        return StepOrder(
+            skip=bool(skip > 0),
+            grad_scale=float(grad_scale),
+            lr_scale=float(lr_scale),
+            action=int(action),
+            group_scale=group_scale,
+            clip_factor=self.clip_factor,
+        )
 
 
 def is_cut(action: int, skip: bool) -> bool:
@@ -88,7 +101,13 @@ def is_cut(action: int, skip: bool) -> bool:
 
 
 class _StatefulEngine:
-    """Base of both engines.
+    """Base of both engines: the policy's pure engine, and the state that it has reached.
+
+    Args:
+        engine: the policy's engine.
+        groups: number of parameters.
+        xp: array namespace of the core.
+        place: makes a leaf of the state from a NumPy array.
 
     Attributes:
         engine: the policy's engine.
@@ -139,28 +158,42 @@ class _StatefulEngine:
     def compared_decision(self) -> Decision | None:
         """The decision that several ranks compare at the next step. Waits for nothing.
 
-        The last one, or the one of a fixed number of steps ago if steps are judged late. So the
-        ranks compare the decisions of the same step.
+        The last decision, or the decision of a fixed number of steps ago if steps are judged late.
+        So the ranks compare the decisions of the same step.
         """
         return self._decision
 
     def _to_numpy(self) -> EngineState:
-        return map_leaves(lambda x: x.cpu().numpy() if isinstance(x, Tensor) else x, self.state)
+        def leaf_to_numpy(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf.cpu().numpy()
+            return leaf
+
+        return map_leaves(leaf_to_numpy, self.state)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Named 0-d tensors; copies, because a compiled step writes the state in place.
+        """Numbers of the last step for a logger, see `Healing.metrics`.
 
         Waits for the device if steps are judged late.
+
+        Returns:
+            Name -> 0-d tensor. Copies, because a compiled step writes the state in place.
         """
-        found = self.engine.metrics(self.state)
-        return {name: torch.as_tensor(value).clone() for name, value in found.items()}
+        metrics = self.engine.metrics(self.state)
+        return {name: torch.as_tensor(value).clone() for name, value in metrics.items()}
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
         self._state = self.engine.expect_change(self._state, xp=self._xp)
 
     def grow(self, groups: int) -> None:
-        """Starts a clipping history for added parameters."""
+        """Starts a clipping history for added parameters.
+
+        The state of all other detectors, and the histories of the first parameters, stay.
+
+        Args:
+            groups: the new number of parameters, larger than before.
+        """
         self.groups = groups
 
         def extended(old: Any, new: Any) -> Any:
@@ -177,7 +210,13 @@ class _StatefulEngine:
         return self.engine.to_dict(self._to_numpy())
 
     def parse(self, data: Mapping[str, Any]) -> EngineState:
-        """A state saved by `Engine.to_dict` of any framework, in NumPy.
+        """Checks a saved state and converts it. The engine itself does not change.
+
+        Args:
+            data: the result of `Engine.to_dict`, from any framework.
+
+        Returns:
+            The state with leaves of NumPy.
 
         Raises:
             StateError: the state is damaged, or from another policy or number of parameters.
@@ -192,7 +231,16 @@ class _StatefulEngine:
         return saved
 
     def load(self, data: Mapping[str, Any], *, rollback: bool) -> None:
-        """Loads a saved state. With `rollback`, keeps the current budgets and LR multiplier."""
+        """Continues from a saved state.
+
+        Args:
+            data: see `parse`.
+            rollback: whether the run has rolled back. It then keeps its current budgets and its
+                learning-rate multiplier, or it could roll back without end.
+
+        Raises:
+            StateError: see `parse`. Nothing was changed.
+        """
         saved = self.parse(data)
         if rollback:
             saved = self.engine.on_rollback(self._to_numpy(), saved, xp=np)
@@ -200,7 +248,15 @@ class _StatefulEngine:
 
 
 class HostEngine(_StatefulEngine):
-    """An engine in NumPy scalars. A step reads the signals, in one sync on an accelerator."""
+    """An engine in NumPy scalars. A step reads the signals, in one sync on an accelerator.
+
+    The step is recorded once for each combination of signals, as straight-line Python without the
+    core's calls and its branches on the configuration (`healcore.core.tape`).
+
+    Args:
+        engine: the policy's engine.
+        groups: number of parameters.
+    """
 
     name = "host"
 
@@ -212,58 +268,94 @@ class HostEngine(_StatefulEngine):
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """Judges one step from 0-d float32 tensors.
+        """Judges one step.
 
-        `found_inf` is a GradScaler's flag, above 0 to skip the step, and `divisor` its scale if the
-        gradients still contain the scale.
+        Args:
+            signals: 0-d float32 tensors. A signal that the step does not have is None.
+            found_inf: a GradScaler's flag, 0-d float32, above 0 to skip the step; or None.
+            divisor: the GradScaler's scale if the gradients still contain it, 0-d float32; or None.
+                Only orders on the device need it.
+
+        Returns:
+            The order for this step.
         """
         *values, overflow = to_host((*signals, found_inf))
         decision = self.judge(Signals._make(values))
-        groups = decision.group_scale
+        skip = bool(decision.skip)
+        if overflow is not None and overflow > 0:
+            skip = True
+        group_scale = decision.group_scale
+        if group_scale is not None:
+            group_scale = np.asarray(group_scale)
         return StepOrder(
-            skip=bool(decision.skip or (overflow or 0) > 0),
+            skip=skip,
             grad_scale=float(decision.grad_scale),
             lr_scale=float(decision.lr_scale),
             action=int(decision.action),
-            group_scale=None if groups is None else np.asarray(groups),
+            group_scale=group_scale,
         )
 
     def judge(self, signals: Signals) -> Decision:
-        """Judges one step from numbers of NumPy."""
-        ignored = (signals.externally_skipped or 0) > 0
-        signals = signals._replace(externally_skipped=np.True_ if ignored else None)
-        key = self.stepping, self.groups, *map(type, signals)
+        """Judges one step, advances the state, and returns the decision.
+
+        Args:
+            signals: scalars and arrays of NumPy, or None for what the step does not have.
+
+        Returns:
+            The decision in scalars of NumPy.
+        """
+        externally_skipped = None
+        if signals.externally_skipped is not None and signals.externally_skipped > 0:
+            externally_skipped = np.True_
+        signals = signals._replace(externally_skipped=externally_skipped)
+        # A recorded step holds for these types only: an absent signal leaves no operation in it.
+        key = (self.stepping, self.groups, *map(type, signals))
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards
-            if key not in self._programs:
-                self._programs[key] = to_program(self.stepping.step, self._state, signals)
-            self._state, decision = self._programs[key](self._state, signals)
+            program = self._programs.get(key)
+            if program is None:
+                program = to_program(self.stepping.step, self._state, signals)
+                self._programs[key] = program
+            self._state, decision = program(self._state, signals)
         self._decision = decision
         return decision
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """A function that reads the last step's record. `name` is the optimizer's name."""
+        """A function that reads the last step's record, also after later steps.
+
+        Args:
+            name: the optimizer's name in the run, or an empty string.
+        """
         state = self._state
-        return lambda: host_record(record_numbers(state), name)
+
+        def read() -> StepRecord:
+            return host_record(record_numbers(state), name)
+
+        return read
 
 
 class LateStep:
     """A step that was taken and is judged later.
 
+    Args:
+        numbers: the values of the signals that are `present`, in order, (n,) float32.
+        present: names of the signals that the step has.
+
     Attributes:
-        state: the engine's state after it, None until it is judged.
-        decision: the engine's decision, None until it is judged.
+        state: the engine's state after the step, or None until it is judged.
+        decision: the engine's decision, or None until the step is judged.
     """
 
-    def __init__(self, signals: Signals, numbers: Tensor, present: Sequence[str]) -> None:
-        """`numbers` are float32 (n,): the values of the signals that are `present`, in order."""
-        self._nothing = Signals(*[None] * len(signals))
-        self._numbers, self._present = AsyncCopy(numbers), present
+    def __init__(self, numbers: Tensor, present: Sequence[str]) -> None:
+        self._numbers = AsyncCopy(numbers)
+        self._present = present
         self.state: EngineState | None = None
         self.decision: Decision | None = None
 
     def signals(self) -> Signals:
         """The signals, in numbers of NumPy. Waits for their copy."""
-        return self._nothing._replace(**dict(zip(self._present, self._numbers.read(), strict=True)))
+        values: dict[str, Any] = dict.fromkeys(Signals._fields)
+        values.update(zip(self._present, self._numbers.read(), strict=True))
+        return Signals(**values)
 
 
 class _Norm(NamedTuple):
@@ -280,6 +372,13 @@ class LateJudge:
 
     Each step is judged by the same function of the same float32 numbers as in the step, so that
     nothing but the time differs. For engines with `tests_only_finite`.
+
+    The device needs no result of the host: a step is skipped by the kernel that tests whether it is
+    finite. The host needs no result of the device before its copy has arrived. So neither waits.
+
+    Args:
+        host: the engine that judges, with the state of the run.
+        device: where the gradients are.
     """
 
     def __init__(self, host: HostEngine, device: torch.device) -> None:
@@ -293,11 +392,26 @@ class LateJudge:
         """The newest steps. The oldest of a full queue has been judged."""
 
     def step(self, signals: Signals, found_inf: Tensor | None, divisor: Tensor | None) -> StepOrder:
-        """Tests whether a step is finite, and keeps its signals. Reads nothing on the host."""
-        present = [name for name, value in signals._asdict().items() if value is not None]
-        parts = [getattr(signals, name) for name in present]
-        numbers = torch.stack([each.to(torch.float32) for each in parts])
-        step = LateStep(signals, numbers, present)
+        """Tests whether a step is finite, and keeps its signals. Reads nothing on the host.
+
+        Also judges the step of `RECORD_LAG` steps ago, whose signals have arrived.
+
+        Args:
+            signals: as for `HostEngine.step`.
+            found_inf: as for `HostEngine.step`.
+            divisor: as for `HostEngine.step`.
+
+        Returns:
+            The order for this step, in 0-d tensors on the device.
+        """
+        present: list[str] = []
+        values: list[Tensor] = []
+        for name, value in zip(Signals._fields, signals, strict=True):
+            if value is not None:
+                present.append(name)
+                values.append(value.to(torch.float32))
+        numbers = torch.stack(values)
+        step = LateStep(numbers, present)
         self._recent.append(step)
         self._waiting.append(step)
         self._judge(lag=RECORD_LAG)
@@ -315,26 +429,32 @@ class LateJudge:
             # A fixed clip reads nothing but the norm.
             _, clip = engine.config.clip[1].update(None, _Norm(norm), None, xp=self._xp)
             scale = clip.scale.masked_fill(skip > 0, 1.0)
-            divisor = (self._one if divisor is None else divisor) / scale
+            if divisor is None:
+                divisor = self._one
+            divisor = divisor / scale
         return StepOrder(skip, scale, None, self._no_action, grad_divisor=divisor)
 
     def _test(self, found: Tensor, numbers: Tensor, present: Sequence[str]) -> None:
         """Sets `found` to 1 for a step with NaN or Inf."""
-        engine = self.host.stepping
-        tested = {"grad_norm", "loss"} if engine.skips_bad_loss else {"grad_norm"}
+        tested = {"grad_norm"}
+        if self.host.stepping.skips_bad_loss:
+            tested.add("loss")
         places = [place for place, name in enumerate(present) if name in tested]
+        # `loss` and `grad_norm` are next to each other in `Signals`, so one slice has both.
+        parts: list[Tensor] = []
+        if places:
+            parts.append(numbers[places[0] : places[-1] + 1])
         # One kernel. It multiplies the numbers by 1, which changes no bit.
-        parts = [numbers[places[0] : places[-1] + 1]] if places else []
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
             parts, found, self._one
         )
 
     def _judge(self, *, lag: int = 0) -> None:
-        """Judges the waiting steps but the newest `lag`."""
+        """Judges the waiting steps, except the newest `lag` of them."""
         while len(self._waiting) > lag:
             step = self._waiting.popleft()
-            self.host.judge(step.signals())
-            step.state, step.decision = self.host.state, self.host.decision
+            step.decision = self.host.judge(step.signals())
+            step.state = self.host.state
 
     @property
     def compared_decision(self) -> Decision | None:
@@ -348,12 +468,12 @@ class LateJudge:
         return self._recent[0].decision
 
     def finished(self) -> HostEngine:
-        """The engine after all steps. Waits for the device."""
+        """The engine after all steps, which are judged now. Waits for the device."""
         self._judge()
         return self.host
 
     def pending_record(self, name: str) -> PendingRecord:
-        """As in `HostEngine`."""
+        """As in `HostEngine`. Reading the record judges the steps up to this step."""
         step = self._recent[-1]
 
         def read() -> StepRecord:
@@ -366,6 +486,11 @@ class LateJudge:
 
 class DeviceEngine(_StatefulEngine):
     """An engine for steps on `device`. A step reads nothing on the host.
+
+    The policy decides which of two ways a step takes:
+
+        tests_only_finite    LateJudge: a finite test on the device, the rest later on the host
+        any other policy     the whole engine on the device, compiled if `compile` is True
 
     If compilation fails, the step runs eagerly after a warning.
 
@@ -384,12 +509,18 @@ class DeviceEngine(_StatefulEngine):
         self._device = device
         super().__init__(engine, groups, xp=Namespace(device), place=place)
         self.compiled = compile
-        self._compiled_step = _compiled(self._step) if compile else None
+        self._compiled_step: Callable[..., tuple[StepOrder, Decision]] | None = None
+        if compile:
+            self._compiled_step = _compiled(self._step)
 
     def step(
         self, signals: Signals, found_inf: Tensor | None = None, divisor: Tensor | None = None
     ) -> StepOrder:
-        """As in `HostEngine`."""
+        """Judges one step without a sync, see `HostEngine.step`.
+
+        Returns:
+            The order for this step, in 0-d tensors on the device.
+        """
         if self._late is not None:
             return self._late.step(signals, found_inf, divisor)
         order = None
@@ -406,7 +537,8 @@ class DeviceEngine(_StatefulEngine):
                     RuntimeWarning,
                     stacklevel=3,
                 )
-                self.compiled, self._compiled_step = False, None
+                self.compiled = False
+                self._compiled_step = None
         if order is None:
             order, self._decision = self._step(signals, found_inf, divisor)
         return order
@@ -427,17 +559,23 @@ class DeviceEngine(_StatefulEngine):
     @property
     def state(self) -> EngineState:
         """The state after the last step. Waits for the device if steps are judged late."""
-        return self._state if self._late is None else self._late.finished().state
+        if self._late is None:
+            return self._state
+        return self._late.finished().state
 
     @property
     def decision(self) -> Decision | None:
-        """As `state`."""
-        return self._decision if self._late is None else self._late.finished().decision
+        """The last step's decision as enforced, or None. Waits as `state` does."""
+        if self._late is None:
+            return self._decision
+        return self._late.finished().decision
 
     @property
     def compared_decision(self) -> Decision | None:
-        """See the base class."""
-        return self._decision if self._late is None else self._late.compared_decision
+        """See the base class. Waits for nothing."""
+        if self._late is None:
+            return self._decision
+        return self._late.compared_decision
 
     def expect_change(self) -> None:
         """Opens the grace window at the next step."""
@@ -461,29 +599,38 @@ class DeviceEngine(_StatefulEngine):
             self._write(new)
         else:
             self._state = new
-        skip = decision.skip if found_inf is None else decision.skip | (found_inf > 0)
-        scale = decision.grad_scale
+        skip = decision.skip
+        if found_inf is not None:
+            skip = skip | (found_inf > 0)
         if self.stepping.scales_grads:
-            divisor = (torch.ones_like(scale) if divisor is None else divisor) / scale
-        return StepOrder(
+            if divisor is None:
+                divisor = torch.ones_like(decision.grad_scale)
+            divisor = divisor / decision.grad_scale
+        lr_scale = None
+        if self.stepping.scales_lr:
+            lr_scale = decision.lr_scale
+        order = StepOrder(
             skip=skip.to(torch.float32),
-            grad_scale=scale,
-            lr_scale=decision.lr_scale if self.stepping.scales_lr else None,
+            grad_scale=decision.grad_scale,
+            lr_scale=lr_scale,
             action=decision.action,
             group_scale=decision.group_scale,
             grad_divisor=divisor,
-        ), decision
+        )
+        return order, decision
 
     def _write(self, new: EngineState) -> None:
         """Writes a new state in place, so that the graph has the same inputs at every step."""
         before = leaves(self._state)
-        pairs = zip(before, leaves(new), strict=True)
-        # A leaf that has moved in the tree is cloned first, because it may be overwritten.
-        for old, leaf in [
-            (old, leaf.clone() if any(leaf is each for each in before) else leaf)
-            for old, leaf in pairs
-            if leaf is not old
-        ]:
+        writes: list[tuple[Tensor, Tensor]] = []
+        for old, leaf in zip(before, leaves(new), strict=True):
+            if leaf is old:
+                continue
+            # A leaf that has moved in the tree is cloned first, because it may be overwritten.
+            if any(leaf is other for other in before):
+                leaf = leaf.clone()
+            writes.append((old, leaf))
+        for old, leaf in writes:
             old.copy_(leaf)
 
     def pending_record(self, name: str = "") -> PendingRecord:
@@ -491,17 +638,28 @@ class DeviceEngine(_StatefulEngine):
         if self._late is not None:
             return self._late.pending_record(name)
         values = record_numbers(self.state)
+        # Two variables for the tensors and two for the copies: see `keep_after_cuda_error`.
         ints = torch.stack(values[:RECORD_INTS])  # bool becomes int32
-        copies = [AsyncCopy(ints)]  # a variable: see `keep_after_cuda_error`
-        copies.append(AsyncCopy(torch.stack(values[RECORD_INTS:])))
-        return lambda: host_record([n for c in copies for n in c.read().tolist()], name)
+        int_copy = AsyncCopy(ints)
+        floats = torch.stack(values[RECORD_INTS:])
+        float_copy = AsyncCopy(floats)
+
+        def read() -> StepRecord:
+            numbers = [*int_copy.read().tolist(), *float_copy.read().tolist()]
+            return host_record(numbers, name)
+
+        return read
 
 
 def _compiled(step: Any) -> Any:
     """`step` compiled as one graph, with exact arithmetic if this torch has the options."""
     from torch._inductor import list_options
 
-    options: dict[str, Any] = {n: v for n, v in _EXACT.items() if n in {*list_options()}}
+    known = list_options()
+    options: dict[str, Any] = {}
+    for name, value in _EXACT.items():
+        if name in known:
+            options[name] = value
     return torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
 
@@ -509,126 +667,64 @@ LiveEngine: TypeAlias = HostEngine | DeviceEngine
 """The engine of one optimizer, with its state."""
 
 
-# -- the array namespace of the core in torch -----------------------------------------------------
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Square root, correctly rounded in float32 as in NumPy and XLA.
-
-    Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once. On a
-    CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
-    """
-    if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
-        return torch.sqrt(x.to(torch.float64)).to(torch.float32)
-    return torch.sqrt(x)
-
-
-_KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
-"""Type of a Python number -> dtypes of a tensor with which the number has the same dtype."""
-
-
-class Namespace:
-    """Array functions of the core on one device, each in one or two torch calls.
-
-    All trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the
-    graph in Dynamo (measured) and keeps torch's inexact `sqrt`. The core's only table, and each
-    number, is copied to the device once.
-    """
-
-    float32, int32, bool = torch.float32, torch.int32, torch.bool
-    abs, clip, minimum, maximum = torch.abs, torch.clamp, torch.clamp_max, torch.clamp_min
-    sum, cumsum = torch.sum, torch.cumsum
-    astype, sqrt = staticmethod(Tensor.to), staticmethod(_sqrt)
-    divides_ints = True  # float32 / int32 is float32, unlike in NumPy
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._edges = torch.as_tensor(EDGES).to(device)
-        self._numbers: dict[tuple[Any, torch.dtype, torch.device], Tensor] = {}
-
-    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
-        """`torch.where`; a Python number becomes a tensor once, and not at every call."""
-        if not isinstance(y, Tensor):
-            y = self._number(y, x)
-        elif not isinstance(x, Tensor):
-            x = self._number(x, y)
-        return torch.where(condition, x, y)
-
-    def _number(self, number: Any, like: Any) -> Any:
-        """`number` as a 0-d tensor of the dtype of `like`, or unchanged where that is not safe."""
-        fits = isinstance(like, Tensor) and like.dtype in _KINDS.get(type(number), ())
-        return self._constant(number, like.dtype, like.device) if fits else number
-
-    def _constant(self, number: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """A 0-d tensor; in a compiled step the number itself."""
-        if torch.compiler.is_compiling():
-            return number
-        key = number, dtype, device
-        if key not in self._numbers:
-            self._numbers[key] = torch.full((), number, dtype=dtype, device=device)
-        return self._numbers[key]
-
-    @staticmethod
-    def without_small(x: Tensor, limit: float) -> Tensor:
-        """See `numerics`."""
-        return torch.nn.functional.hardshrink(x, limit)
-
-    @staticmethod
-    def rounded_product(x: Any, y: Any) -> Tensor:
-        """See `numerics`. Only a compiler fuses a product with an addition."""
-        return torch.clamp_max(x * y, PRODUCT_LIMIT) if torch.compiler.is_compiling() else x * y
-
-    def never(self, like: Tensor) -> Tensor:
-        """False in the shape of `like`."""
-        if like.ndim or torch.compiler.is_compiling():
-            return like != like
-        return self._constant(False, torch.bool, like.device)
-
-    def flag(self, condition: Tensor, flags: int) -> Tensor:
-        """See `numerics.flag`. Of two tensors, a bool and an int32, the product is int32."""
-        bit = condition.to(torch.int32) if torch.compiler.is_compiling() else condition
-        return bit * self._constant(flags, torch.int32, condition.device)
-
-    def reciprocal(self, x: Tensor) -> Tensor:
-        """1 / x in float32."""
-        x = x.to(torch.float32) if torch.compiler.is_compiling() else x
-        return self._constant(1.0, torch.float32, x.device) / x
-
-    def quotient(self, x: Tensor, y: Any) -> Tensor:
-        """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
-        divisor = self._number(y, x)
-        return x / (divisor if isinstance(divisor, Tensor) else torch.full_like(x, divisor))
-
-    def arange(self, n: int) -> Tensor:
-        """0, 1, ... n - 1 on the device."""
-        return torch.arange(n, device=self.device)
-
-    def asarray(self, x: Any) -> Tensor:
-        """The core's only table, `EDGES`, on the device."""
-        del x
-        return self._edges
-
-
 # -- copies to the host ---------------------------------------------------------------------------
 
 
 def to_host(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Converts 0-d and 1-d float32 tensors to NumPy. One sync on an accelerator, none on a CPU."""
-    present = [t for t in tensors if t is not None]
-    devices = [t.device for t in present if not t.is_cpu]
-    if not devices:
-        # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
-        arrays = [None if t is None else t.numpy() for t in tensors]
-        return [a.copy() if a is not None and a.ndim else a and a[()] for a in arrays]
-    flat = torch.cat([t.to(devices[0], torch.float32).reshape(-1) for t in present]).cpu().numpy()
-    parts = iter(np.split(flat, np.cumsum([t.numel() for t in present])[:-1]))
-    return [None if t is None else next(parts).reshape(tuple(t.shape))[()] for t in tensors]
+    """Converts small tensors to NumPy. One sync on an accelerator, none on a CPU.
+
+    Args:
+        tensors: 0-d and 1-d tensors on any devices, float32 unless all are on the CPU, or None.
+
+    Returns:
+        For each tensor a scalar of NumPy (0-d) or a copy (1-d); None for None.
+    """
+    accelerator: torch.device | None = None
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_cpu:
+            accelerator = tensor.device
+            break
+    numbers: list[Any] = []
+    if accelerator is None:
+        for tensor in tensors:
+            if tensor is None:
+                numbers.append(None)
+                continue
+            # .numpy() shares memory and dispatches nothing (.item() would be a counted sync).
+            array = tensor.numpy()
+            if array.ndim:
+                numbers.append(array.copy())
+            else:
+                numbers.append(array[()])
+        return numbers
+    # One copy to the host for all tensors, which is then split.
+    parts: list[Tensor] = []
+    for tensor in tensors:
+        if tensor is not None:
+            parts.append(tensor.to(accelerator, torch.float32).reshape(-1))
+    flat = torch.cat(parts).cpu().numpy()
+    start = 0
+    for tensor in tensors:
+        if tensor is None:
+            numbers.append(None)
+            continue
+        end = start + tensor.numel()
+        numbers.append(flat[start:end].reshape(tuple(tensor.shape))[()])
+        start = end
+    return numbers
 
 
 class AsyncCopy:
     """An asynchronous copy of a CUDA tensor to the host; the tensor may be overwritten at once.
 
-    On other devices `read` reads the tensor itself.
+    The copy goes to pinned memory on the current stream, and an event marks its end. On other
+    devices `read` reads the tensor itself.
+
+    Args:
+        tensor: the tensor to copy, on any device.
+
+    Raises:
+        AttachError: a CUDA graph is being captured.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -661,12 +757,16 @@ class AsyncCopy:
 def keep_after_cuda_error() -> None:
     """Keeps all tensors until the process ends if CUDA has failed, as by a device-side assert.
 
+    The driver calls it first when a run ends, and Python calls it at exit.
+
     torch would abort the process where it frees pinned memory: no traceback, no postmortem. Until
     this call, variables in the frames of the traceback keep the memory; unnamed values do not.
     """
     try:
-        _ = torch.cuda.is_initialized() and torch.cuda.current_stream().query()
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().query()  # raises after a failure
     except RuntimeError:
-        for each in gc.get_objects():
-            if issubclass(type(each), Tensor):
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        for candidate in gc.get_objects():
+            # Not isinstance: that reads `__class__`, which an object may compute.
+            if issubclass(type(candidate), Tensor):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(candidate))

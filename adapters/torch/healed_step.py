@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from healcore.core.decision import StepRecord
 from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
 from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
@@ -30,16 +31,37 @@ if TYPE_CHECKING:
 class _CurrentStep:
     """The step that runs, or else the last step."""
 
-    order: StepOrder | None = None  # its order, if the numbers are on the host
-    skipped: bool | Tensor | None = None  # see `HealedStep.on_ended`; None if it was not judged
-    in_original: bool = False  # whether the order is enforced, and the original `step` may run
+    order: StepOrder | None = None
+    """Its order, if the numbers are on the host."""
+    skipped: bool | Tensor | None = None
+    """See `HealedStep.on_ended`. None if the step was not judged."""
+    in_original: bool = False
+    """Whether the order is enforced, and the original `step` may run."""
 
 
 class HealedStep:
     """The healed `step` of one optimizer.
 
+    The object replaces `step` of one optimizer. A call of `optimizer.step()` then runs:
+
+        _begin    evaluates a closure, if the program passes one
+          _judge    Measurer.measure        gradients, losses ─► Signals
+                    SignalAllReduce.reduce  only with several ranks
+                    LiveEngine.step         Signals ─► StepOrder
+                    Enforcer.enforce        clips, scales the rate, prepares a skip in the kernel
+                    _report                 ─► on_judged (a Healer), or the log
+        original  `step` as it was before `attach`, unless the host skips
+        _end      Enforcer.restore, then ─► on_ended, on_step
+
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
+
+    Args:
+        optimizer: the optimizer, without a wrapper.
+        live_engine: the policy's engine with the state of this run.
+        measurer: measures each step of this optimizer.
+        enforcer: enforces orders on this optimizer.
+        all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
         incident_log: logs incidents while no Healer sets `on_judged`.
@@ -102,7 +124,8 @@ class HealedStep:
     def _replace_step(self) -> Callable[[], None]:
         """Replaces `step` of the optimizer object. Returns a function that restores `step`."""
         optimizer: Any = self.optimizer
-        own_step = vars(optimizer).get("step")  # None if the class has it
+        # `step` is usually a method of the class. A wrapper may have set it on the object.
+        own_step = vars(optimizer).get("step")
         replacement = types.MethodType(self._make_step(optimizer.step), optimizer)
         optimizer.step = replacement
         handle = optimizer.register_step_pre_hook(self.pre_hook)
@@ -128,7 +151,8 @@ class HealedStep:
             # A scheduler that was made after `attach` keeps this function after `detach`.
             if not self.attached:
                 return original(*args, **kwargs)
-            finished = skipped = False
+            finished = False
+            skipped = False
             try:
                 skipped, loss, args, kwargs = begin(args, kwargs)
                 if not skipped:
@@ -154,7 +178,10 @@ class HealedStep:
         self._current = _CurrentStep()
         loss = None
         if not self._creates_state(kwargs):
-            closure = args[0] if args else kwargs.get("closure")
+            if args:
+                closure = args[0]
+            else:
+                closure = kwargs.get("closure")
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
@@ -162,11 +189,14 @@ class HealedStep:
                     self.measurer.losses.add(one_number("the closure's loss", loss))
             self._judge()
             if closure is not None:
-                args = torch.compiler.disable(self._reused(closure, loss)), *args[1:]
-                kwargs = {k: v for k, v in kwargs.items() if k != "closure"}
+                reused = torch.compiler.disable(self._reused(closure, loss))
+                args = (reused, *args[1:])
+                kwargs = dict(kwargs)
+                kwargs.pop("closure", None)
         self._current.in_original = True
         order = self._current.order
-        return order is not None and order.skip, loss, args, kwargs
+        skipped = order is not None and order.skip
+        return skipped, loss, args, kwargs
 
     def _creates_state(self, kwargs: Any) -> bool:
         """Whether torch.distributed.checkpoint creates the state of a fresh optimizer.
@@ -176,10 +206,13 @@ class HealedStep:
         """
         if kwargs.get("closure", 0) is not None or self.optimizer.state:
             return False
-        if any(float(group.get("lr", 1.0)) for group in self.optimizer.param_groups):
-            return False
-        grads = [p.grad for p in gradients.parameters(self.optimizer) if p.grad is not None]
-        return not any(bool(gradients.local_part(grad).any()) for grad in grads)
+        for group in self.optimizer.param_groups:
+            if float(group.get("lr", 1.0)) != 0:
+                return False
+        for p in gradients.parameters(self.optimizer):
+            if p.grad is not None and bool(gradients.local_part(p.grad).any()):
+                return False
+        return True
 
     def _reused(self, closure: Callable[[], Any], loss: Any) -> Callable[[], Any]:
         """A closure whose first call returns `loss`, if weights and gradients are still the same.
@@ -188,19 +221,19 @@ class HealedStep:
         L-BFGS evaluates again. Further evaluations are clipped by the factor of the step.
         """
         params = gradients.parameters(self.optimizer)
-        before: Any = _marks(params)
+        marks: list[tuple[int, int, int]] | None = _marks(params)
 
         def evaluate() -> Any:
-            nonlocal before
-            is_same = before == _marks(params)
-            before = None
+            nonlocal marks
+            is_same = marks == _marks(params)
+            marks = None  # only the first call may reuse the loss
             if is_same:
                 return loss
-            found = closure()
+            other_loss = closure()
             if self._current.order is not None:
                 with torch.no_grad():
                     self.enforcer.clip(params, self._current.order)
-            return found
+            return other_loss
 
         return evaluate
 
@@ -218,8 +251,9 @@ class HealedStep:
         self.measurer.losses.clear()
         if self._current.skipped is not None:
             params = gradients.parameters(self.optimizer)
-            for p in params if skipped and self._grads_are_none else ():
-                p.grad = None
+            if skipped and self._grads_are_none:
+                for p in params:
+                    p.grad = None
             if not skipped:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
@@ -242,19 +276,30 @@ class HealedStep:
         )
 
     def detach(self) -> None:
-        """See `Healing.detach`."""
+        """See `Healing.detach`.
+
+        The callbacks are removed too, so that no Healer hears of later steps. State and metrics of
+        the engine stay.
+        """
         if not self.attached:
             return
         self.attached = False
         self._restore_step()
         self.undo_stack.close()
-        self.on_judged = self.on_ended = self.on_step = self.numbers = None
+        self.on_judged = None
+        self.on_ended = None
+        self.on_step = None
+        self.numbers = None
         self.measurer.clear()
 
     # -- judging --------------------------------------------------------------------------------
 
     def judge_dropped(self) -> None:
-        """See `Healing.judge_dropped`."""
+        """See `Healing.judge_dropped`.
+
+        The step counts as a step with non-finite gradients, and is reported like every other step:
+        to the Healer, or to the log. `on_step` is not called, because no `step()` was called.
+        """
         if not self.measurer.dropped.take():
             return
         with torch.no_grad():
@@ -267,9 +312,12 @@ class HealedStep:
             self.on_ended(False)
 
     def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
-        """Call it after the engine's state is replaced.
+        """Drops what belongs to an earlier state. Call it after the engine's state is replaced.
 
-        `keeps_signals`: whether the losses and the evaluation since the last step still hold.
+        Records that were not read yet are logged first.
+
+        Args:
+            keeps_signals: whether the losses and the evaluation since the last step still hold.
         """
         if not keeps_signals:
             self.measurer.clear()
@@ -282,7 +330,10 @@ class HealedStep:
         """Measures the step, runs the engine and enforces its order, if there are gradients."""
         live = self.live_engine
         parameters = gradients.parameters(self.optimizer)
-        params = [p for p in parameters if p.grad is not None]
+        params = []
+        for p in parameters:
+            if p.grad is not None:
+                params.append(p)
         has_ranks = self.all_reduce.ranks.world > 1
         if not params and not has_ranks:
             return
@@ -296,8 +347,9 @@ class HealedStep:
         divisor, found_inf = self.enforcer.amp_flags()
         evaluation = self.measurer.eval_loss
         signals = self.measurer.measure(parameters, divisor, self.all_reduce.ranks)
-        own_loss = signals.loss if has_ranks else None
+        own_loss: Tensor | None = None
         if has_ranks:
+            own_loss = signals.loss
             signals, found_inf = self.all_reduce.reduce(
                 signals, self.measurer.squares, found_inf, live.compared_decision
             )
@@ -348,16 +400,29 @@ class HealedStep:
 
     def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
-        late = len(self._records) - (lag if self.live_engine.is_late else 0)
-        due = [self._records.popleft() for _ in range(late)]
-        records = [read() for read in due]
+        if not self.live_engine.is_late:
+            lag = 0
+        due: list[PendingRecord] = []
+        while len(self._records) > lag:
+            due.append(self._records.popleft())
+        records: list[StepRecord] = []
+        for read in due:
+            records.append(read())
         if self.on_judged is None:
             self.incident_log.add(records, has_seen_loss=self.measurer.has_seen_loss)
         if self._resets_moments and self._current.order is None:
-            self._resets_next |= any(is_cut(each.action, each.skip) for each in records)
+            for record in records:
+                if is_cut(record.action, record.skip):
+                    self._resets_next = True
 
 
-def _marks(params: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Identities, and numbers of writes in place, of the parameters and their gradients."""
-    tensors = [(p, p.grad) for p in params]
-    return [(p._version, id(g), -1 if g is None else g._version) for p, g in tensors]
+def _marks(params: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """Numbers of writes in place of each parameter and gradient, and the gradient's identity."""
+    marks: list[tuple[int, int, int]] = []
+    for p in params:
+        grad = p.grad
+        if grad is None:
+            marks.append((p._version, id(None), -1))
+        else:
+            marks.append((p._version, id(grad), grad._version))
+    return marks

@@ -29,6 +29,15 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, with the optimizer's class; on the first rank only.
 
+    Without a Healer nobody rolls back or stops the run, so a line also says what the loop has to do
+    if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
+
+    Args:
+        optimizer: the optimizer, whose class and learning rate the lines name.
+        engine: the policy's engine.
+        ranks: the ranks that step together.
+        resets_moments: see the attribute.
+
     Attributes:
         resets_moments: whether a cut of the learning rate resets the moments too.
         console: see `attach`.
@@ -42,53 +51,74 @@ class IncidentLog:
         self._ranks = ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
-        self._nonfinite_streak = self._incident = 0
+        self._nonfinite_streak = 0
+        """Steps in a row that were not finite."""
+        self._incident = 0
+        """Number of the newest incident."""
         self._logged: set[str] = set()
+        """Lines of `write_once`."""
         self._missing_loss = MissingLoss(engine)
         self._program_clip = ProgramClip()
         self.restart()
 
     def restart(self) -> None:
-        """Call it after the engine's state is replaced."""
+        """Forgets the last step. Call it after the engine's state is replaced.
+
+        An incident that began before the loaded state was saved is not logged again.
+        """
         self._last_step = -1
         """Number of the last record's step, or -1 before the first record of a state."""
 
     def add(self, records: Iterable[StepRecord], *, has_seen_loss: bool) -> None:
-        """Logs the records of steps, oldest first."""
+        """Logs the records of steps.
+
+        Args:
+            records: records of judged steps, oldest first.
+            has_seen_loss: whether any step so far has had a loss.
+        """
         for record in records:
-            # A step that a GradScaler skips has the record of the step before.
-            if record.step != self._last_step:
-                if self._last_step < 0 and record.onset < record.step - 1:
-                    self._incident = record.incident  # it began before the state was loaded
-                self._last_step = record.step
-                for line in self._missing_loss.add(has_seen_loss=has_seen_loss):
+            if record.step == self._last_step:
+                continue  # a step that a GradScaler skips has the record of the step before
+            if self._last_step < 0 and record.onset < record.step - 1:
+                self._incident = record.incident  # it began before the state was loaded
+            self._last_step = record.step
+            for line in self._missing_loss.add(has_seen_loss=has_seen_loss):
+                self._write(line)
+            if not record.skip:
+                line = self._program_clip.add(record.grad_norm)
+                if line:
                     self._write(line)
-                if not record.skip and (line := self._program_clip.add(record.grad_norm)):
-                    self._write(line)
-                self._log(record)
+            self._log(record)
 
     def write_once(self, line: str) -> None:
-        """Logs a line if it is new."""
+        """Logs a line, unless it was logged by an earlier call."""
         if line not in self._logged:
             self._logged.add(line)
             self._write(line)
 
     def _log(self, record: StepRecord) -> None:
+        """Logs what is new in a record."""
+        if record.cause & NONFINITE:
+            self._nonfinite_streak += 1
+        else:
+            self._nonfinite_streak = 0
+        streak = self._nonfinite_streak
         # An error after 100, 1,000, 10,000 steps in a row that were not finite.
-        row = self._nonfinite_streak = self._nonfinite_streak + 1 if record.cause & NONFINITE else 0
-        if row >= FROM_START and passes_power_of_ten(row - 1, row):
-            text = nonfinite_streak_text(record, row, (), from_start=row == record.step)
+        if streak >= FROM_START and passes_power_of_ten(streak - 1, streak):
+            text = nonfinite_streak_text(record, streak, (), from_start=streak == record.step)
             self._write(text, console.error)
-        new = record.incident > self._incident
+        is_new = record.incident > self._incident
         self._incident = record.incident
-        if new and record.cause and is_logged(record.incident):
+        if is_new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
         if self._engine.mode == "observe":
             return
         # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if record.action & Action.CUT_LR and is_logged(record.incident):
-            reset = ", moments reset" if self.resets_moments else ""
-            self._write(f"step {record.step - 1}: learning rate × {record.lr_scale:g}{reset}")
+            line = f"step {record.step - 1}: learning rate × {record.lr_scale:g}"
+            if self.resets_moments:
+                line += ", moments reset"
+            self._write(line)
         for order, answer in _ANSWERS.items():
             if record.action & order:
                 self.write_once(
@@ -98,19 +128,27 @@ class IncidentLog:
                 )
 
     def _incident_line(self, record: StepRecord) -> str:
-        rate = self._optimizer.param_groups[0].get("lr")
-        is_first = record.onset == record.step - 1  # not: what was done at the onset is unknown
+        """The line for a new incident."""
         alarm = SimpleNamespace(
             cause=names(record.cause),
             readings=record.readings,
-            lr=None if rate is None else float(rate),
+            lr=None,
             observed=self._engine.mode == "observe",
-            skip=record.skip and is_first,
+            skip=False,
             skips=None,
-            grad_scale=record.grad_scale if is_first and not self._engine.per_tensor else None,
-            action=names(record.action) if is_first else (),
+            grad_scale=None,
+            action=(),
             lr_scale=record.lr_scale,
         )
+        rate = self._optimizer.param_groups[0].get("lr")
+        if rate is not None:
+            alarm.lr = float(rate)
+        # What was done at an earlier onset is unknown: this is the record of a later step.
+        if record.onset == record.step - 1:
+            alarm.skip = record.skip
+            alarm.action = names(record.action)
+            if not self._engine.per_tensor:
+                alarm.grad_scale = record.grad_scale
         return f"step {record.onset}: incident {record.incident}: {alarm_text(alarm)}"
 
     def _write(
@@ -121,14 +159,25 @@ class IncidentLog:
 
 
 class MissingLoss:
-    """Notices, once, that the loop observes no loss, which would disable detectors silently."""
+    """Notices, once, that the loop observes no loss, which would disable detectors silently.
+
+    Args:
+        engine: the policy's engine, which says whether any detector reads the loss.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._reads_loss = "loss" in engine.needs
         self._steps = 0
 
     def add(self, *, has_seen_loss: bool) -> list[str]:
-        """Adds a judged step. Returns a warning at the step that proves it."""
+        """Adds a judged step.
+
+        Args:
+            has_seen_loss: whether any step so far has had a loss.
+
+        Returns:
+            One warning at step `WITHOUT_LOSS` of a loop without losses, otherwise nothing.
+        """
         self._steps += 1
         if has_seen_loss or not self._reads_loss or self._steps != WITHOUT_LOSS:
             return []

@@ -10,8 +10,8 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,11 @@ from healcore.core.errors import AttachError
 from healcore.runtime.driver import json_setting
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing, scaler_of, unwrapped
+from healcore.torch.gradients import ParamGroup
+
+State: TypeAlias = Mapping[str, Any]
+"""What the user passes to the Healer: name -> module, optimizer, scheduler, tensors, or any object
+with `state_dict` and `load_state_dict`."""
 
 _COUNTED = {"last_epoch", "base_lrs"}
 _NO_HYPERPARAMETERS = {
@@ -38,9 +43,17 @@ _EXAMPLE = 'state={"model": model, "optimizer": optimizer, "scheduler": schedule
 
 
 def checked_state(state: Any) -> dict[str, Any]:
-    """Copies the mapping, without environments that have no state.
+    """Checks that a state can be healed, and restored in place.
 
-    Raises AttachError unless the state can be healed and restored in place.
+    Args:
+        state: what the user passes to the Healer: name -> module, optimizer, scheduler, ...
+
+    Returns:
+        A copy of the mapping, without environments that have no state.
+
+    Raises:
+        AttachError: the state is no mapping, has no optimizer or the same optimizer twice, lacks
+            parameters of an optimizer, or has a value that cannot be restored in place.
     """
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise AttachError(
@@ -49,12 +62,12 @@ def checked_state(state: Any) -> dict[str, Any]:
     state = {name: value for name, value in state.items() if not is_stateless_environment(value)}
     for name, value in state.items():
         _check_item(name, value)
-    found = optimizers(state)
-    if not found:
+    healed = optimizers(state)
+    if not healed:
         items = ", ".join(f"{name}: {type(value).__name__}" for name, value in state.items())
         raise AttachError(f"the state has no torch.optim.Optimizer ({items}): {_EXAMPLE}")
     names: dict[int, str] = {}
-    for name, optimizer in found.items():
+    for name, optimizer in healed.items():
         other = names.setdefault(id(optimizer), name)
         if other != name:
             raise AttachError(f'"{other}" and "{name}" are the same optimizer: leave one out')
@@ -67,134 +80,214 @@ def is_stateless_environment(value: Any) -> bool:
 
     Environments as in gymnasium have `reset()` and `step(action)`, and rarely a `state_dict`. A
     scheduler without a `state_dict` is no environment: its `step` needs no argument.
+
+    Args:
+        value: a value of the state.
     """
     if isinstance(value, Tensor | dict | list) or hasattr(value, "state_dict"):
         return False
-    if not all(callable(getattr(value, name, None)) for name in ("reset", "step")):
+    if not callable(getattr(value, "reset", None)) or not callable(getattr(value, "step", None)):
         return False
     try:
-        given = inspect.signature(value.step).parameters.values()
+        parameters = inspect.signature(value.step).parameters.values()
     except (TypeError, ValueError):  # written in C
         return True
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.kind in positional and each.default is each.empty for each in given)
+    for parameter in parameters:
+        if parameter.kind in positional and parameter.default is parameter.empty:
+            return True
+    return False
 
 
-def scaler(state: Mapping[str, Any]) -> torch.amp.GradScaler | None:
-    """The only GradScaler in the state or in accelerate's wrappers, or None if not exactly one."""
-    found = saved_scalers(state)
-    found += [s for v in state.values() if isinstance(v, Optimizer) and (s := scaler_of(v))]
-    return found[0] if len({*map(id, found)}) == 1 else None
+def scaler(state: State) -> torch.amp.GradScaler | None:
+    """The GradScaler of the loop, if the state shows which one that is.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        The only GradScaler in the state or in accelerate's wrappers, or None if there is none, or
+        more than one.
+    """
+    scalers = saved_scalers(state)
+    for value in state.values():
+        wrapped = scaler_of(value)
+        if wrapped is not None:
+            scalers.append(wrapped)
+    if len({id(each) for each in scalers}) != 1:
+        return None
+    return scalers[0]
 
 
-def saved_scalers(state: Mapping[str, Any]) -> list[torch.amp.GradScaler]:
-    """The GradScalers that are values of the state, or attributes of its other objects."""
-    objects = [v for v in state.values() if _is_opaque(v) and hasattr(v, "__dict__")]
-    owned = [each for v in objects for each in vars(v).values()]
-    return [v for v in (*state.values(), *owned) if isinstance(v, torch.amp.GradScaler)]
+def saved_scalers(state: State) -> list[torch.amp.GradScaler]:
+    """The GradScalers that a checkpoint of the state saves.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        The GradScalers that are values of the state, then attributes of its other objects. A
+        GradScaler may occur several times.
+    """
+    candidates: list[Any] = [*state.values()]
+    for value in state.values():
+        if _is_opaque(value) and hasattr(value, "__dict__"):
+            candidates += vars(value).values()
+    return [value for value in candidates if isinstance(value, torch.amp.GradScaler)]
 
 
-def hyperparameters(state: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(state: State) -> dict[str, Any]:
     """The classes of optimizers and schedulers, then their hyperparameters as JSON values.
 
-    For example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the rate from which a
-    scheduler starts. If groups differ, the value is a list.
+    The next start of the run compares them, and reports what the program has changed.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        Name -> value, for example `optimizer` -> "AdamW" and `optimizer.lr` -> 0.001. `lr` is the
+        rate from which a scheduler starts. If groups differ, the value is a list.
     """
-    found: dict[str, Any] = dict(class_names(state))
+    settings: dict[str, Any] = dict(class_names(state))
     for name, optimizer in optimizers(state).items():
         groups = optimizer.param_groups
-        for key in dict.fromkeys(key for group in groups for key in group):
+        keys = dict.fromkeys(key for group in groups for key in group)  # in order, once each
+        for key in keys:
             if key in _NO_HYPERPARAMETERS:
                 continue
-            source = "initial_lr" if key == "lr" else key
-            given = [group.get(source, group.get(key)) for group in groups]
-            single = (v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for v in given)
-            values = [*map(json_setting, single)]
-            if None not in values:
-                same = all(value == values[0] for value in values)
-                found[f"{name}.{key}"] = values[0] if same else values
+            values = [_group_setting(group, key) for group in groups]
+            if None in values:
+                continue
+            if all(value == values[0] for value in values):
+                settings[f"{name}.{key}"] = values[0]
+            else:
+                settings[f"{name}.{key}"] = values
     for name, value in state.items():
-        if is_scheduler(value):
-            for key, each in getattr(value, "scheduler", value).state_dict().items():
-                # Excludes counters, and rates that the optimizer also has.
-                setting = None if key[0] == "_" or key in _COUNTED else json_setting(each)
-                if setting is not None:
-                    found[f"{name}.{key}"] = setting
-    return found
+        if not is_scheduler(value):
+            continue
+        for key, entry in getattr(value, "scheduler", value).state_dict().items():
+            if key[0] == "_" or key in _COUNTED:  # counters, and rates that the optimizer also has
+                continue
+            setting = json_setting(entry)
+            if setting is not None:
+                settings[f"{name}.{key}"] = setting
+    return settings
 
 
-def identities(state: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Name -> part -> class or position, which must be equal when the state is restored.
+def _group_setting(group: ParamGroup, key: str) -> Any:
+    """A hyperparameter of one parameter group as a JSON value, or None."""
+    value = group.get(key)
+    if key == "lr":
+        value = group.get("initial_lr", value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return json_setting(value)
+
+
+def identities(state: State) -> dict[str, dict[str, str]]:
+    """What must be equal when the state is restored, because torch does not check it.
 
     An optimizer's `load_state_dict` assigns moments by the parameter's number, and checks neither
     the parameter nor the class. A scheduler's `load_state_dict` overwrites every attribute.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        Name -> part -> class or position, for example `optimizer` -> `optimizer[0.weight]` ->
+        "parameter 0 of group 0".
     """
-    found = {name: {name: kind} for name, kind in class_names(state).items()}
+    found: dict[str, dict[str, str]] = {}
+    for name, class_name in class_names(state).items():
+        found[name] = {name: class_name}
     for name, optimizer in optimizers(state).items():
         names = iter(parameter_names(state, gradients.parameters(optimizer)))
-        found[name] |= {
-            f"{name}[{next(names)}]": f"parameter {i} of group {g}"
-            for g, group in enumerate(optimizer.param_groups)
-            for i, _ in enumerate(group["params"])
-        }
+        for g, group in enumerate(optimizer.param_groups):
+            for i in range(len(group["params"])):
+                found[name][f"{name}[{next(names)}]"] = f"parameter {i} of group {g}"
     return found
 
 
-def class_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """The class of each optimizer and scheduler, by name, without accelerate's wrapper."""
-    schedulers = {n: getattr(v, "scheduler", v) for n, v in state.items() if is_scheduler(v)}
-    return {n: type(v).__qualname__ for n, v in {**optimizers(state), **schedulers}.items()}
+def class_names(state: State) -> dict[str, str]:
+    """The class of each optimizer and scheduler, without accelerate's wrapper.
+
+    Args:
+        state: the state of the run.
+
+    Returns:
+        Name -> name of the class: first the optimizers, then the schedulers.
+    """
+    inner: dict[str, Any] = dict(optimizers(state))
+    for name, value in state.items():
+        if is_scheduler(value):
+            inner[name] = getattr(value, "scheduler", value)
+    return {name: type(value).__qualname__ for name, value in inner.items()}
 
 
-def optimizers(state: Mapping[str, Any]) -> dict[str, Optimizer]:
-    """The optimizers by name, without accelerate's wrapper."""
+def optimizers(state: State) -> dict[str, Optimizer]:
+    """The optimizers of a state by name, without accelerate's wrapper."""
     return {name: unwrapped(v) for name, v in state.items() if isinstance(v, Optimizer)}
 
 
-def parameter_names(state: Mapping[str, Any], params: Sequence[object]) -> list[str]:
-    """Names of parameters: the path in a module, or the position in the optimizer. Slow."""
+def parameter_names(state: State, params: Sequence[object]) -> list[str]:
+    """Names of parameters, for messages and records. Slow: visits every parameter of the state.
+
+    Args:
+        state: the state of the run.
+        params: parameters to name.
+
+    Returns:
+        For each its path in a module, such as "layers.0.weight", with the module's name first if
+        the state has several modules. Its position in the optimizer if no module has it.
+    """
     known: dict[int, str] = {}
     for name, optimizer in optimizers(state).items():
         for g, group in enumerate(optimizer.param_groups):
             for i, p in enumerate(group["params"]):
                 known[id(p)] = f"{name}.param_groups[{g}]['params'][{i}]"
-    modules = {n: state[n] for n in reversed([*state]) if isinstance(state[n], nn.Module)}
-    trained = {n: [id(p) in known for p in m.parameters()] for n, m in modules.items()}
+    modules: dict[str, nn.Module] = {}
+    ranking: dict[str, tuple[int, int]] = {}
+    for name in reversed([*state]):
+        module = state[name]
+        if isinstance(module, nn.Module):
+            modules[name] = module
+            is_trained = [id(p) in known for p in module.parameters()]
+            ranking[name] = (sum(is_trained), -len(is_trained))
     # Modules may share a parameter, for example a model and its average. The name is of the module
-    # with the most trained parameters, then of the smallest, then of the first in the state.
-    for name in sorted(modules, key=lambda n: (sum(trained[n]), -len(trained[n]))):
-        prefix = f"{name}." if len(modules) > 1 else ""
-        module = modules[name]
-        for path, p in module.named_parameters():
+    # with the most trained parameters, then of the smallest, then of the first in the state. This
+    # module comes last in the order, and overwrites the names of the modules before it.
+    for name in sorted(modules, key=lambda n: ranking[n]):
+        prefix = ""
+        if len(modules) > 1:
+            prefix = f"{name}."
+        for path, p in modules[name].named_parameters():
             known[id(p)] = prefix + _WRAPPERS.sub("", path)
     return [known.get(id(p), "(no longer in the state)") for p in params]
 
 
 def is_scheduler(value: Any) -> bool:
     """Whether `value` is a learning-rate scheduler, or accelerate's wrapper of a scheduler."""
-    return isinstance(value, LRScheduler) or isinstance(
-        getattr(value, "scheduler", None), LRScheduler
-    )
+    inner = getattr(value, "scheduler", None)
+    return isinstance(value, LRScheduler) or isinstance(inner, LRScheduler)
 
 
 def _check_item(name: str, value: Any) -> None:
     """Raises AttachError unless `store.apply` can restore the value in place."""
     problem = ""
-    methods = ("state_dict", "load_state_dict")
+    is_container = isinstance(value, Tensor | dict | list)
+    has_methods = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     if isinstance(value, Healing):
         problem = (
             "a handle of attach(): leave it out, its engine is saved with the state, and the "
             "handle is found through its optimizer"
         )
-    elif not (isinstance(value, Tensor | dict | list) or all(hasattr(value, m) for m in methods)):
+    elif not (is_container or has_methods):
         problem = (
             f"of type {type(value).__name__}, which a rollback cannot restore in place: the state "
             "may hold tensors, dictionaries, lists, and objects with state_dict() and "
             f'load_state_dict(); hold other values in a dictionary, state={{"{name}": {{...}}}}'
         )
-    elif isinstance(value, nn.Module) and any(
-        map(is_lazy, [*value.parameters(), *value.buffers()])
-    ):
+    elif isinstance(value, nn.Module) and _has_lazy_parts(value):
         problem = (
             "a module with lazy parts without shapes, which no checkpoint can hold: call it on one "
             "batch before the Healer, as in model(next(iter(loader)))"
@@ -203,10 +296,18 @@ def _check_item(name: str, value: Any) -> None:
         raise AttachError(f'state["{name}"] is {problem}')
 
 
-def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    if hasattr(state[name], "attach_with") or any(map(_is_opaque, state.values())):
-        return  # a trainer's optimizer, or an opaque value, may hold the parameters
-    present = {id(p) for value in state.values() for p in tensors_in(value)}
+def _has_lazy_parts(module: nn.Module) -> bool:
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
+def _check_complete(name: str, optimizer: Optimizer, state: State) -> None:
+    """Raises AttachError if parameters are missing; warns of a missing scheduler or GradScaler."""
+    # A trainer's optimizer, or an opaque value, may hold the parameters.
+    if hasattr(state[name], "attach_with") or any(_is_opaque(value) for value in state.values()):
+        return
+    present: set[int] = set()
+    for value in state.values():
+        present.update(id(tensor) for tensor in tensors_in(value))
     params = gradients.parameters(optimizer)
     missing = sum(id(p) not in present for p in params)
     if missing:
@@ -215,17 +316,18 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
             "rollback would combine old moments with new weights; add their module, as in "
             f"{_EXAMPLE}"
         )
-    lost = []
-    scales = scaler_of(state[name])
-    scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-    if scheduled and not any(is_scheduler(value) for value in state.values()):
+    # What the state lacks, each with an example of a state that has it.
+    lost: list[tuple[str, str]] = []
+    is_scheduled = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    if is_scheduled and not any(is_scheduler(value) for value in state.values()):
         lost.append(("a learning-rate scheduler", _EXAMPLE))
-    if scales is not None and not any(each is scales for each in saved_scalers(state)):
+    own_scaler = scaler_of(state[name])
+    if own_scaler is not None and not any(each is own_scaler for each in saved_scalers(state)):
         lost.append(("a GradScaler", 'state={..., "scaler": accelerator.scaler}'))
-    for what, example in lost:
+    for missing_part, example in lost:
         warnings.warn(
-            f'{what} drives "{name}" but is not in the state: a rollback would not restore it; '
-            f"add it, as in {example}",
+            f'{missing_part} drives "{name}" but is not in the state: a rollback would not restore '
+            f"it; add it, as in {example}",
             UserWarning,
             stacklevel=4,
         )
@@ -233,19 +335,26 @@ def _check_complete(name: str, optimizer: Optimizer, state: Mapping[str, Any]) -
 
 def _is_opaque(value: Any) -> bool:
     """Whether a value may hold parameters that healcore cannot see: a trainer, an EMA."""
-    known = (nn.Module, Optimizer, torch.amp.GradScaler)
-    return hasattr(value, "state_dict") and not (isinstance(value, known) or is_scheduler(value))
+    if isinstance(value, nn.Module | Optimizer | torch.amp.GradScaler) or is_scheduler(value):
+        return False
+    return hasattr(value, "state_dict")
 
 
 def tensors_in(value: Any, most: float = math.inf, depth: float = math.inf) -> Iterator[Tensor]:
-    """The tensors in nested containers, and the parameters of modules in them.
+    """Yields the tensors in nested containers, and the parameters of modules in them.
 
-    Ignores containers of more than `most` items, and containers nested `depth` times.
+    Args:
+        value: a tensor, a module, a mapping, a list or a tuple. Any other object has none.
+        most: containers with more items are ignored.
+        depth: containers that are nested so many times are ignored.
     """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
         yield from value.parameters()
     elif isinstance(value, Mapping | list | tuple) and depth and len(value) <= most:
-        for part in [*(value.values() if isinstance(value, Mapping) else value)]:
+        parts: Iterable[Any] = value
+        if isinstance(value, Mapping):
+            parts = value.values()
+        for part in [*parts]:  # a copy, because the consumer may change the container
             yield from tensors_in(part, most, depth - 1)

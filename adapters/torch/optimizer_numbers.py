@@ -18,10 +18,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore.runtime.driver import NumberRange
+from healcore.torch.gradients import ParamGroup
+
+_IndexedNumber = tuple[int | None, float]
+"""A number of an entry, after its index in the tuple or list (None if the entry is neither)."""
 
 _NO_NUMBERS = {
-    *("params", "param_names"),
-    *("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
+    "params",
+    "param_names",
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "swa_lr",
+    "base_momentum",
+    "max_momentum",
 }
 """Entries of a parameter group that are not read: parameters, the learning rate, and what torch's
 schedulers keep there for themselves."""
@@ -39,26 +50,28 @@ class _NumberKey(NamedTuple):
 class _GroupReader:
     """Reads the entries of one parameter group, and finds the entries that have changed."""
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        self._entries = entries = _entries(group)
+    def __init__(self, group: ParamGroup) -> None:
+        self._entries = _entries(group)
         self._size = len(group)  # to notice an added entry
-        # Reads all entries at once, which is twice as fast. It needs at least two names.
-        self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
-            itemgetter(*entries)
-            if len(entries) > 1
-            else lambda group: tuple(map(group.get, entries))
-        )
-        self._values: tuple[Any, ...] = (_UNREAD,) * len(entries)
-        self._numbers: dict[str, list[tuple[int | None, float]]] = {}
+        self._get: Callable[[ParamGroup], tuple[Any, ...]]
+        """Returns the values of all entries."""
+        if len(self._entries) > 1:
+            # Reads all entries at once, which is twice as fast. It needs at least two names.
+            self._get = itemgetter(*self._entries)
+        else:
+            self._get = self._get_few
+        self._values: tuple[Any, ...] = (_UNREAD,) * len(self._entries)
+        """The values of all entries at the last read."""
+        self._numbers: dict[str, list[_IndexedNumber]] = {}
         """Entry -> its numbers at the last read."""
         self._mutable: set[str] = set()
         """Entries whose numbers can change although the entry is the same object."""
 
-    def fits(self, group: Mapping[str, Any]) -> bool:
+    def fits(self, group: ParamGroup) -> bool:
         """Whether the group still has the entries that this object reads."""
         return len(group) == self._size and all(entry in group for entry in self._entries)
 
-    def is_unchanged(self, group: Mapping[str, Any]) -> bool:
+    def is_unchanged(self, group: ParamGroup) -> bool:
         """Whether no number has changed since `read`. Fast, and may be wrong with False.
 
         Compares objects, not values: `==` of two tensors could wait for a device.
@@ -70,25 +83,37 @@ class _GroupReader:
         except KeyError:
             return False
 
-    def read(self, group: Mapping[str, Any]) -> dict[str, list[tuple[int | None, float]]]:
+    def read(self, group: ParamGroup) -> dict[str, list[_IndexedNumber]]:
         """Reads a group that `fits`. Returns the numbers of the entries that may have changed."""
         values = self._get(group)
-        found = {}
+        changed: dict[str, list[_IndexedNumber]] = {}
         for entry, old, new in zip(self._entries, self._values, values, strict=True):
-            if new is not old or entry in self._mutable:
-                found[entry] = self._numbers[entry] = _numbers(new)
-                (self._mutable.add if _is_mutable(new) else self._mutable.discard)(entry)
+            if new is old and entry not in self._mutable:
+                continue
+            numbers = _numbers(new)
+            self._numbers[entry] = numbers
+            changed[entry] = numbers
+            if _is_mutable(new):
+                self._mutable.add(entry)
+            else:
+                self._mutable.discard(entry)
         self._values = values
-        return found
+        return changed
 
-    def changed_entries(self, group: Mapping[str, Any]) -> list[str]:
+    def changed_entries(self, group: ParamGroup) -> list[str]:
         """The entries of which a number has changed since `read`. NaN equals NaN."""
-        return [
-            entry
-            for entry, old in zip(self._entries, self._values, strict=True)
-            if (group.get(entry) is not old or entry in self._mutable)
-            and repr(_numbers(group.get(entry))) != repr(self._numbers[entry])
-        ]
+        changed: list[str] = []
+        for entry, old in zip(self._entries, self._values, strict=True):
+            new = group.get(entry)
+            if new is old and entry not in self._mutable:
+                continue
+            if repr(_numbers(new)) != repr(self._numbers[entry]):  # repr, for NaN
+                changed.append(entry)
+        return changed
+
+    def _get_few(self, group: ParamGroup) -> tuple[Any, ...]:
+        """The values of all entries, of which there is at most one."""
+        return tuple(map(group.get, self._entries))
 
 
 _UNREAD = object()
@@ -103,6 +128,16 @@ class OptimizerNumbers:
     An entry that `optimizer.step()` itself or one of its hooks changes belongs to the optimizer,
     such as the step counter of a schedule-free optimizer, which must not be held. Such an entry is
     neither reported nor replaced.
+
+    The calls within one step, in this order:
+
+        read                    what the program gives the optimizer
+        replacements            held numbers outside of their ranges
+        optimizer's own step
+        find_changes_by_step    what belongs to the optimizer
+
+    Args:
+        optimizer: the optimizer, without a wrapper.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -127,22 +162,29 @@ class OptimizerNumbers:
         return max((float(rate) for rate in self._rates if rate is not None), default=None)
 
     def ranges(self) -> dict[str, NumberRange]:
-        """The values at the steps since `hold`: `.weight_decay` or `[1].betas[0]` -> range."""
-        return {self._name(key): each for key, each in self._ranges.items()}
+        """The values that the program gave to the optimizer at the steps since `hold`.
+
+        Returns:
+            Name -> range, for example `.weight_decay` for the first group, or `[1].betas[0]` for
+            the second. Values that were replaced because they are held are not included.
+        """
+        return {self._name(key): number_range for key, number_range in self._ranges.items()}
 
     def hold(self, ranges: Mapping[str, NumberRange]) -> None:
         """Holds the numbers in `ranges` from now on, releases all others, and restarts `ranges()`.
 
-        Names that no parameter group has now are ignored.
+        Args:
+            ranges: names as in `ranges()` -> range. Names that no parameter group has now are
+                ignored.
         """
-        groups = self._optimizer.param_groups
-        keys = [
-            _NumberKey(i, entry, element)
-            for i, group in enumerate(groups)
-            for entry in _entries(group)
-            for element, _ in _numbers(group[entry])
-        ]
-        self._held = {key: ranges[self._name(key)] for key in keys if self._name(key) in ranges}
+        self._held = {}
+        for i, group in enumerate(self._optimizer.param_groups):
+            for entry in _entries(group):
+                for element, _ in _numbers(group[entry]):
+                    key = _NumberKey(i, entry, element)
+                    name = self._name(key)
+                    if name in ranges:
+                        self._held[key] = ranges[name]
         self._readers.clear()
         self._ranges.clear()
 
@@ -164,71 +206,84 @@ class OptimizerNumbers:
                 if (i, entry) not in self._changed_by_step:
                     self._extend_ranges(i, entry, numbers)
 
-    def replacements(self) -> Iterable[tuple[dict[str, Any], str, Any]]:
-        """What this step uses instead: group, entry and value of each entry with a held number.
+    def replacements(self) -> Iterable[tuple[ParamGroup, str, Any]]:
+        """What this step uses instead of the numbers that are outside of their ranges.
 
-        Only numbers that the program has set outside of the range in which they are held.
+        Returns:
+            Parameter group, name of the entry, and the entry's value for this step. Nothing is
+            written: the caller replaces the entries, and restores them after the step.
         """
         if not self._held:
             return ()
         groups = self._optimizer.param_groups
         replaced: dict[tuple[int, str], Any] = {}
         for key, held in self._held.items():
-            place = key.group, key.entry
+            place = (key.group, key.entry)
             if key.group >= len(groups) or place in self._changed_by_step:
                 continue
             own = groups[key.group].get(key.entry)
             for element, number in _numbers(own):
-                if element == key.element and not held.low <= number <= held.high:
-                    before = replaced.get(place, own)
+                # Written so that NaN is outside of every range.
+                is_inside = held.low <= number <= held.high
+                if element == key.element and not is_inside:
+                    before = replaced.get(place, own)  # another element may be replaced already
                     replaced[place] = _with_number(before, element, held.last)
         return [(groups[i], entry, value) for (i, entry), value in replaced.items()]
 
     def find_changes_by_step(self) -> None:
         """Excludes entries that `optimizer.step()` has changed. Call it after the step.
 
-        The program's own values have to be back in the groups.
+        The program's own values have to be back in the groups. An excluded entry stays excluded.
         """
-        for i, (group, reader) in enumerate(
-            zip(self._optimizer.param_groups, self._readers, strict=False)
-        ):
+        groups_and_readers = zip(self._optimizer.param_groups, self._readers, strict=False)
+        for i, (group, reader) in enumerate(groups_and_readers):
             if not reader.is_unchanged(group):
                 for entry in reader.changed_entries(group):
                     self._exclude(i, entry)
 
     def _exclude(self, group: int, entry: str) -> None:
         self._changed_by_step.add((group, entry))
-        for key in [key for key in self._ranges if (key.group, key.entry) == (group, entry)]:
-            del self._ranges[key]
+        for key in [*self._ranges]:
+            if key.group == group and key.entry == entry:
+                del self._ranges[key]
 
-    def _extend_ranges(
-        self, group: int, entry: str, numbers: Iterable[tuple[int | None, float]]
-    ) -> None:
+    def _extend_ranges(self, group: int, entry: str, numbers: Iterable[_IndexedNumber]) -> None:
         """Extends the ranges by the numbers of one entry."""
         for element, number in numbers:
             key = _NumberKey(group, entry, element)
-            # A NaN is outside of every range, as if it were below and above all numbers.
-            low, high = (-math.inf, math.inf) if math.isnan(number) else (number, number)
+            low = number
+            high = number
+            if math.isnan(number):
+                # A NaN is outside of every range, as if it were below and above all numbers.
+                low = -math.inf
+                high = math.inf
             seen = self._ranges.get(key)
             if seen is not None:
-                low, high = min(low, seen.low), max(high, seen.high)
+                low = min(low, seen.low)
+                high = max(high, seen.high)
             self._ranges[key] = NumberRange(low, high, number)
 
     def _name(self, key: _NumberKey) -> str:
-        group = "" if self._single and key.group == 0 else f"[{key.group}]"
-        element = "" if key.element is None else f"[{key.element}]"
-        return f"{group}.{key.entry}{element}"
+        """The name of a number, see `ranges`."""
+        name = f".{key.entry}"
+        if key.element is not None:
+            name += f"[{key.element}]"
+        if not self._single or key.group != 0:
+            name = f"[{key.group}]{name}"
+        return name
 
 
-def _entries(group: Mapping[str, Any]) -> list[str]:
+def _entries(group: ParamGroup) -> list[str]:
     return [entry for entry in group if entry not in _NO_NUMBERS]
 
 
-def _numbers(value: Any) -> list[tuple[int | None, float]]:
-    """The numbers in an entry, each with its index in the tuple or list (None if it is neither)."""
+def _numbers(value: Any) -> list[_IndexedNumber]:
+    """The numbers in an entry. Elements of a tuple or list that are no numbers are left out."""
     if isinstance(value, tuple | list):
-        return [(i, float(each)) for i, each in enumerate(value) if _is_number(each)]
-    return [(None, float(value))] if _is_number(value) else []
+        return [(i, float(part)) for i, part in enumerate(value) if _is_number(part)]
+    if _is_number(value):
+        return [(None, float(value))]
+    return []
 
 
 def _is_number(value: Any) -> bool:
@@ -245,8 +300,9 @@ def _is_mutable(value: Any) -> bool:
     """Whether the numbers in an entry can change although the entry is the same object."""
     if isinstance(value, list):
         return bool(_numbers(value))
-    parts = value if isinstance(value, tuple) else (value,)
-    return any(isinstance(each, Tensor) and _is_number(each) for each in parts)
+    if not isinstance(value, tuple):
+        value = (value,)
+    return any(isinstance(part, Tensor) and _is_number(part) for part in value)
 
 
 def _with_number(value: Any, element: int | None, number: float) -> Any:
@@ -257,7 +313,9 @@ def _with_number(value: Any, element: int | None, number: float) -> Any:
     if element is not None:
         parts = [*value]
         parts[element] = _with_number(parts[element], None, number)
-        return parts if isinstance(value, list) else tuple(parts)
+        if isinstance(value, list):
+            return parts
+        return tuple(parts)
     if isinstance(value, Tensor):
         return torch.full_like(value, number)
     if isinstance(value, Integral) and number.is_integer():

@@ -13,7 +13,6 @@ each parameter.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,6 +34,13 @@ _PIPELINE = "pp"
 class StepRanks:
     """The ranks that step one optimizer together.
 
+    With "auto" the ranks are found at the first step, because a program may initialize
+    torch.distributed after `attach`. What follows from them:
+
+        replicas (DDP)               each rank has all gradients: norms are equal on all ranks
+        shards (FSDP2, tensor)       each rank has a part: squared norms are summed
+        pipeline stages (`pp_mesh`)  each stage has other parameters: squared norms are summed
+
     Args:
         params: parameters of the optimizer.
         group: a process group; a DeviceMesh, for all of its ranks; None, for this rank alone;
@@ -54,6 +60,7 @@ class StepRanks:
 
     def __init__(self, params: Sequence[Tensor], group: Any = "auto", pp_mesh: Any = None) -> None:
         self._auto = isinstance(group, str) and group == "auto"
+        """Whether the group is still to be found, which needs torch.distributed initialized."""
         is_group = dist.is_available() and isinstance(group, dist.ProcessGroup)
         if not (self._auto or group is None or is_group or _is_mesh(group)):
             raise AttachError(
@@ -71,19 +78,28 @@ class StepRanks:
         self._members: list[int] = []
         self.stages = 1
         self.has_parts = False
-        self._shares: tuple[list[int], Any] = [], None
-        """Ids of parameters, and one over the number of ranks that hold the same part of each."""
+        self._shared_ids: list[int] = []
+        """Ids of the parameters of `_shares`."""
+        self._shares = torch.ones(0, dtype=torch.float64)
+        """(n,) float64: one over the number of ranks that hold the same part of each parameter."""
         if not self._auto:
             self._set(group)
 
     @property
     def members(self) -> list[int]:
-        """The ranks that decide together, in the default group; empty for one rank alone."""
+        """The ranks that decide together, in the default group; empty for one rank alone.
+
+        The first access after torch.distributed is initialized may create a process group, so all
+        of these ranks have to make it.
+        """
         if self._auto and dist.is_available() and dist.is_initialized():
             self._auto = False
             # The ranks of the largest root mesh of the parameters, or all ranks.
             root = max(_root_meshes(self._params), key=lambda r: len(_ranks_of(r)), default=None)
-            self._set(dist.group.WORLD if root is None else _group_of_mesh(root))
+            if root is None:
+                self._set(dist.group.WORLD)
+            else:
+                self._set(_group_of_mesh(root))
         return self._members
 
     @property
@@ -97,29 +113,45 @@ class StepRanks:
         return self.world == 1 or dist.get_rank(self.group) == 0
 
     def squares(self, norms: Tensor, params: Sequence[Tensor]) -> Tensor:
-        """This rank's terms of the squared norms of `params`, (n,) float64, to sum over the ranks.
+        """This rank's terms of the squared norms, to sum over the ranks.
 
-        `norms` are norms of this rank's parts, (n,) float32. A part on several ranks counts once.
+        A part that several ranks hold counts once: each of k ranks adds 1/k of its square.
+
+        Args:
+            norms: norms of this rank's parts, (n,) float32.
+            params: the n parameters.
+
+        Returns:
+            (n,) float64 on the device of `norms`.
         """
         ids = [*map(id, params)]
-        if ids != self._shares[0]:
-            shares = torch.tensor([1 / self._copies(p) for p in params], dtype=torch.float64)
-            self._shares = ids, shares.to(norms.device)
-        return norms.to(torch.float64).square() * self._shares[1]
+        if ids != self._shared_ids:
+            shares = [1 / self._copies(p) for p in params]
+            self._shares = torch.tensor(shares, dtype=torch.float64).to(norms.device)
+            self._shared_ids = ids
+        return norms.to(torch.float64).square() * self._shares
 
     def fingerprint(self) -> int:
         """A 16-bit checksum of the parameters' number and shapes, equal on ranks with replicas.
 
-        0 if the shapes may differ between ranks: pipeline stages, and the shards of FSDP1.
+        The ranks compare it at their first step, so that ranks of two models do not average their
+        losses without notice.
+
+        Returns:
+            The checksum, or 0 if the shapes may differ between ranks: pipeline stages, and the
+            shards of FSDP1.
         """
         if self.stages > 1 or any(getattr(p, "_fsdp_flattened", False) for p in self._params):
             return 0
-        return zlib.crc32(str([tuple(p.shape) for p in self._params]).encode()) & 0xFFFF
+        shapes = [tuple(p.shape) for p in self._params]
+        return zlib.crc32(str(shapes).encode()) & 0xFFFF
 
     def _set(self, group: Any) -> None:
         """Sets the group, its ranks and the pipeline stages, and checks the parameters."""
         if group is not None:
-            self.group = _group_of_mesh(group) if _is_mesh(group) else group
+            if _is_mesh(group):
+                group = _group_of_mesh(group)
+            self.group = group
             self._members = dist.get_process_group_ranks(self.group)
         stages = self._pipeline()
         if stages is not None:
@@ -130,9 +162,9 @@ class StepRanks:
                     "out"
                 )
             self.stages = stages.size()
-        copies = [self._copies(p) for p in self._params]
         world = len(self._members) or 1
-        self.has_parts = self.stages > 1 or any(each != world for each in copies)
+        copies = [self._copies(p) for p in self._params]  # checks all parameters
+        self.has_parts = self.stages > 1 or any(number != world for number in copies)
 
     def _pipeline(self) -> Any:
         """The mesh of the pipeline stages, given or found, or None."""
@@ -150,8 +182,10 @@ class StepRanks:
         members = self._members
         if mesh is None:
             return max(1, len(members) // self.stages)
-        placements = param.placements  # type: ignore[attr-defined]
-        same = math.prod(mesh.size(i) for i, at in enumerate(placements) if at.is_replicate())
+        same = 1  # ranks of the mesh that hold the same part
+        for dim, placement in enumerate(param.placements):  # type: ignore[attr-defined]
+            if placement.is_replicate():
+                same *= mesh.size(dim)
         ranks = _ranks_of(mesh)
         if not members and same == len(ranks):
             return 1
@@ -176,15 +210,19 @@ def _group_of_mesh(mesh: Any) -> Any:
 
 def _root_meshes(params: Sequence[Tensor]) -> list[Any]:
     """The root meshes of the distinct meshes of these parameters, in order."""
-    meshes = dict.fromkeys(getattr(p, "device_mesh", None) for p in params)
-    return [_root(mesh) for mesh in meshes if mesh is not None]
+    roots: dict[Any, Any] = {}
+    for p in params:
+        mesh = getattr(p, "device_mesh", None)
+        if mesh is not None and mesh not in roots:
+            roots[mesh] = _root(mesh)
+    return [*roots.values()]
 
 
 def _root(mesh: Any) -> Any:
     """The root mesh of a mesh, which may be the mesh itself."""
-    of_mesh = getattr(mesh, "_get_root_mesh", None)
-    if of_mesh is not None:
-        return of_mesh()
+    get_root = getattr(mesh, "_get_root_mesh", None)
+    if get_root is not None:
+        return get_root()
     from torch.distributed import device_mesh  # torch < 2.9
 
     return device_mesh._mesh_resources.get_root_mesh(mesh)
@@ -202,16 +240,27 @@ def _is_mesh(value: Any) -> bool:
 
 
 class _Sums(NamedTuple):
-    """What one `all_reduce` sums: the terms of one rank, or the sums over the ranks."""
+    """What one `all_reduce` sums: the terms of one rank, or the sums over the ranks.
 
-    loss: Tensor  # 0-d, of the ranks that have a loss
-    eval_loss: Tensor  # 0-d, of the ranks that have an evaluation
-    evaluations: Tensor  # 0-d, number of these ranks
-    overflows: Tensor  # 0-d, number of ranks with an overflow
-    losses: Tensor  # 0-d, number of ranks with a loss
-    gradients: Tensor  # 0-d, number of ranks with gradients
-    marks: Tensor  # (3,) float64, see `_marks`
-    squares: Tensor  # (1 + groups,) float64: squared norms, or these times `gradients`
+    All fields but the last two are 0-d.
+    """
+
+    loss: Tensor
+    """Losses of the ranks that have one."""
+    eval_loss: Tensor
+    """Evaluations of the ranks that have one."""
+    evaluations: Tensor
+    """Number of ranks with an evaluation."""
+    overflows: Tensor
+    """Number of ranks with an overflow."""
+    losses: Tensor
+    """Number of ranks with a loss."""
+    gradients: Tensor
+    """Number of ranks with gradients."""
+    marks: Tensor
+    """(3,) float64, see `SignalAllReduce._marks`."""
+    squares: Tensor
+    """(1 + groups,) float64: squared norms, or these times `gradients`."""
 
     def pack(self) -> Tensor:
         """The fields in order, (n,) float64."""
@@ -228,6 +277,15 @@ class SignalAllReduce:
     """Reduces the signals of a step over `ranks`, on the device `home`.
 
     In float64, so that the mean of equal float32 values is exactly that value.
+
+        signals of each rank ─► _terms ─► pack ─► all_reduce ─► unpack ─► signals of all ranks
+
+    After the reduction every rank has the same numbers, so every rank decides the same. To be sure,
+    each step also carries a checksum of the decision of the step before (`_marks`).
+
+    Args:
+        ranks: the ranks.
+        home: device of the signals.
     """
 
     def __init__(self, ranks: StepRanks, home: torch.device) -> None:
@@ -250,9 +308,15 @@ class SignalAllReduce:
     ) -> tuple[Signals, Tensor | None]:
         """The mean of each signal over the ranks that have it, and the global norm.
 
-        Every rank calls it at every step, with its own signals, `Measurer.squares`, a GradScaler's
-        flag (0-d float32, or None) and its last decision. A sync only if this rank lacks a loss or
-        a norm, which another rank may have.
+        Every rank calls it at every step. A sync only if this rank lacks a loss or a norm, which
+        another rank may have.
+
+        Args:
+            signals: the signals of this rank.
+            squares: `Measurer.squares`.
+            found_inf: a GradScaler's flag on this rank, 0-d float32, above 0 for an overflow; or
+                None.
+            last: the decision that the ranks compare, see `LiveEngine.compared_decision`.
 
         Returns:
             The signals of all ranks, whose `grad_norm` is None if no rank has gradients, and the
@@ -264,7 +328,8 @@ class SignalAllReduce:
                 can be read without waiting.
         """
         if self._unchecked is not None and self._unchecked.has_arrived():
-            marks, self._unchecked = self._unchecked, None
+            marks = self._unchecked
+            self._unchecked = None
             self._raise_if_different(marks)
         own = self._terms(signals, squares, found_inf, self._marks(last))
         sums = _Sums.unpack(self._summed(own.pack()))
@@ -273,40 +338,68 @@ class SignalAllReduce:
             self._raise_if_different(self.last_marks)
         elif self._unchecked is None:
             self._unchecked = self.last_marks
-        has_loss, has_norm = signals.loss is not None, signals.grad_norm is not None
+        has_loss = signals.loss is not None
+        has_norm = signals.grad_norm is not None
         if not (has_loss and has_norm):
             has_loss, has_norm = torch.stack([sums.losses, sums.gradients]).tolist()
-        squares = sums.squares if self.ranks.has_parts else sums.squares / sums.gradients
-        norms = squares.sqrt().to(torch.float32)
-        eval_loss = signals.eval_loss
-        if eval_loss is not None:
+        loss: Tensor | None = None
+        if has_loss:
+            loss = (sums.loss / sums.losses).to(torch.float32)
+        total_squares = sums.squares
+        if not self.ranks.has_parts:
+            total_squares = total_squares / sums.gradients
+        norms = total_squares.sqrt().to(torch.float32)
+        grad_norm: Tensor | None = None
+        if has_norm:
+            grad_norm = norms[0]
+        group_norms: Tensor | None = None
+        if signals.group_norms is not None:
+            group_norms = norms[1:]
+        eval_loss: Tensor | None = None
+        if signals.eval_loss is not None:
             eval_loss = (sums.eval_loss / sums.evaluations).to(torch.float32)
         reduced = signals._replace(
-            loss=(sums.loss / sums.losses).to(torch.float32) if has_loss else None,
-            grad_norm=norms[0] if has_norm else None,
-            group_norms=None if signals.group_norms is None else norms[1:],
-            eval_loss=eval_loss,
+            loss=loss, grad_norm=grad_norm, group_norms=group_norms, eval_loss=eval_loss
         )
-        return reduced, None if found_inf is None else sums.overflows.to(torch.float32)
+        overflows: Tensor | None = None
+        if found_inf is not None:
+            overflows = sums.overflows.to(torch.float32)
+        return reduced, overflows
 
     def _terms(
         self, signals: Signals, squares: Tensor | None, found_inf: Tensor | None, marks: Tensor
     ) -> _Sums:
         """The terms of this rank; see `reduce`."""
-        own = signals.loss, signals.grad_norm, signals.eval_loss, found_inf
-        loss, norm, eval_loss, overflow = (self._zero if v is None else v for v in own)
         if squares is None:
-            groups = () if signals.group_norms is None else (signals.group_norms,)
-            squares = torch.cat([norm.reshape(1), *groups]).to(torch.float64).square()
-        evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
-        eval_loss = torch.where(evaluated, eval_loss, self._zero)
-        losses, gradients = (torch.full_like(self._zero, v is not None) for v in own[:2])
-        return _Sums(loss, eval_loss, evaluated, overflow > 0, losses, gradients, marks, squares)
+            norms = [self._or_zero(signals.grad_norm).reshape(1)]
+            if signals.group_norms is not None:
+                norms.append(signals.group_norms)
+            squares = torch.cat(norms).to(torch.float64).square()
+        eval_loss = self._or_zero(signals.eval_loss)
+        is_evaluated = ~torch.isnan(eval_loss)  # NaN means that the step has no evaluation
+        return _Sums(
+            loss=self._or_zero(signals.loss),
+            eval_loss=torch.where(is_evaluated, eval_loss, self._zero),
+            evaluations=is_evaluated,
+            overflows=self._or_zero(found_inf) > 0,
+            losses=torch.full_like(self._zero, signals.loss is not None),
+            gradients=torch.full_like(self._zero, signals.grad_norm is not None),
+            marks=marks,
+            squares=squares,
+        )
+
+    def _or_zero(self, value: Tensor | None) -> Tensor:
+        """The value, or 0 for a signal that this rank does not have."""
+        if value is None:
+            return self._zero
+        return value
 
     def _marks(self, last: Decision | None) -> Tensor:
         """(3,) float64: vote, 16-bit checksum of the last decision or of the shapes, its square.
 
-        All ranks have one checksum exactly if world * sum(squares) == sum(checksums) ** 2.
+        A sum cannot say whether its terms are equal. Together with the sum of the squares it can:
+        all ranks have one checksum exactly if world * sum(squares) == sum(checksums) ** 2. In
+        float64 both sides are exact, because a checksum has 16 bits.
         """
         if last is None:
             bits = torch.full_like(self._zero, self.ranks.fingerprint(), dtype=torch.float64)
@@ -331,10 +424,11 @@ class SignalAllReduce:
 
     def _summed(self, packed: Tensor) -> Tensor:
         """The sum over the ranks, on the signals' device if the group can reduce there."""
-        kinds = [device.type for device in self.ranks.group._device_types]
+        reducible = [device.type for device in self.ranks.group._device_types]
         device = self._home
-        if kinds and device.type not in kinds:
-            device = torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+        if reducible and device.type not in reducible:
+            kind = reducible[0]
+            device = torch.device(kind, torch.get_device_module(kind).current_device())
         packed = packed.to(device)
         dist.all_reduce(packed, group=self.ranks.group)
         return moved(packed, self._home)

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,8 +24,10 @@ from healcore.torch.live_state import tensors_in
 from healcore.torch.ranks import StepRanks
 from healcore.torch.store.gloo import GlooRanks
 
-_MOST, _DEPTH = 1000, 4
-"""Maximum length and nesting of containers that are searched for tensors."""
+_MOST_ITEMS = 1000
+"""Maximum length of containers that are searched for tensors."""
+_DEPTH = 4
+"""Maximum nesting of containers that are searched for tensors."""
 
 
 class Accumulation:
@@ -34,6 +35,16 @@ class Accumulation:
 
     Many loops clear gradients only before the next backward pass, so hooks record each backward
     pass and step. Losses count too, because some wrappers write `.grad` without autograd.
+
+    The hook of a backward pass is on one parameter, because a hook on each would cost time:
+
+        backward pass     ─► _on_backward    gradients that no step has used
+        optimizer.step()  ─► _on_step        none
+        zero_grad()                          not seen; `in_progress` looks at `.grad`
+
+    Args:
+        healing: the handle of the optimizer.
+        after_step: a bound method, called after each step. Only a weak reference to it is kept.
 
     Attributes:
         stepped: whether the optimizer has stepped; the reader resets it.
@@ -46,9 +57,14 @@ class Accumulation:
     def __init__(self, healing: Healing, after_step: Callable[[], object]) -> None:
         self.healing = healing
         self._after_step = weakref.WeakMethod(after_step)  # hooks are not collected in cycles
-        self._reached = self.stepped = self.reached_since_any_step = False
-        self.steps = self.idle = 0
+        self._reached = False
+        """Whether a backward pass has run since the optimizer's last step."""
+        self.stepped = False
+        self.reached_since_any_step = False
+        self.steps = 0
+        self.idle = 0
         self._watched: Tensor | None = None
+        """The parameter with the hook."""
         self._backward_handle: Any = None
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
         healing.healed_step.on_step = self._on_step
@@ -56,7 +72,11 @@ class Accumulation:
 
     @property
     def in_progress(self) -> bool:
-        """Whether there are gradients that the optimizer has not stepped with."""
+        """Whether there are gradients that the optimizer has not stepped with.
+
+        A backward pass or a loss since the last step, and a `.grad` that is not None. Gradients of
+        the last step are still in `.grad` until the loop calls `zero_grad`, and do not count.
+        """
         self._watch()
         if not (self._reached or self.healing.has_loss):
             return False
@@ -74,11 +94,13 @@ class Accumulation:
     def clear(self, *, used: bool = True) -> None:
         """Drops the gradients and losses since the last step, which the program computes again.
 
-        `used`: also gradients that the optimizer has stepped with. A CUDA graph writes into their
-        memory, and without `.grad` no later step would train.
+        Args:
+            used: whether gradients that the optimizer has stepped with are dropped too. A CUDA
+                graph writes into their memory, and without `.grad` no later step would train.
         """
-        for p in gradients.parameters(self.healing.optimizer) if used or self.in_progress else ():
-            p.grad = None
+        if used or self.in_progress:
+            for p in gradients.parameters(self.healing.optimizer):
+                p.grad = None
         self._reached = False
         self.healing.drop_losses()
 
@@ -99,16 +121,17 @@ class Accumulation:
         if self._watched is not None and self._watched.requires_grad:
             return
         params = gradients.parameters(self.healing.optimizer)
-        found = next((p for p in params if p.requires_grad and p.is_leaf), None)
-        if found is None:
+        trained = next((p for p in params if p.requires_grad and p.is_leaf), None)
+        if trained is None:
             return  # all parameters are frozen while another network trains
         if self._backward_handle is not None:
             self._backward_handle.remove()
-        self._watched = found
-        self._backward_handle = found.register_post_accumulate_grad_hook(self._backward_hook)
+        self._watched = trained
+        self._backward_handle = trained.register_post_accumulate_grad_hook(self._backward_hook)
 
     def _on_backward(self, _: Tensor) -> None:
-        self._reached = self.reached_since_any_step = True
+        self._reached = True
+        self.reached_since_any_step = True
 
     def _on_step(self) -> None:
         self._reached = False
@@ -116,16 +139,20 @@ class Accumulation:
         self.steps += 1
         self.idle = 0
         self._watch()
-        if after_step := self._after_step():
+        after_step = self._after_step()
+        if after_step is not None:
             after_step()
 
 
 class GradientWindow:
-    """Implements `healcore.runtime.faults.microbatches.Gradients`.
+    """The gradients of a window, which can be computed again in smaller parts.
 
-    A window is all parts since the last step. It starts without gradients, and `BatchStatistics`
-    has already saved the statistics, so only the states of random generators are saved here. A
-    repeated window gives bit for bit the result of a window that started with the smaller parts.
+    Implements `healcore.runtime.faults.microbatches.Gradients`. A window is all parts since the
+    last step. It starts without gradients, and `BatchStatistics` has already saved the statistics,
+    so only the states of random generators are saved here. A repeated window gives bit for bit the
+    result of a window that started with the smaller parts:
+
+        begin_window ─► part 1 ─► part 2 fails ─► redo_window ─► parts 1a, 1b, 2a, 2b ─► step
 
     Args:
         accumulations: the gradients of each optimizer.
@@ -153,18 +180,23 @@ class GradientWindow:
         return any(accumulation.in_progress for accumulation in self._accumulations)
 
     def begin_window(self) -> None:
-        """Saves the state at the start of a window."""
-        self._begun = self._steps_and_records()
+        """Saves the state at the start of a window: steps, random generators, graph nodes."""
+        self._steps_at_start, self._records_at_start = self._steps_and_records()
         self._random = torch_states()
         self._node = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has stepped, or a GradScaler has dropped its step."""
         steps, records = self._steps_and_records()
-        return steps != self._begun[0] or records is not self._begun[1]
+        return steps != self._steps_at_start or records is not self._records_at_start
 
     def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Drops gradients and observed losses; restores random states and batch statistics."""
+        """Drops gradients and observed losses; restores random states and batch statistics.
+
+        Args:
+            held: what the failed part may keep alive, see `free_graphs`. The list is emptied.
+            clear_cache: whether the accelerator's unused memory is returned to the device.
+        """
         for accumulation in self._accumulations:
             accumulation.clear()
         for statistics in self._statistics:
@@ -177,18 +209,28 @@ class GradientWindow:
             torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
 
     def between_ranks(self, ranks: Ranks) -> DDPGradients | str:
-        """How the ranks' replicas repeat a window together, or the reason why they cannot."""
+        """How the ranks' replicas repeat a window together.
+
+        Args:
+            ranks: the ranks of the run, of which several step together.
+
+        Returns:
+            The gradients of the replicas, or the reason why they cannot repeat a window.
+        """
         assert isinstance(ranks, GlooRanks)
-        healings = [accumulation.healing for accumulation in self._accumulations]
-        optimizers = [healing.optimizer for healing in healings]
-        params = [p for optimizer in optimizers for p in gradients.parameters(optimizer)]
+        optimizers: list[Optimizer] = []
+        step_ranks: list[StepRanks] = []
+        params: list[Tensor] = []
+        for accumulation in self._accumulations:
+            optimizers.append(accumulation.healing.optimizer)
+            step_ranks.append(accumulation.healing.healed_step.all_reduce.ranks)
+            params += gradients.parameters(accumulation.healing.optimizer)
         modules = replicas(params, self._modules)
-        step_ranks = [healing.healed_step.all_reduce.ranks for healing in healings]
-        why_not = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
-        if why_not:
-            return why_not
-        found = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._shared = DDPGradients(found, optimizers, ranks)
+        reason = obstacle(step_ranks, modules, dist.get_process_group_ranks(ranks.group))
+        if reason:
+            return reason
+        ddp_modules = [each for each in modules if isinstance(each, DistributedDataParallel)]
+        self._shared = DDPGradients(ddp_modules, optimizers, ranks)
         return self._shared
 
     def close(self) -> None:
@@ -201,8 +243,9 @@ class GradientWindow:
 
         A GradScaler's update() replaces the records, even if it has called no optimizer.
         """
+        steps = sum(accumulation.steps for accumulation in self._accumulations)
         records = getattr(self._scaler, "_per_optimizer_states", None)
-        return sum(accumulation.steps for accumulation in self._accumulations), records
+        return steps, records
 
 
 def free_graphs(values: Iterable[Any], *, since: int) -> None:
@@ -215,22 +258,29 @@ def free_graphs(values: Iterable[Any], *, since: int) -> None:
         values: tensors, containers of tensors, or other objects, which are ignored.
         since: lowest sequence number of the graph nodes to free.
     """
-    for tensor in chain.from_iterable(tensors_in(value, _MOST, _DEPTH) for value in values):
-        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
-            with suppress(RuntimeError):  # a view
-                tensor.detach_()
+    for value in values:
+        for tensor in tensors_in(value, _MOST_ITEMS, _DEPTH):
+            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
+                with suppress(RuntimeError):  # a view
+                    tensor.detach_()
 
 
 _WAITING = "the other ranks wait in a collective that this rank has left: "
 
 
 def obstacle(ranks: Sequence[StepRanks], modules: Iterable[nn.Module], members: list[int]) -> str:
-    """Reason why ranks that train these modules cannot repeat a step together, or an empty string.
+    """Reason why ranks that train these modules cannot repeat a step together.
+
+    A rank that runs out of memory leaves its forward or backward pass. If the ranks exchange
+    something there, and the exchange cannot be delayed (`DDPGradients`), the other ranks wait.
 
     Args:
         ranks: the ranks of each optimizer.
         modules: all modules that the run trains, with their submodules.
         members: the ranks that vote, in the default group.
+
+    Returns:
+        The reason as a sentence without a full stop, or an empty string.
     """
     if any(rank.has_parts for rank in ranks):
         return (
@@ -270,15 +320,26 @@ def replicas(params: Sequence[Tensor], roots: Iterable[nn.Module]) -> list[nn.Mo
     """The modules with their submodules, and the DDP modules that train any of `params`.
 
     A state often has the module inside DDP, which does not refer to DDP. Visits all Python objects.
+
+    Args:
+        params: the parameters that the run trains.
+        roots: the modules of the state.
+
+    Returns:
+        Each module once: first the modules of the state, then the others.
     """
-    trained = {*map(id, params)}
-    found = {id(m): m for root in roots for m in root.modules()}
-    for module in gc.get_objects():
-        if not issubclass(type(module), DistributedDataParallel) or id(module) in found:
+    trained = {id(p) for p in params}
+    modules: dict[int, nn.Module] = {}
+    for root in roots:
+        for module in root.modules():
+            modules[id(module)] = module
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), DistributedDataParallel) or id(candidate) in modules:
             continue
-        if any(id(p) in trained for p in module.parameters()):
-            found.update((id(m), m) for m in module.modules())
-    return [*found.values()]
+        if any(id(p) in trained for p in candidate.parameters()):
+            for module in candidate.modules():
+                modules[id(module)] = module
+    return [*modules.values()]
 
 
 class DDPGradients:
@@ -287,7 +348,12 @@ class DDPGradients:
     DDP broadcasts buffers in the forward pass, and reduces gradients in the backward pass. After a
     failure on one rank the other ranks would wait there. Therefore buffers are broadcast before the
     first part of a batch, the parts run as within `no_sync`, and the gradients are reduced after
-    the last part, when all ranks have voted that no part has failed.
+    the last part, when all ranks have voted that no part has failed:
+
+        begin_batch    broadcast buffers
+        part 1, 2, ..  nothing is exchanged
+        end_batch      vote ─► no part has failed: average the gradients
+                            ─► a part has failed on any rank: all ranks repeat the window
 
     Args:
         modules: the DDP modules. Without DDP the loop reduces gradients itself, after the parts.
@@ -306,9 +372,11 @@ class DDPGradients:
         self._params: list[list[Tensor]] = []
         """The parameters that each module reduces."""
         for module in modules:
-            named = module.module.named_parameters()
-            ignored = module.parameters_to_ignore
-            self._params.append([p for n, p in named if p.requires_grad and n not in ignored])
+            params: list[Tensor] = []
+            for name, p in module.module.named_parameters():
+                if p.requires_grad and name not in module.parameters_to_ignore:
+                    params.append(p)
+            self._params.append(params)
         self._syncs = [True] * len(modules)
         """Whether the loop wants each module's gradients reduced after this batch."""
         self._broadcasts = [True] * len(modules)
@@ -320,7 +388,8 @@ class DDPGradients:
     def begin_batch(self, *, first: bool) -> None:
         """Broadcasts buffers, as DDP's next forward pass would, and prevents other exchanges.
 
-        `first`: whether it is the first batch since the last step, or of a repeated window.
+        Args:
+            first: whether it is the first batch since the last step, or of a repeated window.
         """
         if self._within_batch:  # the loop has left the last batch early
             self._end_batch(self._broadcasts)
@@ -331,36 +400,55 @@ class DDPGradients:
         for module in self._modules:
             if module.will_sync_module_buffers():
                 module._sync_buffers()
-            module.require_forward_param_sync = module.require_backward_grad_sync = False
+            module.require_forward_param_sync = False
+            module.require_backward_grad_sync = False
 
     @torch.no_grad()
     def end_batch(self, failed: bool) -> bool:
         """Averages the gradients over each module's ranks, unless the loop uses `no_sync`.
 
-        Every rank calls it once per batch. Returns whether a part has failed on any rank. One
-        `all_reduce` on the host of a byte, and of a byte for each parameter of DDP. A gradient that
-        is missing on this rank only counts as 0.
+        Every rank calls it once per batch. The vote is one `all_reduce` on the host of a byte, and
+        of a byte for each parameter of DDP. A gradient that is missing on this rank only counts as
+        0.
+
+        Args:
+            failed: whether a part has failed on this rank.
+
+        Returns:
+            Whether a part has failed on any rank.
         """
-        has_gradient = [p.grad is not None for params in self._params for p in params]
-        votes = self._ranks.largest([failed, *has_gradient])
-        syncs = self._syncs
-        used = iter(votes[1:])
-        # A repeated window broadcasts buffers as the failed window has.
-        self._end_batch(self._broadcasts if votes[0] else syncs)
-        if votes[0]:
+        votes: list[int] = [failed]
+        for params in self._params:
+            for p in params:
+                votes.append(p.grad is not None)
+        any_failed, *has_gradient = self._ranks.largest(votes)
+        if any_failed:
+            # The repeated window broadcasts buffers as the failed window has.
+            self._end_batch(self._broadcasts)
             return True
-        sums: list[Any] = []
-        for module, params, reduces in zip(self._modules, self._params, syncs, strict=True):
+        self._end_batch(self._syncs)
+        remaining = iter(has_gradient)
+        # Parameter, gradient, the contiguous gradient that is reduced, and the running reduction.
+        sums: list[tuple[Tensor, Tensor, Tensor, Any]] = []
+        for module, params, is_reduced in zip(
+            self._modules, self._params, self._syncs, strict=True
+        ):
             group = module.process_group
             for p in params:
-                if not next(used) or not reduces:
+                has_any_gradient = next(remaining)
+                if not has_any_gradient or not is_reduced:
                     continue
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                grad = p.grad
+                if grad is None:
+                    grad = torch.zeros_like(p)
                 total = grad.contiguous().div_(dist.get_world_size(group))
-                sums.append((p, grad, total, dist.all_reduce(total, group=group, async_op=True)))
+                work = dist.all_reduce(total, group=group, async_op=True)
+                sums.append((p, grad, total, work))
         for p, grad, total, work in sums:
             work.wait()
-            p.grad = grad if grad is total else grad.copy_(total)
+            if grad is not total:
+                grad.copy_(total)  # keeps the gradient's strides
+            p.grad = grad
         return False
 
     def close(self) -> None:
@@ -371,6 +459,7 @@ class DDPGradients:
             handle.remove()
 
     def _end_batch(self, broadcasts: list[bool]) -> None:
+        """Restores the modules' flags. `broadcasts`: whether each broadcasts buffers next."""
         self._within_batch = False
         for module, syncs, broadcast in zip(self._modules, self._syncs, broadcasts, strict=True):
             module.require_backward_grad_sync = syncs

@@ -15,48 +15,84 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore.torch import gradients, live_state
+from healcore.torch.gradients import ParamGroup
+from healcore.torch.live_state import State
 
 
-def group_names(
-    state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]
-) -> dict[str, list[list[str]]]:
-    """See `Driver.param_groups`."""
-    found = {}
+def group_names(state: State, optimizers: Mapping[str, Optimizer]) -> dict[str, list[list[str]]]:
+    """The names of the parameters of each group, see `Driver.param_groups`.
+
+    Args:
+        state: the state of the run.
+        optimizers: its optimizers by name, without wrappers.
+
+    Returns:
+        Optimizer -> for each of its groups the names of the parameters.
+    """
+    groups_of: dict[str, list[list[str]]] = {}
     for name, optimizer in optimizers.items():
-        names = iter(live_state.parameter_names(state, gradients.parameters(optimizer)))
-        found[name] = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    return found
+        names = live_state.parameter_names(state, gradients.parameters(optimizer))
+        groups: list[list[str]] = []
+        start = 0
+        for group in optimizer.param_groups:
+            end = start + len(group["params"])
+            groups.append(names[start:end])
+            start = end
+        groups_of[name] = groups
+    return groups_of
 
 
 class AddedGroups:
-    """The groups that a restart has added to optimizers."""
+    """The groups that a restart has added to optimizers.
 
-    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
-        self._state, self._optimizers = state, optimizers
+        first program    steps .. unfreezes a layer: add_param_group ─► checkpoint with its group
+        restart          add (this class) ─► restore ─► the program's add_param_group: ignored once
+
+    Args:
+        state: the state of the run.
+        optimizers: its optimizers by name, without wrappers.
+    """
+
+    def __init__(self, state: State, optimizers: Mapping[str, Optimizer]) -> None:
+        self._state = state
+        self._optimizers = optimizers
         self._undo: list[Callable[[], None]] = []
 
     def add(self, saved: Mapping[str, list[list[str]]]) -> list[str]:
-        """See `Driver.add_param_groups`.
+        """Adds the groups that a checkpoint has and the program has not added yet.
 
-        Adds groups only to an optimizer whose own groups are the first saved ones, and only if the
-        modules have all parameters of the rest. The restore then sets the groups' hyperparameters.
+        Adds groups only to an optimizer whose own groups are the first saved groups, and only if
+        the modules have all parameters of the rest. The restore then sets the groups'
+        hyperparameters.
+
+        Args:
+            saved: the result of `group_names` when the checkpoint was saved.
+
+        Returns:
+            The names of the parameters that an optimizer has received.
         """
-        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
-        params = [p for module in modules for p in module.parameters()]
+        params: list[Tensor] = []
+        for value in self._state.values():
+            if isinstance(value, nn.Module):
+                params += value.parameters()
         known = dict(zip(live_state.parameter_names(self._state, params), params, strict=True))
-        added = []
-        for name, own in group_names(self._state, self._optimizers).items():
+        added: list[str] = []
+        for name, own_groups in group_names(self._state, self._optimizers).items():
             groups = saved.get(name, [])
-            rest = groups[len(own) :]
-            missing = [path for group in rest for path in group]
-            if groups[: len(own)] != own or not all(path in known for path in missing):
+            if groups[: len(own_groups)] != own_groups:
                 continue
-            for group in rest:
+            missing_groups = groups[len(own_groups) :]
+            missing: list[str] = []
+            for group in missing_groups:
+                missing += group
+            if not missing_groups or not all(path in known for path in missing):
+                continue
+            ids_of_groups: list[set[int]] = []
+            for group in missing_groups:
                 tensors = [known[path].requires_grad_() for path in group]
                 self._optimizers[name].add_param_group({"params": tensors})
-            if rest:
-                ids = [{id(known[path]) for path in group} for group in rest]
-                self._undo.append(_answer_again(self._optimizers[name], ids))
+                ids_of_groups.append({id(tensor) for tensor in tensors})
+            self._undo.append(_answer_again(self._optimizers[name], ids_of_groups))
             added += missing
         return added
 
@@ -74,14 +110,20 @@ def _answer_again(optimizer: Any, groups: list[set[int]]) -> Callable[[], None]:
     """
     original = optimizer.add_param_group
 
-    def add_param_group(group: dict[str, Any]) -> None:
-        given = group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        ids = {id(each[1] if isinstance(each, tuple) else each) for each in given}
+    def add_param_group(group: ParamGroup) -> None:
+        params = group["params"]
+        if isinstance(params, Tensor):
+            params = [params]
+        params = list(params)  # may be an iterator, which can be read only once
+        ids: set[int] = set()
+        for p in params:
+            if isinstance(p, tuple):  # name and parameter
+                p = p[1]
+            ids.add(id(p))
         if ids in groups:
             groups.remove(ids)
         else:
-            original({**group, "params": given})
+            original({**group, "params": params})
 
     def undo() -> None:
         if vars(optimizer).get("add_param_group") is add_param_group:

@@ -9,8 +9,7 @@ Rejected: a hook in the forward pass, which would be traced into a compiled mode
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.written_buffers import WrittenBuffers
+from healcore.torch.live_state import State
 
 NAMES = ("running_mean", "running_var", "num_batches_tracked")
 """torch's names of these buffers, which other libraries' layers use too."""
@@ -29,6 +29,12 @@ class BatchStatistics:
 
     A skipped step of the optimizer restores them to their values after its previous step. Layers
     that no optimizer trains (a weight average) stay.
+
+        step n ends ─► save ─► forward pass n + 1 writes ─► step n + 1 is skipped ─► restore
+
+    Args:
+        layers: the layers that the optimizer trains.
+        healing: the handle of the optimizer.
     """
 
     def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
@@ -41,10 +47,22 @@ class BatchStatistics:
         healing.healed_step.on_ended = self._on_ended
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> list[BatchStatistics]:
-        """The batch statistics of a whole state; none in observe mode, or without such layers."""
-        healed = {n: h for n, h in healings.items() if h.engine.mode != "observe"}
-        return [cls(layers, healed[n]) for n, layers in layers_of(state, healed).items()]
+    def of(cls, state: State, healings: Mapping[str, Healing]) -> list[BatchStatistics]:
+        """The batch statistics of a whole state.
+
+        Args:
+            state: the state of the run.
+            healings: the handle of each optimizer, by name.
+
+        Returns:
+            One object for each optimizer with such layers. None in observe mode, which changes
+            nothing.
+        """
+        healed: dict[str, Healing] = {}
+        for name, healing in healings.items():
+            if healing.engine.mode != "observe":
+                healed[name] = healing
+        return [cls(layers, healed[name]) for name, layers in layers_of(state, healed).items()]
 
     @torch.no_grad()
     def save(self) -> None:
@@ -56,11 +74,13 @@ class BatchStatistics:
         """Saves the statistics, and not the other buffers."""
         self._buffers = statistics(self._layers)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for each in self._buffers:
+        for buffer in self._buffers:
             # Like the layers' own kernels, writes to .data bypass autograd's version counter. A
             # backward pass would raise otherwise, although it reads no buffer in train mode.
-            local = each.to_local() if hasattr(each, "to_local") else each  # type: ignore[operator]
-            kinds.setdefault((each.device, each.dtype), []).append(local.data.view(-1))
+            local = buffer
+            if hasattr(buffer, "to_local"):
+                local = buffer.to_local()  # type: ignore[operator]
+            kinds.setdefault((buffer.device, buffer.dtype), []).append(local.data.view(-1))
         self._blocks = [(buffers, torch.cat(buffers)) for buffers in kinds.values()]
 
     def keep_written(self) -> None:
@@ -73,14 +93,17 @@ class BatchStatistics:
 
     @torch.no_grad()
     def end(self, skipped: bool | Tensor) -> None:
-        """Ends a step: restores after a skip (a bool, or a 0-d float32 of 0 or 1), else saves.
+        """Ends a step: restores the values after a skip, otherwise saves the values.
 
         Non-finite values are always restored, because a GradScaler or the loop may have dropped the
         previous step without a call, and loaded weights have statistics of their own.
+
+        Args:
+            skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
         self._written.end(skipped)
-        now = statistics(self._layers)
-        if [*map(id, now)] != [*map(id, self._buffers)]:
+        current = statistics(self._layers)
+        if [*map(id, current)] != [*map(id, self._buffers)]:
             # For example moved to another device: there is nothing to restore.
             self._save_statistics()
             return
@@ -88,14 +111,14 @@ class BatchStatistics:
             if skipped is not True:
                 now = torch.cat(buffers)
                 if skipped is False and _is_finite(now):
-                    self._blocks[i] = buffers, now
+                    self._blocks[i] = (buffers, now)
                     continue
                 restored = ~torch.isfinite(now)
                 if isinstance(skipped, Tensor):
                     restored |= gradients.moved(skipped, now.device) > 0
                 saved = torch.where(restored, saved, now)
-                self._blocks[i] = buffers, saved
-            parts = list(saved.split([each.numel() for each in buffers]))
+                self._blocks[i] = (buffers, saved)
+            parts = list(saved.split([buffer.numel() for buffer in buffers]))
             torch._foreach_copy_(buffers, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -107,48 +130,67 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def statistics(layers: Sequence[nn.Module]) -> list[Tensor]:
-    """The buffers named in `NAMES`, layer by layer."""
-    found = [layer._buffers.get(name) for layer in layers for name in NAMES]
-    return [e for e in found if e is not None and not isinstance(e, UninitializedBuffer)]
+    """The buffers named in `NAMES`, layer by layer, without buffers that have no shape yet."""
+    buffers: list[Tensor] = []
+    for layer in layers:
+        for name in NAMES:
+            buffer = layer._buffers.get(name)
+            if buffer is not None and not isinstance(buffer, UninitializedBuffer):
+                buffers.append(buffer)
+    return buffers
 
 
 def _is_restored(name: str, buffer: Tensor | None) -> bool:
     """Whether a skipped step restores this buffer, if its layer is trained."""
-    if buffer is None or name in NAMES:
-        return buffer is not None
+    if buffer is None:
+        return False
+    if name in NAMES:
+        return True
     return type(buffer) is Tensor and (buffer.is_floating_point() or buffer.is_complex())
 
 
-def layers_of(
-    state: Mapping[str, Any], healings: Mapping[str, Healing]
-) -> dict[str, list[nn.Module]]:
-    """Layers with batch statistics or other floating buffers, by the name of their optimizer.
+def layers_of(state: State, healings: Mapping[str, Healing]) -> dict[str, list[nn.Module]]:
+    """Layers with batch statistics or other floating buffers.
 
     A layer without trained parameters belongs to the optimizer of the nearest enclosing module with
     trained parameters.
+
+    Args:
+        state: the state of the run.
+        healings: the handle of each optimizer, by name.
+
+    Returns:
+        Name of an optimizer -> its layers, in the order of the state.
     """
-    owners = {
-        id(p): name for name, heal in healings.items() for p in gradients.parameters(heal.optimizer)
-    }
+    owners: dict[int, str] = {}  # id of a parameter -> name of its optimizer
+    for name, healing in healings.items():
+        for p in gradients.parameters(healing.optimizer):
+            owners[id(p)] = name
+    if not owners:
+        return {}
     found: dict[str, list[nn.Module]] = {}
     seen: set[int] = set()
-    for root in state.values() if healings else ():
-        for path, layer in root.named_modules() if isinstance(root, nn.Module) else ():
-            buffers = layer._buffers.items()
-            if id(layer) in seen or not any(_is_restored(n, each) for n, each in buffers):
+    for root in state.values():
+        if not isinstance(root, nn.Module):
+            continue
+        for path, layer in root.named_modules():
+            if id(layer) in seen:
+                continue
+            if not any(_is_restored(name, each) for name, each in layer._buffers.items()):
                 continue
             seen.add(id(layer))
-            owner = next(filter(None, _trainers(root, path, owners)), None)
+            owner = _owner_of(root, path, owners)
             if owner is not None:
                 found.setdefault(owner, []).append(layer)
     return found
 
 
-def _trainers(root: nn.Module, path: str, owners: Mapping[int, str]) -> Iterator[str | None]:
-    """Yields the optimizer of the module at this path, then of each enclosing module, or None."""
+def _owner_of(root: nn.Module, path: str, owners: Mapping[int, str]) -> str | None:
+    """The optimizer of the module at this path, or else of the nearest enclosing module."""
     while True:
-        params = root.get_submodule(path).parameters()
-        yield next((owners[id(p)] for p in params if id(p) in owners), None)
+        for p in root.get_submodule(path).parameters():
+            if id(p) in owners:
+                return owners[id(p)]
         if not path:
-            return
+            return None
         path = path.rpartition(".")[0]

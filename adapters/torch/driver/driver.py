@@ -6,7 +6,6 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from healcore import console
 from healcore.console import first_of
 from healcore.core.decision import StepRecord
+from healcore.core.engine import Engine
 from healcore.core.engine.state import config_differences
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
@@ -38,6 +38,7 @@ from healcore.torch.enforcer import moments_obstacle
 from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.expected_moments import missing_moments
+from healcore.torch.live_state import State
 from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
@@ -48,7 +49,17 @@ WITHOUT_POLL = 100
 
 
 class TorchDriver(Driver):
-    """Implements `healcore.runtime.driver.Driver`.
+    """Implements `healcore.runtime.driver.Driver` for a run in torch.
+
+    The program steps its optimizers by itself. The driver follows it with hooks, and the Healer
+    asks the driver between two batches what has happened:
+
+        program        observe ─► backward ─► optimizer.step()
+        in the step    HealedStep judges ─► Recorder keeps a PendingEntry
+        Healer         take_dispatch ─► PendingStep, some batches later read ─► StepRecords
+
+    The other methods answer questions about the live state (weights, numbers, structure), or
+    change it (`load`, `hold_numbers`). See `Driver` for what each method has to do.
 
     Args:
         state: name -> module, optimizer, scheduler, scaler, tree of tensors, or any object with
@@ -67,22 +78,24 @@ class TorchDriver(Driver):
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: State,
         policy: PolicyLike = "default",
         attach: Mapping[str, Any] = {},
     ) -> None:
-        self._given = state
+        self._user_state = state
         self._state = live_state.checked_state(state)
-        self.start_lines = [
-            f'state["{name}"] is an environment without state_dict() and load_state_dict(), which '
-            "cannot be saved: a restart resumes with a new episode, and after a rollback the "
-            "current episode continues"
-            for name in state
-            if name not in self._state
-        ]
+        self.start_lines: list[str] = []
+        for name in state:
+            if name not in self._state:
+                self.start_lines.append(
+                    f'state["{name}"] is an environment without state_dict() and '
+                    "load_state_dict(), which cannot be saved: a restart resumes with a new "
+                    "episode, and after a rollback the current episode continues"
+                )
         self.healings: dict[str, Healing] = {}
         """The handle of each optimizer, by its name in the state."""
         self._own: list[Healing] = []
+        """The handles that this driver has made, and detaches in `close`."""
         try:
             self._attach(engine_of(policy), {"scaler": live_state.scaler(self._state), **attach})
         except BaseException:
@@ -90,9 +103,11 @@ class TorchDriver(Driver):
                 healing.detach()
             raise
         self.warnings: list[str] = []
-        self.on_step: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = _do_nothing
         self._pending: deque[PendingEntry] = deque()
+        """Judged steps since the last `take_dispatch` that nobody has read."""
         self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
+        """Records of the steps before `_pending`, which were read because they were too many."""
         self._recorders = [
             Recorder(name, self._state, self.healings, self._pending, self._early, self.warnings)
             for name in self.healings
@@ -103,19 +118,21 @@ class TorchDriver(Driver):
         """The accumulations whose optimizers stepped for the last batch; at first all."""
         self._observed = False
         """Whether a loss was observed since the last step of any optimizer."""
-        self._unpolled = 0.0  # steps before the first call of `take_dispatch`, then -Inf
+        self._unpolled = 0.0
+        """Number of steps before the first call of `take_dispatch`, then -Inf."""
         self._statistics = BatchStatistics.of(self._state, self.healings)
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
-        self._sample: WeightSample | None = None  # until `keep_weight_sample`
-        self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
+        self._sample: WeightSample | None = None
+        """None until `keep_weight_sample`."""
+        self.copy_weights = self._weights.copy
+        self.losses_of = self._weights.losses_of
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         for healing in healings:
             healing.healed_step.measurer.use_order_of(modules)
         scaler = live_state.scaler(self._state)
-        self.window = self._window = GradientWindow(
-            self._accumulations, self._statistics, scaler, modules
-        )
-        optimizers = {name: each.optimizer for name, each in self.healings.items()}
+        self._window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
+        self.window = self._window
+        optimizers = self._optimizers()
         self._structure = StructureWatch(self._state, optimizers)
         self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
@@ -123,74 +140,123 @@ class TorchDriver(Driver):
     @property
     def live(self) -> Mapping[str, Any]:
         """The mapping that the user passed."""
-        return self._given
+        return self._user_state
 
     # -- signals from the loop ------------------------------------------------------------------
 
     def observe(
         self, loss: Tensor | float, optimizer: str | Optimizer | None = None, *, weight: float = 1.0
     ) -> None:
-        """Reports a loss, by default to all optimizers. See `Healing.observe`."""
+        """Reports a loss. See `Healing.observe`.
+
+        Also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
+
+        Args:
+            loss: the loss of one (micro-)batch.
+            optimizer: the optimizer that this loss trains, as the object or by its name in the
+                state. None: the loss is reported to all optimizers.
+            weight: weight of this loss in the mean of the step.
+
+        Raises:
+            AttachError: the state has no such optimizer.
+            SignalError: see `Healing.observe`.
+        """
         self._observed = True
-        kind = loss.device.type if isinstance(loss, Tensor) else "cpu"
-        mixed = torch.is_autocast_enabled(kind)
-        self._weights.autocast = (kind, torch.get_autocast_dtype(kind)) if mixed else None
+        kind = "cpu"
+        if isinstance(loss, Tensor):
+            kind = loss.device.type
+        self._weights.autocast = None
+        if torch.is_autocast_enabled(kind):
+            self._weights.autocast = (kind, torch.get_autocast_dtype(kind))
         for healing in self._healings_of(optimizer):
             healing.observe(loss, weight=weight)
 
     def observe_eval(
         self, eval_loss: Tensor | float, optimizer: str | Optimizer | None = None
     ) -> None:
-        """Reports the loss of an evaluation. See `Healing.observe_eval`."""
+        """Reports the loss of an evaluation. See `Healing.observe_eval`.
+
+        Args:
+            eval_loss: the loss.
+            optimizer: as for `observe`.
+
+        Raises:
+            AttachError: the state has no such optimizer.
+            SignalError: see `Healing.observe`.
+        """
         for healing in self._healings_of(optimizer):
             healing.observe_eval(eval_loss)
 
     # -- steps ----------------------------------------------------------------------------------
 
     def take_dispatch(self) -> PendingStep | None:
-        """The steps judged since the last call, or None. No host sync."""
+        """The steps judged since the last call, or None. No host sync.
+
+        The Healer calls it between two batches. It is also the place where gradients and losses
+        that no step will use are dropped.
+
+        Returns:
+            The judged steps as one step, to be read later. None if no optimizer has stepped.
+        """
         for healing in self.healings.values():
             healing.judge_dropped()
         self._unpolled = -math.inf
         if not any(each.in_progress for each in self._accumulations):
             for statistics in self._statistics:
                 statistics.keep_written()
-        entries, early = [*self._pending], [*self._early]
+        entries = [*self._pending]
+        early = [*self._early]
         self._pending.clear()
         self._early.clear()
+        stepped = self._stepped()
+        if stepped:
+            self._usual = stepped
+        for accumulation in self._accumulations:
+            if entries and not accumulation.stepped:
+                accumulation.idle += 1
+            accumulation.stepped = False
         # Once each of several optimizers has stepped, remaining gradients and losses are
         # by-products: a GAN's generator loss also has gradients in the discriminator.
-        all_stepped = all(accumulation.stepped for accumulation in self._accumulations)
-        all_stepped &= len(self._accumulations) > 1
-        self._usual = {each for each in self._accumulations if each.stepped} or self._usual
-        for accumulation in self._accumulations:
-            accumulation.idle += bool(entries) and not accumulation.stepped
-            accumulation.stepped = False
-            if all_stepped:
+        if len(self._accumulations) > 1 and len(stepped) == len(self._accumulations):
+            for accumulation in self._accumulations:
                 accumulation.drop_by_products()
         if not entries:
-            # A loop that leaves out a batch with NaN itself has no backward pass for its loss.
-            left_out = not any(each.reached_since_any_step for each in self._accumulations)
-            for healing in self.healings.values() if left_out else ():
-                loss = healing.healed_step.measurer.losses.mean()
-                if loss is not None and not bool(loss.isfinite()):
-                    healing.drop_losses()
+            self._drop_losses_of_skipped_batches()
             return None
         return PendingStep(entries, early)
 
+    def _drop_losses_of_skipped_batches(self) -> None:
+        """Drops losses of NaN or Inf if the loop has left out their batch itself.
+
+        Such a batch has no backward pass.
+        """
+        if any(each.reached_since_any_step for each in self._accumulations):
+            return
+        for healing in self.healings.values():
+            loss = healing.healed_step.measurer.losses.mean()
+            if loss is not None and not bool(loss.isfinite()):
+                healing.drop_losses()
+
     def pending_steps(self) -> int:
         """See `Driver.pending_steps`."""
-        return -(-len(self._pending) // len(self.healings))
+        return math.ceil(len(self._pending) / len(self.healings))
 
     def request_vote(self) -> None:
-        """Requests a vote in the all_reduce of each optimizer that all ranks step together."""
+        """Requests a vote in the all_reduce of each optimizer that all ranks step together.
+
+        See `Driver.request_vote`. Other optimizers' steps do not carry the request.
+        """
         everyone = len(self._members)
         for healing in self.healings.values():
             all_reduce = healing.healed_step.all_reduce
             all_reduce.requests_vote = all_reduce.ranks.world == everyone
 
     def expect_change(self) -> None:
-        """Opens every engine's grace window at its next step."""
+        """Opens every engine's grace window at its next step.
+
+        Batch statistics are saved as they are now, for example loaded with other weights. If the
+        next step is skipped, it restores these values.
+        """
         for healing in self.healings.values():
             healing.expect_change()
         for statistics in self._statistics:
@@ -203,7 +269,12 @@ class TorchDriver(Driver):
         return dict(self._state)
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Optimizer name -> state of its engine, JSON-safe. A sync on an accelerator."""
+        """The states of the engines, which a checkpoint keeps. A sync on an accelerator.
+
+        Returns:
+            Optimizer name -> `Engine.to_dict`, JSON-safe. Steps that are judged later are judged
+            now.
+        """
         return {name: healing.state_dict() for name, healing in self.healings.items()}
 
     def load(
@@ -213,15 +284,26 @@ class TorchDriver(Driver):
         *,
         reset_moments: bool = False,
     ) -> None:
-        """See `Driver.load`. A new state drops gradients and losses since the last step."""
+        """See `Driver.load`. A new state drops gradients and losses since the last step.
+
+        Args:
+            state: name -> saved value, or None to keep the live state.
+            engines: name -> `Engine.to_dict` of the engines to replace.
+            reset_moments: whether moments and step counters start anew.
+
+        Raises:
+            StateMismatch: see `Driver.load`.
+            StateError: see `Driver.load`. All engine states are checked before anything changes.
+        """
         check_engines(engines, self.healings)
         for name, data in engines.items():
             self.healings[name].live_engine.parse(data)
         if state is not None:
             apply(self._state, state)
             self._after_load()
-        for healing in self.healings.values() if reset_moments else ():
-            reset_moments_of(healing.optimizer)
+        if reset_moments:
+            for healing in self.healings.values():
+                reset_moments_of(healing.optimizer)
         steps = {name: self.healings[name].live_engine.state.step for name in engines}
         for name, data in engines.items():
             # A state that only limits something is of the same step, so what the program has
@@ -230,13 +312,20 @@ class TorchDriver(Driver):
             healing.live_engine.load(data, rollback=False)
             healing.healed_step.on_state_loaded(keeps_signals=state is None)
         for recorder in self._recorders:
-            # A state that only limits something has the same step, whose record may be unread.
-            recorder.restart(unless_at=None if state is not None else steps.get(recorder.name))
+            if state is not None:
+                recorder.restart()
+            else:
+                # A state that only limits something has the same step, whose record may be unread.
+                recorder.restart(unless_at=steps.get(recorder.name))
         self._pending.clear()
         self._early.clear()
 
     def structure_changes(self) -> list[str]:
-        """See `Driver.structure_changes`. The hooks move to the parameters that are there now."""
+        """See `Driver.structure_changes`.
+
+        After a change the hooks move to the parameters that are there now, and the batch statistics
+        are those of the layers that are there now.
+        """
         changes = self._structure.changes()
         if changes:
             for accumulation in self._accumulations:
@@ -245,14 +334,20 @@ class TorchDriver(Driver):
         return changes
 
     def load_common(self, saved: CommonState) -> None:
-        """See `Driver.load_common`."""
+        """See `Driver.load_common`. Drops gradients and losses since the last step.
+
+        Args:
+            saved: the state of a checkpoint with another structure.
+
+        Raises:
+            StateMismatch: nothing fits, or a parameter that would stay is not finite.
+        """
         load_common(self._state, saved)
         self._after_load()
 
     def param_groups(self) -> dict[str, list[list[str]]]:
         """See `Driver.param_groups`."""
-        healings = self.healings.items()
-        return group_names(self._state, {name: each.optimizer for name, each in healings})
+        return group_names(self._state, self._optimizers())
 
     def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
         """See `Driver.add_param_groups`."""
@@ -260,8 +355,11 @@ class TorchDriver(Driver):
 
     def moments_obstacle(self) -> str:
         """See `Driver.moments_obstacle`."""
-        obstacles = (moments_obstacle(h.optimizer) for h in self.healings.values())
-        return next(filter(None, obstacles), "")
+        for optimizer in self._optimizers().values():
+            obstacle = moments_obstacle(optimizer)
+            if obstacle:
+                return obstacle
+        return ""
 
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. False while any optimizer has gradients that no step has used.
@@ -269,23 +367,37 @@ class TorchDriver(Driver):
         Gradients of an optimizer that has not stepped for `patience` steps of the others are
         by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
         They need no checkpoint if no loss and no backward pass follows the last step.
+
+        Args:
+            patience: number of steps, or None to wait for every optimizer.
         """
         if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
         pending = [accumulation for accumulation in self._accumulations if accumulation.in_progress]
-        begun = self._observed or any(e.reached_since_any_step for e in self._accumulations)
-        if patience is not None and not begun:
-            pending = [accumulation for accumulation in pending if accumulation.idle < patience]
-        return not pending
+        has_begun = self._observed or any(e.reached_since_any_step for e in self._accumulations)
+        for accumulation in pending:
+            is_abandoned = patience is not None and accumulation.idle >= patience
+            if has_begun or not is_abandoned:
+                return False
+        return True
 
     def is_interrupted(self) -> bool:
-        """See `Driver.is_interrupted`. Also if fewer optimizers stepped than for the last batch."""
-        in_update = any(healing.healed_step.in_update for healing in self.healings.values())
-        stepped = {each for each in self._accumulations if each.stepped}
-        return in_update or (bool(stepped) and stepped < self._usual)
+        """Whether an exception has interrupted an update, see `Driver.is_interrupted`.
+
+        True within an optimizer's step. Also True if only some of the optimizers that stepped for
+        the last batch have stepped since: the discriminator of a GAN, and not yet its generator.
+        """
+        if any(healing.healed_step.in_update for healing in self.healings.values()):
+            return True
+        stepped = self._stepped()
+        return bool(stepped) and stepped < self._usual
 
     def undo_window(self) -> str:
-        """Restores batch statistics, and reshards parameters that FSDP2 has gathered."""
+        """See `Driver.undo_window`.
+
+        A forward pass has written batch statistics, and FSDP2 may have gathered parameters. Both
+        are restored. Gradients and losses stay: a checkpoint has neither.
+        """
         for statistics in self._statistics:
             statistics.end(True)
         self._weights.reshard()
@@ -301,70 +413,99 @@ class TorchDriver(Driver):
 
     def replaced_weights(self) -> list[str]:
         """See `Driver.replaced_weights`."""
-        return [] if self._sample is None else self._sample.changed()
+        if self._sample is None:
+            return []
+        return self._sample.changed()
 
     def nonfinite_weights(self) -> list[str]:
-        """See `Driver.nonfinite_weights`; of DTensors on all ranks. One sync per device."""
-        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
+        """See `Driver.nonfinite_weights`. One sync per device if all weights are finite.
+
+        Two passes: one norm of all weights, and only if it is not finite a look at each parameter.
+        With DTensors every rank of their meshes has to call it.
+        """
+        params = self._parameters()
         norms = gradients.whole_norms(gradients.norms(params), params)
         if bool(gradients.total_norm(norms, params[0].device).isfinite()):
             return []
-        found = [p for p, norm in zip(params, norms, strict=True) if not norm.isfinite()]
-        return live_state.parameter_names(self._state, found)
+        nonfinite: list[Tensor] = []
+        for p, norm in zip(params, norms, strict=True):
+            if not norm.isfinite():
+                nonfinite.append(p)
+        return live_state.parameter_names(self._state, nonfinite)
 
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`."""
-
-        def size(values: Iterable[Any]) -> int:
-            return sum(gradients.local_part(t).nbytes for t in values if isinstance(t, Tensor))
-
-        optimizers = [healing.optimizer for healing in self.healings.values()]
-        params = {p for optimizer in optimizers for p in gradients.parameters(optimizer)}
-        for value in self._state.values():  # with frozen parameters
-            params.update(value.parameters() if isinstance(value, nn.Module) else ())
-        moments = (m for each in optimizers for s in each.state.values() for m in s.values())
-        owners = {"parameters": size(params), "gradients": size(p.grad for p in params)}
-        owners["optimizer state"] = size(moments)
+        params = set(self._parameters())
+        for value in self._state.values():
+            if isinstance(value, nn.Module):
+                params.update(value.parameters())  # with frozen parameters
+        moments: list[Any] = []
+        for optimizer in self._optimizers().values():
+            for state in optimizer.state.values():
+                moments += state.values()
+        owners = {
+            "parameters": _size(params),
+            "gradients": _size(p.grad for p in params),
+            "optimizer state": _size(moments),
+        }
         if torch.cuda.is_initialized():
             owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
         return owners
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """CUDA's summary, and its snapshot if the program records the history of allocations."""
+        """CUDA's own reports about its memory, see `Driver.memory_profiles`.
+
+        Returns:
+            ".txt" -> CUDA's summary. Also ".pickle" -> its snapshot, if the program records the
+            history of allocations; https://pytorch.org/memory_viz shows it. Empty on a CPU.
+        """
         if not torch.cuda.is_initialized():
             return {}
         profiles = {".txt": torch.cuda.memory_summary().encode()}
         snapshot = torch.cuda.memory._snapshot()
         if any(snapshot.get("device_traces", ())):
-            profiles[".pickle"] = pickle.dumps(snapshot)  # for https://pytorch.org/memory_viz
+            profiles[".pickle"] = pickle.dumps(snapshot)
         return profiles
 
     def settings(self) -> dict[str, Any]:
-        """See `Driver.settings`."""
-        params = [p for h in self.healings.values() for p in gradients.parameters(h.optimizer)]
-        has_stepped = any(healing.optimizer.state for healing in self.healings.values())
-        return {
-            **live_state.hyperparameters(self._state),
-            "precision": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in params})),
-            WEIGHTS: self._weights.digest() + STEPPED * has_stepped,
-        }
+        """See `Driver.settings`.
+
+        Returns:
+            The hyperparameters as in `live_state.hyperparameters`; "precision", the dtypes of the
+            optimizers' parameters; and the digest of the weights.
+        """
+        settings = live_state.hyperparameters(self._state)
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in self._parameters()}
+        settings["precision"] = ", ".join(sorted(dtypes))
+        settings[WEIGHTS] = self._weights.digest()
+        if any(optimizer.state for optimizer in self._optimizers().values()):
+            settings[WEIGHTS] += STEPPED
+        return settings
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The largest rate of each optimizer's groups, as its engine reads. A sync for a tensor."""
-        groups = {name: healing.optimizer.param_groups for name, healing in self.healings.items()}
-        return {
-            name: max((float(g["lr"]) for g in each if g.get("lr") is not None), default=None)
-            for name, each in groups.items()
-        }
+        """The learning rates that the program has set now, as the engines read them.
+
+        Returns:
+            Optimizer name -> the largest rate of its groups, or None without one. A rate in a
+            tensor on an accelerator is a sync.
+        """
+        largest: dict[str, float | None] = {}
+        for name, optimizer in self._optimizers().items():
+            rates: list[float] = []
+            for group in optimizer.param_groups:
+                if group.get("lr") is not None:
+                    rates.append(float(group["lr"]))
+            largest[name] = max(rates, default=None)
+        return largest
 
     def trained_rates(self) -> dict[str, float | None]:
         """See `Driver.trained_rates`."""
-        found = self.learning_rates()
+        rates = self.learning_rates()
         for name, healing in self.healings.items():
             numbers = healing.healed_step.numbers
             if numbers is not None and numbers.rate is not None:
-                found[name] = numbers.rate
-        return found
+                rates[name] = numbers.rate
+        return rates
 
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
@@ -374,22 +515,28 @@ class TorchDriver(Driver):
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
-        return {
-            f"{name}{place}": each
-            for name, healing in self.healings.items()
-            if (numbers := healing.healed_step.numbers) is not None
-            for place, each in numbers.ranges().items()
-        }
+        ranges: dict[str, NumberRange] = {}
+        for name, healing in self.healings.items():
+            numbers = healing.healed_step.numbers
+            if numbers is not None:
+                for place, number_range in numbers.ranges().items():
+                    ranges[f"{name}{place}"] = number_range
+        return ranges
 
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
-        rates = {rate for recorder in self._recorders for rate in recorder.bad_rates}
+        rates: set[float] = set()
+        for recorder in self._recorders:
+            rates.update(recorder.bad_rates)
         return [f"the learning rate is {rate}" for rate in sorted(rates)]
 
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. In observe mode the numbers are only read.
 
         A step of which `torch.compile` has made a graph is compiled again when a number changes.
+
+        Args:
+            ranges: names as in `numbers()` -> range. An empty mapping releases every number.
         """
         if ranges:
             self.watch_numbers()
@@ -397,8 +544,11 @@ class TorchDriver(Driver):
             numbers = healing.healed_step.numbers
             if numbers is None:
                 continue
-            own = {n: each for n, each in ranges.items() if n.startswith(name)}
-            numbers.hold({n.removeprefix(name): each for n, each in own.items()})
+            own: dict[str, NumberRange] = {}
+            for full_name, number_range in ranges.items():
+                if full_name.startswith(name):
+                    own[full_name.removeprefix(name)] = number_range
+            numbers.hold(own)
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -407,13 +557,20 @@ class TorchDriver(Driver):
         return missing_moments(self.state())
 
     def store(self, where: Any) -> CheckpointStore:
-        """A `MemoryStore`, or a `DCPStore` with copies in memory. Every rank has to call it."""
+        """The default store of a run. Every rank has to call it.
+
+        Args:
+            where: a directory, or None.
+
+        Returns:
+            A `MemoryStore` without a directory, otherwise a `DCPStore` with copies in memory.
+        """
         if where is None:
             return MemoryStore()
         return DCPStore(where, in_memory=IN_MEMORY, ranks=self._new_ranks())
 
     def ranks(self) -> Ranks:
-        """The ranks that step together.
+        """The ranks that step together, for saves and decisions of the run.
 
         The first call creates a gloo group, so all of these ranks have to call it.
         """
@@ -422,15 +579,28 @@ class TorchDriver(Driver):
         return self._ranks
 
     def _new_ranks(self) -> Ranks:
-        return GlooRanks(members=self._members) if len(self._members) > 1 else Alone()
+        members = self._members
+        if len(members) > 1:
+            return GlooRanks(members=members)
+        return Alone()
 
     def close(self) -> None:
-        """Removes hooks and handles, but keeps the handles of an earlier `attach`."""
-        for part in (self._structure, self._added_groups, self._window, *self._accumulations):
-            part.close()
+        """Removes hooks and handles, so that the program can go on without healcore.
+
+        Handles that this driver has made are detached. The handle of an earlier `attach` belongs to
+        the user, and continues to heal its optimizer.
+        """
+        self._structure.close()
+        self._added_groups.close()
+        self._window.close()
+        for accumulation in self._accumulations:
+            accumulation.close()
         for healing in self.healings.values():
             step = healing.healed_step
-            step.on_judged = step.on_ended = step.on_step = step.numbers = None
+            step.on_judged = None
+            step.on_ended = None
+            step.on_step = None
+            step.numbers = None
         for healing in self._own:
             healing.detach()
 
@@ -457,26 +627,51 @@ class TorchDriver(Driver):
             )
         self.on_step()
 
-    def _attach(self, engine: Any, options: dict[str, Any]) -> None:
+    def _attach(self, engine: Engine, options: Mapping[str, Any]) -> None:
+        """Sets `healings`: attaches to each optimizer, or takes its handle if it has one."""
         for name, optimizer in live_state.optimizers(self._state).items():
             healing = healing_of(optimizer)
             if healing is None:
-                attach_with = getattr(self._state[name], "attach_with", None)  # from a trainer
-                attach_function = attach_with or partial(attach_to, self._state[name])
-                healing = attach_function(engine, **options)
+                item = self._state[name]
+                attach_with = getattr(item, "attach_with", None)
+                if attach_with is not None:  # from a trainer
+                    healing = attach_with(engine, **options)
+                else:
+                    healing = attach_to(item, engine, **options)
                 self._own.append(healing)
-            elif healing.healed_step.on_judged is not None:
-                raise AttachError(
-                    f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
-                    "delete the object"
-                )
-            elif differ := config_differences(healing.engine.config, engine.config):
-                raise AttachError(
-                    f'"{name}" is healed already under another policy than that of the Healer '
-                    f"({first_of(differ, 5, '; ')}): detach() its handle, or attach with the "
-                    "policy of the Healer"
-                )
+            else:
+                self._check_attached(name, healing, engine)
             self.healings[name] = healing
+
+    def _check_attached(self, name: str, healing: Healing, engine: Engine) -> None:
+        """Raises AttachError unless the handle of an earlier `attach` can be used."""
+        if healing.healed_step.on_judged is not None:
+            raise AttachError(
+                f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
+                "delete the object"
+            )
+        differences = config_differences(healing.engine.config, engine.config)
+        if differences:
+            raise AttachError(
+                f'"{name}" is healed already under another policy than that of the Healer '
+                f"({first_of(differences, 5, '; ')}): detach() its handle, or attach with the "
+                "policy of the Healer"
+            )
+
+    def _stepped(self) -> set[Accumulation]:
+        """The optimizers that have stepped since the last `take_dispatch`."""
+        return {accumulation for accumulation in self._accumulations if accumulation.stepped}
+
+    def _optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers by name, without wrappers."""
+        return {name: healing.optimizer for name, healing in self.healings.items()}
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters of all optimizers, in order."""
+        params: list[Tensor] = []
+        for healing in self.healings.values():
+            params += gradients.parameters(healing.optimizer)
+        return params
 
     @property
     def _members(self) -> list[int]:
@@ -484,9 +679,8 @@ class TorchDriver(Driver):
 
         The longest list of any optimizer, because other optimizers may have fewer of the ranks.
         """
-        return max(
-            (each.healed_step.all_reduce.ranks.members for each in self.healings.values()), key=len
-        )
+        healings = self.healings.values()
+        return max((each.healed_step.all_reduce.ranks.members for each in healings), key=len)
 
     def _healings_of(self, optimizer: str | Optimizer | None) -> list[Healing]:
         if optimizer is None:
@@ -500,3 +694,12 @@ class TorchDriver(Driver):
             f"there is no optimizer {optimizer!r:.60} in the state: pass one of "
             f"{', '.join(self.healings)}, by name or as the object"
         )
+
+
+def _do_nothing() -> None:
+    """`on_step` before the run sets it."""
+
+
+def _size(values: Iterable[Any]) -> int:
+    """Bytes of the tensors among these values, in the memory of this rank."""
+    return sum(gradients.local_part(each).nbytes for each in values if isinstance(each, Tensor))

@@ -13,31 +13,52 @@ from healcore.torch import live_state
 from healcore.torch.attachment import Healing
 from healcore.torch.engines import AsyncCopy, PendingRecord
 from healcore.torch.incident_log import MissingLoss
+from healcore.torch.live_state import State
 from healcore.torch.measurement import StepNorms
 
 MOST_PENDING = 256
 """Entries to keep; older ones are read at once. A loop may take many steps per batch, as in RL."""
-MOST_EARLY = 2**16  # largest number of records that were read and not yet taken
+MOST_EARLY = 2**16
+"""Largest number of records that were read and not yet taken."""
 
 
 class PendingEntry(NamedTuple):
-    """One judged step of one engine, not read yet."""
+    """One judged step of one engine, not read yet.
+
+    Its numbers may still be on their way from an accelerator. `Recorder.read` waits for them.
+    """
 
     recorder: Recorder
+    """The recorder that has made the entry, and reads it."""
     record: PendingRecord
+    """Reads the record of the engine."""
     norms: StepNorms
+    """The gradient norms of the step."""
     marks: AsyncCopy | None
-    """See `SignalAllReduce.last_marks`."""
-    lr: float  # largest rate of the groups; 0.0 without a rate, or if rates are tensors
+    """See `SignalAllReduce.last_marks`. None for one rank alone."""
+    lr: float
+    """Largest rate of the groups; 0.0 without a rate, or if all rates are tensors."""
 
 
 class Recorder:
-    """Appends an entry to `pending` for every judged step of one optimizer, without a sync."""
+    """Appends an entry to `pending` for every judged step of one optimizer, without a sync.
+
+        HealedStep.on_judged ─► _record ─► pending ─► PendingStep ─► read ─► StepRecord
+                                   └─► more than MOST_PENDING: read at once ─► early
+
+    Args:
+        name: name of the optimizer in the state.
+        state: the state of the run.
+        healings: the handle of each optimizer, by name.
+        pending: entries of all recorders of the run, oldest first.
+        early: records of entries that were read because `pending` was full.
+        warnings: lines for the log of the run.
+    """
 
     def __init__(
         self,
         name: str,
-        state: Mapping[str, Any],
+        state: State,
         healings: Mapping[str, Healing],
         pending: deque[PendingEntry],
         early: deque[StepRecord],
@@ -59,7 +80,7 @@ class Recorder:
         self._healing.healed_step.on_judged = self._record
 
     def restart(self, *, unless_at: Any = None) -> None:
-        """Call it after the engine's state is replaced. A sync.
+        """Forgets the last step. Call it after the engine's state is replaced. A sync.
 
         Args:
             unless_at: step of the replaced state, if unread records stay valid unless the new state
@@ -70,17 +91,37 @@ class Recorder:
             self._last_step = now
 
     def _record(self, norms: StepNorms) -> None:
+        """Appends an entry for a step that was judged now."""
         step = self._healing.healed_step
-        record = step.live_engine.pending_record(self.name)
-        rates = [group.get("lr") for group in step.optimizer.param_groups]
-        lr = max((rate for rate in rates if isinstance(rate, int | float)), default=0.0)
-        self._pending.append(PendingEntry(self, record, norms, step.all_reduce.last_marks, lr))
+        rates: list[float] = []
+        for group in step.optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, int | float):  # reading a tensor could wait for a device
+                rates.append(rate)
+        entry = PendingEntry(
+            recorder=self,
+            record=step.live_engine.pending_record(self.name),
+            norms=norms,
+            marks=step.all_reduce.last_marks,
+            lr=max(rates, default=0.0),
+        )
+        self._pending.append(entry)
         if len(self._pending) > MOST_PENDING:
             oldest = self._pending.popleft()
             self._early.append(oldest.recorder.read(oldest))
 
     def read(self, entry: PendingEntry) -> StepRecord:
-        """The record of an entry, read in order. Evidence, for records with a cause, is a sync."""
+        """Reads an entry. The entries of a recorder have to be read in order.
+
+        A record with a cause gets evidence: the tensors whose gradients were unusual. To find them
+        is a sync.
+
+        Args:
+            entry: an entry of this recorder.
+
+        Returns:
+            The record of the step. Without a judgment if a GradScaler has skipped the step.
+        """
         record = entry.record()
         if record.step == self._last_step:
             # A GradScaler has skipped this step: the state has the previous step's record.
@@ -90,14 +131,17 @@ class Recorder:
             record = record._replace(lr=entry.lr)
         has_seen_loss = any(healing.has_seen_loss for healing in self._healings.values())
         self._warnings += self._missing_loss.add(has_seen_loss=has_seen_loss)
-        if record.cause:
-            rank_signals = entry.norms.rank_signals() if self._healing.ranks > 1 else None
-            evidence, by_optimizer = self._evidence(record, entry.norms)
-            return record._replace(
-                evidence=evidence, by_optimizer=by_optimizer, rank_signals=rank_signals
-            )
-        self._baseline = entry.norms if entry.norms.params else self._baseline
-        return record
+        if not record.cause:
+            if entry.norms.params:
+                self._baseline = entry.norms
+            return record
+        rank_signals: tuple[float, float] | None = None
+        if self._healing.ranks > 1:
+            rank_signals = entry.norms.rank_signals()
+        evidence, by_optimizer = self._evidence(record, entry.norms)
+        return record._replace(
+            evidence=evidence, by_optimizer=by_optimizer, rank_signals=rank_signals
+        )
 
     def _evidence(
         self, record: StepRecord, norms: StepNorms
@@ -109,40 +153,56 @@ class Recorder:
         """
         if not norms.params:
             return (), False  # only other ranks have gradients
-        found = norms.to_host()
-        usual = None
+        values = norms.to_host()
+        usual: np.ndarray | None = None
         if self._baseline is not None:
-            known = dict(zip(map(id, self._baseline.params), self._baseline.to_host(), strict=True))
+            known: dict[int, float] = {}
+            for p, norm in zip(self._baseline.params, self._baseline.to_host(), strict=True):
+                known[id(p)] = norm
             usual = np.array([known.get(id(p), 0.0) for p in norms.params], np.float32)
         names = live_state.parameter_names(self._state, norms.params)
-        by_optimizer = is_by_optimizer(record.cause, found)
+        by_optimizer = is_by_optimizer(record.cause, values)
         if by_optimizer:
             self.bad_rates = norms.bad_rates
-        return suspects(found, usual, names), by_optimizer
+        return suspects(values, usual, names), by_optimizer
 
 
 class PendingStep:
     """The judged steps between two calls of `TorchDriver.take_dispatch`, as one step.
 
-    An optimizer that has stepped twice has two entries.
+    Implements `healcore.runtime.driver.PendingDispatch`. An optimizer that has stepped twice has
+    two entries.
 
     Args:
         entries: the judged steps to read, in order.
         early: records of earlier steps, which are read already.
+
+    Attributes:
+        count: see `PendingDispatch`.
+        vote_requested: see `PendingDispatch`.
     """
 
     count = 1
 
     def __init__(self, entries: Sequence[PendingEntry], early: Sequence[StepRecord]) -> None:
-        self._entries, self._early = entries, early
+        self._entries = entries
+        self._early = early
         self._records: list[StepRecord] | None = None
         self.vote_requested = False
 
     def read(self) -> list[list[StepRecord]]:
-        """The records. Waits only for records that have not arrived yet."""
+        """The records of the one step, in order. Waits only for what has not arrived yet.
+
+        Later calls return the same records.
+        """
         if self._records is None:
-            marks = (entry.marks.read() for entry in self._entries if entry.marks is not None)
-            self.vote_requested = any(votes > 0 for votes, _, _ in marks)
-            self._records = [*self._early, *(each.recorder.read(each) for each in self._entries)]
+            for entry in self._entries:
+                if entry.marks is not None:
+                    votes, _, _ = entry.marks.read()
+                    if votes > 0:
+                        self.vote_requested = True
+            self._records = [*self._early]
+            for entry in self._entries:
+                self._records.append(entry.recorder.read(entry))
             self._entries = ()
         return [self._records]

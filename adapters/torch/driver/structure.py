@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer
 
+from healcore.torch.live_state import State
+
 _Ends = list[list[tuple[int, int, int]]]
+"""For each optimizer, what `_ends` compares."""
 
 
 class StructureWatch:
@@ -25,10 +28,15 @@ class StructureWatch:
     reported by torch: a module calls hooks when a parameter or a module is set on it. Only after
     such a sign are all parameters compared. A change without a sign (a layer deleted from a module,
     or written into the dictionary `_modules`) is found after the next sign.
+
+    Args:
+        state: the state of the run.
+        optimizers: its optimizers by name, without wrappers.
     """
 
-    def __init__(self, state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> None:
-        self._state, self._optimizers = state, optimizers
+    def __init__(self, state: State, optimizers: Mapping[str, Optimizer]) -> None:
+        self._state = state
+        self._optimizers = optimizers
         hook = _without_cycle(self._on_registration)
         self._handles = [
             registration.register_module_parameter_registration_hook(hook),
@@ -37,9 +45,15 @@ class StructureWatch:
         self._remember()
 
     def changes(self) -> list[str]:
-        """What has changed since the last call, each as a short text; empty without a change."""
+        """What has changed since the last call.
+
+        Cheap without a sign of a change, so that it can be called at each step.
+
+        Returns:
+            A short text for each change, for example "model.0.weight is new". Empty without one.
+        """
         ends = _ends(self._optimizers)
-        if not self._sign and ends == self._seen_ends:
+        if not self._has_sign and ends == self._seen_ends:
             return []
         before = self._layout
         self._remember()
@@ -51,20 +65,20 @@ class StructureWatch:
             handle.remove()
 
     def _remember(self) -> None:
-        self._sign = False
+        """Remembers the structure as it is now."""
+        self._has_sign = False
         self._seen_ends = _ends(self._optimizers)
         self._layout = _layout(self._state, self._optimizers)
         # A set of weak references: modules that the program has dropped are not kept alive.
-        self._modules = weakref.WeakSet(
-            module
-            for root in self._state.values()
-            if isinstance(root, nn.Module)
-            for module in root.modules()
-        )
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        for root in self._state.values():
+            if isinstance(root, nn.Module):
+                self._modules.update(root.modules())
 
     def _on_registration(self, module: nn.Module) -> None:
         # Each new layer registers its own parameters too, and is not part of the model yet.
-        self._sign = self._sign or module in self._modules
+        if module in self._modules:
+            self._has_sign = True
 
 
 class _Layout(NamedTuple):
@@ -76,39 +90,45 @@ class _Layout(NamedTuple):
     """Name of each optimizer -> id and shape of the parameters of each group."""
 
 
-def _layout(state: Mapping[str, Any], optimizers: Mapping[str, Optimizer]) -> _Layout:
-    tensors = {}
+def _layout(state: State, optimizers: Mapping[str, Optimizer]) -> _Layout:
+    """The structure of a state now."""
+    tensors: dict[str, tuple[int, ...]] = {}
     for name, value in state.items():
         if isinstance(value, nn.Module):
             for path, tensor in (*value.named_parameters(), *value.named_buffers()):
                 tensors[f"{name}.{path}"] = _shape(tensor)
-    groups = {
-        name: [[(id(p), _shape(p)) for p in group["params"]] for group in each.param_groups]
-        for name, each in optimizers.items()
-    }
-    return _Layout(tensors, groups)
+    groups_of: dict[str, list[list[tuple[int, tuple[int, ...]]]]] = {}
+    for name, optimizer in optimizers.items():
+        groups_of[name] = []
+        for group in optimizer.param_groups:
+            groups_of[name].append([(id(p), _shape(p)) for p in group["params"]])
+    return _Layout(tensors, groups_of)
 
 
 def _differences(before: _Layout, now: _Layout) -> list[str]:
-    old, new = before.tensors, now.tensors
-    found = [f"{path} is new" for path in new if path not in old]
-    found += [f"{path} is gone" for path in old if path not in new]
-    found += [
-        f"{path} has the shape {new[path]}, not {old[path]}"
-        for path in new
-        if path in old and new[path] != old[path] and _is_weight(new[path], old[path])
-    ]
+    """The differences of two structures as short texts."""
+    old = before.tensors
+    new = now.tensors
+    texts = [f"{path} is new" for path in new if path not in old]
+    texts += [f"{path} is gone" for path in old if path not in new]
+    for path, shape in new.items():
+        earlier_shape = old.get(path, shape)
+        if shape != earlier_shape and _is_weight(shape, earlier_shape):
+            texts.append(f"{path} has the shape {shape}, not {earlier_shape}")
     for name, groups in now.groups.items():
         earlier = before.groups[name]
-        if groups != earlier:
-            counts = sum(map(len, earlier)), sum(map(len, groups))
-            found.append(
-                f"{name} trains {counts[1]} parameters in {len(groups)} groups, not {counts[0]} in "
+        if groups == earlier:
+            continue
+        count = sum(map(len, groups))
+        earlier_count = sum(map(len, earlier))
+        if count == earlier_count and len(groups) == len(earlier):
+            texts.append(f"{name} trains other parameters")
+        else:
+            texts.append(
+                f"{name} trains {count} parameters in {len(groups)} groups, not {earlier_count} in "
                 f"{len(earlier)}"
-                if (counts[0], len(earlier)) != (counts[1], len(groups))
-                else f"{name} trains other parameters"
             )
-    return found
+    return texts
 
 
 def _is_weight(*shapes: tuple[int, ...]) -> bool:
@@ -118,15 +138,25 @@ def _is_weight(*shapes: tuple[int, ...]) -> bool:
 
 def _ends(optimizers: Mapping[str, Optimizer]) -> _Ends:
     """Length, first and last parameter of each group, and the size of the very first and last."""
-    found = []
+    ends_of_all: _Ends = []
     for optimizer in optimizers.values():
-        groups = [group["params"] for group in optimizer.param_groups]
-        ends = [(len(ps), id(ps[0]) if ps else 0, id(ps[-1]) if ps else 0) for ps in groups]
-        filled = [ps for ps in groups if ps]
-        if filled:  # a program may cut weights, `p.data = p.data[kept]`
-            ends.append((0, filled[0][0].numel(), filled[-1][-1].numel()))
-        found.append(ends)
-    return found
+        ends: list[tuple[int, int, int]] = []
+        first: Tensor | None = None
+        last: Tensor | None = None
+        for group in optimizer.param_groups:
+            params = group["params"]
+            if not params:
+                ends.append((0, 0, 0))
+                continue
+            ends.append((len(params), id(params[0]), id(params[-1])))
+            if first is None:
+                first = params[0]
+            last = params[-1]
+        if first is not None and last is not None:
+            # A program may cut weights, `p.data = p.data[kept]`.
+            ends.append((0, first.numel(), last.numel()))
+        ends_of_all.append(ends)
+    return ends_of_all
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
@@ -142,8 +172,8 @@ def _without_cycle(method: Callable[[nn.Module], None]) -> Callable[..., None]:
 
     def hook(module: nn.Module, name: str, value: Any) -> None:
         del name, value
-        found = reference()
-        if found is not None:
-            found(module)
+        live_method = reference()
+        if live_method is not None:
+            live_method(module)
 
     return hook

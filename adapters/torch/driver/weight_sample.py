@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
+from healcore.torch.live_state import State
 
 BYTES = 64
 """Bytes of each parameter in the sample, from its middle."""
@@ -34,13 +35,34 @@ keeps the parameter's memory, also while the program has moved the model to the 
 class _Place(NamedTuple):
     """The place of a parameter in a module."""
 
-    name: str  # for messages
-    parameters: Mapping[str, Any]  # of the module
+    name: str
+    """The parameter's name for messages."""
+    parameters: Mapping[str, Any]
+    """The parameters of the module itself, `module._parameters`."""
     key: str
+    """The parameter's key in `parameters`."""
 
     def parameter(self) -> Any:
         """The parameter that is there now, or None."""
         return self.parameters.get(self.key)
+
+
+class _Sampled(NamedTuple):
+    """A parameter of the sample."""
+
+    place: _Place
+    parameter: Tensor
+    address: int
+    """The parameter's `data_ptr()` at the last look."""
+
+
+class _Candidate(NamedTuple):
+    """A parameter that may be part of the sample."""
+
+    path: str
+    """Path of the parameter in its root module, such as "layers.0.weight"."""
+    place: _Place
+    parameter: Tensor
 
 
 class WeightSample:
@@ -52,15 +74,19 @@ class WeightSample:
 
     Tensors of a kind whose bytes cannot be read (sharded, quantized, sparse) have no sample.
 
+        step ─► keep     these are the weights of the training
+        program copies averaged weights into the model, and ends
+        end  ─► changed  names of the parameters with other bytes
+
     Args:
         state: the state of the run.
         healings: the handle of each optimizer, by name.
     """
 
-    def __init__(self, state: Mapping[str, Any], healings: Mapping[str, Healing]) -> None:
-        self._state, self._healings = state, healings
-        self._places: list[tuple[_Place, Tensor, int]] = []
-        """Each place, with its parameter and the parameter's address at the last look."""
+    def __init__(self, state: State, healings: Mapping[str, Healing]) -> None:
+        self._state = state
+        self._healings = healings
+        self._sampled: list[_Sampled] = []
         self._on_host: list[ctypes.Array[ctypes.c_char]] = []
         """The sampled bytes in host memory. Valid while the parameters have these addresses."""
         self._views: dict[torch.device, list[Tensor]] = {}
@@ -68,70 +94,89 @@ class WeightSample:
         self._order: list[_Place] = []
         """The places in the order of the kept bytes: first the places in host memory."""
         self._kept: list[bytes] = []
-        self._kept_there: list[Tensor] = []
+        """The kept bytes of the parameters in host memory."""
+        self._kept_on_device: list[Tensor] = []
+        """The kept bytes on each accelerator, in one tensor."""
         self._choose()
 
     def keep(self) -> None:
-        """Keeps the bytes: these are the weights of the training now. No sync."""
-        for place, p, address in self._places:
+        """Keeps the bytes: these are the weights of the training now. No sync.
+
+        Called at each step. If the program has made new parameters, they are chosen again, and if
+        it has moved parameters, their new addresses are found.
+        """
+        for place, p, address in self._sampled:
             if place.parameters.get(place.key) is not p:
                 self._choose()  # the program has made new parameters
                 break
             if p.data_ptr() != address:
-                self._look()
+                self._look()  # the program has moved parameters
                 break
-        self._kept = [sampled.raw for sampled in self._on_host]
+        self._kept = [sampled_bytes.raw for sampled_bytes in self._on_host]
         if self._views and not _is_capturing(self._views):
-            self._kept_there = [torch.cat(views) for views in self._views.values()]
+            self._kept_on_device = [torch.cat(views) for views in self._views.values()]
 
     def changed(self) -> list[str]:
-        """Names of the sampled parameters with other bytes than at the last `keep`. A sync."""
+        """Compares the weights with the kept bytes. A sync.
+
+        Returns:
+            Names of the sampled parameters with other bytes than at the last `keep`.
+        """
         kept = [*self._kept]
-        for views, together in zip(self._views.values(), self._kept_there, strict=False):
+        for views, kept_bytes in zip(self._views.values(), self._kept_on_device, strict=False):
             counts = [view.numel() for view in views]
-            kept += [part.cpu().numpy().tobytes() for part in together.split(counts)]
-        return [
-            place.name
-            for place, before in zip(self._order, kept, strict=False)
-            if _content(place.parameter()) != before
-        ]
+            for part in kept_bytes.split(counts):
+                kept.append(part.cpu().numpy().tobytes())
+        names: list[str] = []
+        for place, before in zip(self._order, kept, strict=False):
+            if _content(place.parameter()) != before:
+                names.append(place.name)
+        return names
 
     def _choose(self) -> None:
         """Chooses the parameters of the sample."""
-        chosen = [(place, place.parameter()) for place in _chosen(self._state, self._healings)]
-        self._places = [(place, p, 0) for place, p in chosen if _view(p) is not None]
+        self._sampled = []
+        for place in _chosen(self._state, self._healings):
+            p = place.parameter()
+            if _view(p) is not None:
+                self._sampled.append(_Sampled(place, p, p.data_ptr()))
         self._look()
 
     def _look(self) -> None:
         """Finds the bytes of the sample at the current addresses. Forgets what was kept."""
-        self._places = [(place, p, p.data_ptr()) for place, p, _ in self._places]
-        self._on_host, self._views, self._kept, self._kept_there = [], {}, [], []
+        self._on_host = []
+        self._views = {}
+        self._kept = []
+        self._kept_on_device = []
         on_host: list[_Place] = []
         on_device: dict[torch.device, list[_Place]] = {}
-        for place, p, _ in self._places:
+        for i, (place, p, _) in enumerate(self._sampled):
+            self._sampled[i] = _Sampled(place, p, p.data_ptr())
             view = _view(p)
             if view is None:
                 continue
             if view.is_cpu:
-                sampled = ctypes.c_char * view.numel()
-                self._on_host.append(sampled.from_address(view.data_ptr()))
+                bytes_type = ctypes.c_char * view.numel()
+                self._on_host.append(bytes_type.from_address(view.data_ptr()))
                 on_host.append(place)
             else:
                 self._views.setdefault(view.device, []).append(view)
                 on_device.setdefault(view.device, []).append(place)
-        self._order = [*on_host, *(place for places in on_device.values() for place in places)]
+        self._order = on_host
+        for places in on_device.values():
+            self._order += places
 
 
 def _is_capturing(views: Mapping[torch.device, Any]) -> bool:
     """Whether a CUDA graph is captured, which would write into the sample later."""
-    of_cuda = any(device.type == "cuda" for device in views)
-    return of_cuda and torch.cuda.is_current_stream_capturing()
+    has_cuda = any(device.type == "cuda" for device in views)
+    return has_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _view(p: Any) -> Tensor | None:
     """The sampled bytes of a parameter, or None for a tensor of another kind."""
-    plain = type(p) in (Parameter, Tensor) and p.layout is torch.strided
-    if not plain or p.is_meta or p.is_quantized or not p.numel():
+    is_plain = type(p) in (Parameter, Tensor) and p.layout is torch.strided
+    if not is_plain or p.is_meta or p.is_quantized or not p.numel():
         return None
     size = p.element_size()
     elements = min(p.numel(), BYTES // size)
@@ -144,58 +189,86 @@ def _view(p: Any) -> Tensor | None:
 def _content(p: Any) -> bytes | None:
     """The sampled bytes of a parameter on the host."""
     view = _view(p)
-    return None if view is None else view.cpu().numpy().tobytes()
+    if view is None:
+        return None
+    return view.cpu().numpy().tobytes()
 
 
-def _chosen(state: Mapping[str, Any], healings: Mapping[str, Healing]) -> Iterator[_Place]:
-    """The places of the sample."""
-    trained = {id(p) for h in healings.values() for p in gradients.parameters(h.optimizer)}
-    roots = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    places = {name: [*_places_in(name, root)] for name, root in roots.items()}
-    if not any(id(p) in trained for found in places.values() for _, _, p in found):
-        # The optimizers train copies of the modules' parameters (master weights).
-        trained = {id(p) for found in places.values() for *_, p in found if p.requires_grad}
+def _chosen(state: State, healings: Mapping[str, Healing]) -> Iterator[_Place]:
+    """Yields the places of the sample."""
+    candidates: dict[str, list[_Candidate]] = {}
+    for name, value in state.items():
+        if isinstance(value, nn.Module):
+            candidates[name] = [*_candidates_in(name, value)]
+    trained = _trained_ids(candidates, healings)
     seen: set[int] = set()
     modules = 0
-    for found in places.values():
-        own = [each for each in found if id(each[2]) in trained and id(each[2]) not in seen]
-        seen.update(id(p) for *_, p in own)
+    for in_module in candidates.values():
+        own: list[_Candidate] = []
+        frozen: list[_Candidate] = []
+        for candidate in in_module:
+            if id(candidate.parameter) not in trained:
+                frozen.append(candidate)
+            elif id(candidate.parameter) not in seen:  # modules may share a parameter
+                own.append(candidate)
+        seen.update(id(candidate.parameter) for candidate in own)
         if not own or modules == MAX_MODULES:
             continue
         modules += 1
         # Adapters are merged into the frozen parameter of their own module, or of its child.
-        near = {above for path, *_ in own for above in _modules_of(path, 3)}
-        frozen = [each for each in found if id(each[2]) not in trained]
-        beside = [each for each in frozen if near & {*_modules_of(each[0], 2)}]
-        yield from (place for _, place, _ in [*_spread(own, 3), *_spread(beside, 2)])
+        near: set[str] = set()
+        for candidate in own:
+            near.update(_modules_of(candidate.path, 3))
+        beside = [each for each in frozen if near & {*_modules_of(each.path, 2)}]
+        for candidate in [*_spread(own, 3), *_spread(beside, 2)]:
+            yield candidate.place
 
 
-def _places_in(name: str, root: nn.Module) -> Iterator[tuple[str, _Place, Tensor]]:
-    """Path, place and value of each parameter of a module."""
-    for path, module in root.named_modules():
+def _trained_ids(
+    candidates: Mapping[str, Sequence[_Candidate]], healings: Mapping[str, Healing]
+) -> set[int]:
+    """The ids of the parameters that the optimizers train."""
+    trained: set[int] = set()
+    for healing in healings.values():
+        trained.update(id(p) for p in gradients.parameters(healing.optimizer))
+    in_modules: list[Tensor] = []
+    for in_module in candidates.values():
+        in_modules += [candidate.parameter for candidate in in_module]
+    if any(id(p) in trained for p in in_modules):
+        return trained
+    # The optimizers train copies of the modules' parameters (master weights).
+    return {id(p) for p in in_modules if p.requires_grad}
+
+
+def _candidates_in(name: str, root: nn.Module) -> Iterator[_Candidate]:
+    """Yields each parameter of a module and of its submodules."""
+    for module_path, module in root.named_modules():
         for key, p in module._parameters.items():
-            if p is not None:
-                parts = ".".join(filter(None, (path, key)))
-                yield parts, _Place(f"{name}.{parts}", module._parameters, key), p
+            if p is None:
+                continue
+            path = key
+            if module_path:
+                path = f"{module_path}.{key}"
+            yield _Candidate(path, _Place(f"{name}.{path}", module._parameters, key), p)
 
 
 def _modules_of(path: str, count: int) -> list[str]:
     """The modules around a parameter, innermost first, without the outermost."""
-    found = []
+    paths: list[str] = []
     for _ in range(count):
         path = path.rpartition(".")[0]
         if path:
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
-def _spread(
-    found: Sequence[tuple[str, _Place, Tensor]], count: int
-) -> list[tuple[str, _Place, Tensor]]:
-    """At most so many of the places, from the first to the last; small parameters if possible."""
-    small = [each for each in found if each[2].nbytes <= SMALL]
-    places = small if len(small) >= count else found
-    if not places:
+def _spread(candidates: Sequence[_Candidate], count: int) -> list[_Candidate]:
+    """At most `count` of them, from the first to the last; small parameters if possible."""
+    small = [each for each in candidates if each.parameter.nbytes <= SMALL]
+    if len(small) >= count:
+        candidates = small
+    if not candidates:
         return []
-    last = len(places) - 1
-    return [places[i] for i in sorted({round(n * last / (count - 1)) for n in range(count)})]
+    last = len(candidates) - 1
+    positions = {round(n * last / (count - 1)) for n in range(count)}
+    return [candidates[i] for i in sorted(positions)]

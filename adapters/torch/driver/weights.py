@@ -6,9 +6,9 @@ import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from healcore.runtime.driver import DIGESTED, WeightsChanged
 from healcore.torch import gradients
 from healcore.torch.attachment import Healing
 from healcore.torch.driver.accumulation import Accumulation
+from healcore.torch.live_state import State
 
 Key = int | tuple[int, str]
 """The id of a parameter, or the id of a module and the name of its buffer.
@@ -45,11 +46,25 @@ class TorchWeights:
 
     Of a DTensor, the weights are the local shard. Buffers and flags of a wrapper outside of the
     state are not restored.
+
+        copy                        the weights of a healthy time, on the host
+        losses_of(batches)          losses of the current weights
+        losses_of(batches, copied)  losses of the copied weights on the same batches, by the same
+                                    random numbers; afterwards the run is as before
+
+    Args:
+        state: the state of the run.
+        healings: the handle of each optimizer, by name.
+        accumulations: the gradients of each optimizer, whose marks a comparison must not change.
+
+    Attributes:
+        autocast: device type and dtype of the `torch.autocast` in which the loop computes its loss,
+            or None.
     """
 
     def __init__(
         self,
-        state: Mapping[str, Any],
+        state: State,
         healings: Mapping[str, Healing],
         accumulations: Iterable[Accumulation],
     ) -> None:
@@ -59,32 +74,42 @@ class TorchWeights:
         self._differentiates = False
         """Whether `loss_fn` computes gradients, as for adversarial examples."""
         self.autocast: tuple[str, torch.dtype] | None = None
-        """Device type and dtype of the `torch.autocast` in which the loop computes its loss."""
         self._newest: dict[Key, Tensor] = {}
         """The tensors of the newest copy that no optimizer trains."""
 
     def copy(self) -> dict[Key, Tensor]:
-        """Key -> copy on the host: an accelerator's memory holds one set of weights.
+        """Copies the weights to the host: an accelerator's memory holds one set of weights.
 
         Copies share the tensors that do not change: a frozen teacher takes the memory of one copy.
+
+        Returns:
+            Key -> copy of each trained parameter and each statistic. Waits for the device.
         """
         followers = _on_host(self._followers())
-        for key, found in followers.items():
+        for key, tensor in followers.items():
             known = self._newest.get(key)
-            if known is not None and known.dtype == found.dtype and torch.equal(known, found):
+            if known is not None and known.dtype == tensor.dtype and torch.equal(known, tensor):
                 followers[key] = known
         self._newest = followers
         return {**_on_host(self._trained()), **followers}
 
     def digest(self) -> str:
-        """See `Driver.settings`. Parameters without data (lazy, meta) do not count."""
-        found = hashlib.blake2b(digest_size=8)
+        """A digest of the trained parameters, equal in processes with equal weights.
+
+        See `Driver.settings`. Parameters without data (lazy, meta) do not count.
+
+        Returns:
+            16 hexadecimal digits, of `DIGESTED` values of each parameter.
+        """
+        digest = hashlib.blake2b(digest_size=8)
         for part in self._trained().values():
-            if not (is_lazy(part) or part.is_meta):
-                flat = part.detach().reshape(-1)
-                sample = flat[:: max(1, flat.numel() // DIGESTED)][:DIGESTED].to("cpu", copy=True)
-                found.update(bytes(sample.view(torch.uint8).numpy()))
-        return found.hexdigest()
+            if is_lazy(part) or part.is_meta:
+                continue
+            flat = part.detach().reshape(-1)
+            stride = max(1, flat.numel() // DIGESTED)
+            sample = flat[::stride][:DIGESTED].to("cpu", copy=True)
+            digest.update(bytes(sample.view(torch.uint8).numpy()))
+        return digest.hexdigest()
 
     def losses_of(
         self,
@@ -94,23 +119,39 @@ class TorchWeights:
         *,
         redraw: bool = False,
     ) -> list[Any]:
-        """See `Driver.losses_of`."""
-        if weights is not None:
-            shapes = [{k: w.shape for k, w in each.items()} for each in (weights, self._all())]
-            if shapes[0] != shapes[1]:
-                raise WeightsChanged
+        """See `Driver.losses_of`.
+
+        Without gradients, unless `loss_fn` needs them: then everything is computed again with
+        gradients, and so are all later calls.
+
+        Args:
+            loss_fn: the user's function.
+            batches: batches as the loop receives them.
+            weights: the result of `copy`, or None for the current weights.
+            redraw: whether to draw other random numbers than the next step will.
+
+        Returns:
+            The result of `loss_fn` for each batch, on the host.
+
+        Raises:
+            WeightsChanged: `weights` is a copy of other parameters.
+            SignalError: `loss_fn` changes its batch.
+        """
+        if weights is not None and _shapes(weights) != _shapes(self._all()):
+            raise WeightsChanged
+        mixed: AbstractContextManager[object] = nullcontext()
+        if self.autocast is not None:
+            mixed = torch.autocast(*self.autocast)
         try:
-            mixed = torch.autocast(*self.autocast) if self.autocast else nullcontext()
             with isolated(), self._restoring(), torch.set_grad_enabled(self._differentiates), mixed:
-                # `_restoring` restores all others.
-                current = {} if weights is None else _on_host(self._trained())
+                # `_restoring` restores everything but the trained parameters.
+                current: dict[Key, Tensor] = {}
+                if weights is not None:
+                    current = _on_host(self._trained())
                 try:
                     self._write(weights or {})
                     if redraw:
-                        for device in {part.device for part in self._trained().values()}:
-                            torch.rand((), device=device)
-                        random.random()
-                        np.random.rand()  # noqa: NPY002 -- users do
+                        self._redraw()
                     return [_loss_of_copy(loss_fn, batch) for batch in batches]
                 finally:
                     self._write(current)
@@ -120,8 +161,19 @@ class TorchWeights:
         self._differentiates = True
         return self.losses_of(loss_fn, batches, weights, redraw=redraw)
 
+    def _redraw(self) -> None:
+        """Draws one number of each generator, so that all later numbers are others."""
+        for device in {part.device for part in self._trained().values()}:
+            torch.rand((), device=device)
+        random.random()
+        np.random.rand()  # noqa: NPY002 -- users do
+
     def reshard(self) -> None:
-        """Frees parameters that a forward pass of FSDP has gathered. They hide the shards."""
+        """Frees parameters that a forward pass of FSDP has gathered. They hide the shards.
+
+        FSDP keeps the root's parameters gathered after the forward pass. A write to them would be
+        lost with the next gather, and a copy of them would be a copy of whole parameters.
+        """
         for module in self._modules():
             handle: Any = getattr(module, "_handle", None)  # of FSDP1, whose root stays gathered
             if hasattr(module, "set_reshard_after_forward"):  # an FSDPModule
@@ -131,13 +183,22 @@ class TorchWeights:
 
     def _modules(self) -> list[nn.Module]:
         """All modules of the state, without duplicates."""
-        named = (item for item in self._state.values() if isinstance(item, nn.Module))
-        return list({id(module): module for item in named for module in item.modules()}.values())
+        modules: dict[int, nn.Module] = {}
+        for value in self._state.values():
+            if isinstance(value, nn.Module):
+                for module in value.modules():
+                    modules[id(module)] = module
+        return list(modules.values())
 
     def _parameters(self) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters of the optimizers and of the modules, which may override `parameters`."""
-        params = [p for h in self._healings.values() for p in gradients.parameters(h.optimizer)]
-        return params, [p for m in self._modules() for p in m._parameters.values() if p is not None]
+        in_optimizers: list[Tensor] = []
+        for healing in self._healings.values():
+            in_optimizers += gradients.parameters(healing.optimizer)
+        in_modules: list[Tensor] = []
+        for module in self._modules():
+            in_modules += [p for p in module._parameters.values() if p is not None]
+        return in_optimizers, in_modules
 
     def _trained(self) -> dict[int, Tensor]:
         """Parameter's id -> each parameter that an optimizer trains; for DTensors, the local shard.
@@ -146,28 +207,26 @@ class TorchWeights:
         parameters (master weights), and both belong to the weights.
         """
         self.reshard()
-        params, held = self._parameters()
-        if not {*map(id, params)} & {*map(id, held)}:
-            params += held
+        params, in_modules = self._parameters()
+        if {id(p) for p in params}.isdisjoint(id(p) for p in in_modules):
+            params += in_modules
         return {id(p): gradients.local_part(p) for p in params if p.requires_grad}
 
     def _followers(self) -> dict[Key, Tensor]:
         """What belongs to the trained parameters: batch statistics."""
-        buffers = {
-            (id(module), name): module._buffers.get(name)
-            for module in self._modules()
-            for name in STATISTICS
-        }
-        return {
-            key: gradients.local_part(buffer)
-            for key, buffer in buffers.items()
-            if buffer is not None and not (is_lazy(buffer) or buffer.is_meta)
-        }
+        followers: dict[Key, Tensor] = {}
+        for module in self._modules():
+            for name in STATISTICS:
+                buffer = module._buffers.get(name)
+                if buffer is not None and not (is_lazy(buffer) or buffer.is_meta):
+                    followers[id(module), name] = gradients.local_part(buffer)
+        return followers
 
     def _all(self) -> dict[Key, Tensor]:
         return {**self._trained(), **self._followers()}
 
     def _write(self, weights: Mapping[Key, Tensor]) -> None:
+        """Writes these weights into the live tensors."""
         if not weights:
             self.reshard()  # so that later steps see the shards
             return
@@ -184,38 +243,71 @@ class TorchWeights:
         forward pass without gradients it does not broadcast its buffers in the next step.
         """
         modules = self._modules()
-        attributes = [{n: v for n, v in vars(m).items() if n[0] != "_"} for m in modules]
-        # No forward pass averages into frozen parameters that are larger than the trained ones.
-        trained = self._trained()
-        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
-        fits = _size(frozen) <= _size(trained.values())
-        averages = {id(p) for p in frozen if fits}
-        written = [
-            (table, name, tensor, tensor.detach().clone())
-            for module in modules
-            for table in (vars(module)["_buffers"], vars(module)["_parameters"])
-            for name, tensor in table.items()
-            if tensor is not None and (table is module._buffers or id(tensor) in averages)
-        ]
-        marks = [(vars(each), dict(vars(each))) for each in self._accumulations]
-        grads = [(p, p.grad) for params in self._parameters() for p in params]
+        attributes = [_public_attributes(module) for module in modules]
+        contents = self._written_by_forward(modules)
+        marks = [(accumulation, dict(vars(accumulation))) for accumulation in self._accumulations]
+        grads: list[tuple[Tensor, Tensor | None]] = []
+        in_optimizers, in_modules = self._parameters()
+        for p in (*in_optimizers, *in_modules):
+            grads.append((p, p.grad))
         for p, _ in grads:
             p.grad = None  # a backward pass would add to it
-        for module in modules if self._differentiates else ():
-            if isinstance(module, DistributedDataParallel):
-                module.require_backward_grad_sync = False  # no reducer waits for a backward pass
+        if self._differentiates:
+            for module in modules:
+                if isinstance(module, DistributedDataParallel):
+                    # No reducer waits for a backward pass.
+                    module.require_backward_grad_sync = False
         try:
             yield
         finally:
             for p, grad in grads:
                 p.grad = grad
-            for values, before in marks:
-                values.update(before)
-            for table, name, tensor, content in written:
-                tensor.data.copy_(content)
-                table[name] = tensor
+            for accumulation, values in marks:
+                vars(accumulation).update(values)
+            for saved in contents:
+                saved.tensor.data.copy_(saved.content)
+                saved.table[saved.name] = saved.tensor
             for module, values in zip(modules, attributes, strict=True):
                 vars(module).update(values)
+
+    def _written_by_forward(self, modules: Iterable[nn.Module]) -> list[_SavedTensor]:
+        """Copies of what a forward pass may write: buffers, and momentum encoders."""
+        # A momentum encoder has frozen parameters, into which a forward pass averages. No forward
+        # pass averages into frozen parameters that are larger than the trained ones.
+        trained = self._trained()
+        frozen = [p for p in self._parameters()[1] if not (p.requires_grad or is_lazy(p))]
+        encoders: set[int] = set()
+        if _size(frozen) <= _size(trained.values()):
+            encoders.update(id(p) for p in frozen)
+        saved: list[_SavedTensor] = []
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    content = buffer.detach().clone()
+                    saved.append(_SavedTensor(module._buffers, name, buffer, content))
+            for name, p in module._parameters.items():
+                if p is not None and id(p) in encoders:
+                    content = p.detach().clone()
+                    saved.append(_SavedTensor(module._parameters, name, p, content))
+        return saved
+
+
+class _SavedTensor(NamedTuple):
+    """A buffer or parameter of a module, with a copy of its content."""
+
+    table: dict[str, Any]
+    """The module's buffers or parameters, in which the tensor is."""
+    name: str
+    tensor: Tensor
+    content: Tensor
+
+
+def _public_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name[0] != "_"}
+
+
+def _shapes(weights: Mapping[Key, Tensor]) -> dict[Key, torch.Size]:
+    return {key: tensor.shape for key, tensor in weights.items()}
 
 
 def _on_host(parts: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
@@ -236,13 +328,15 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
     """The loss of a copy of a batch, on the host. SignalError if the function changes the copy."""
-    given = copied(batch)
-    before = dict(_marks(given))
-    loss = loss_fn(given)
+    batch = copied(batch)
+    before = dict(_marks(batch))
+    loss = loss_fn(batch)
     if isinstance(loss, Tensor):
         loss = loss.detach()
-        loss = (loss.full_tensor() if hasattr(loss, "full_tensor") else loss).tolist()  # type: ignore[operator]
-    after = dict(_marks(given))
+        if hasattr(loss, "full_tensor"):  # a DTensor
+            loss = loss.full_tensor()  # type: ignore[operator]
+        loss = loss.tolist()
+    after = dict(_marks(batch))
     changed = [path for path in before | after if before.get(path) != after.get(path)]
     if changed:
         raise SignalError(
@@ -254,7 +348,14 @@ def _loss_of_copy(loss_fn: Callable[..., Any], batch: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it."""
+    """A copy of a batch and of the dictionaries, lists, tuples, dataclasses and tensors in it.
+
+    Args:
+        batch: a batch as the loop receives it.
+
+    Returns:
+        The copy. Objects of other kinds, and objects that cannot be copied, are shared with it.
+    """
     if isinstance(batch, Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     parts = {key: copied(part) for key, part in _parts(batch).items()}
@@ -266,7 +367,7 @@ def copied(batch: Any) -> Any:
             if isinstance(batch, MutableMapping | list):
                 copy_of[key] = part
             elif is_dataclass(batch):
-                object.__setattr__(copy_of, key, part)  # frozen ones too
+                object.__setattr__(copy_of, key, part)  # also of a frozen dataclass
         return copy_of
     return batch
 
@@ -277,16 +378,24 @@ def _parts(batch: Any) -> dict[Any, Any]:
         return {key: batch[key] for key in batch}
     if isinstance(batch, list | tuple):
         return dict(enumerate(batch))
-    names = (each.name for each in fields(batch)) if is_dataclass(batch) else ()
-    return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    parts: dict[Any, Any] = {}
+    if is_dataclass(batch):
+        for each in fields(batch):
+            if hasattr(batch, each.name):  # a field may be unset
+                parts[each.name] = getattr(batch, each.name)
+    return parts
 
 
 def _marks(batch: Any, path: str = "batch") -> Iterator[tuple[str, tuple[int, int]]]:
-    """The parts of a batch: path, identity and number of writes."""
+    """Yields the parts of a batch: path, identity and number of writes."""
     parts = _parts(batch)
-    named = is_dataclass(batch)
     for key, part in parts.items():
-        yield from _marks(part, f"{path}.{key}" if named else f"{path}[{key!r}]")
+        if is_dataclass(batch):
+            yield from _marks(part, f"{path}.{key}")
+        else:
+            yield from _marks(part, f"{path}[{key!r}]")
     if not parts and not isinstance(batch, Mapping | list | tuple):
-        writes = batch._version if isinstance(batch, Tensor) and not batch.is_inference() else 0
+        writes = 0
+        if isinstance(batch, Tensor) and not batch.is_inference():
+            writes = batch._version
         yield path, (id(batch), writes)

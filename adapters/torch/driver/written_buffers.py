@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,31 @@ class _Buffer:
     """One buffer of a module, and its value before the forward pass.
 
     Attributes:
+        table: the buffers of the module itself, `module._buffers`.
+        name: the buffer's key in `table`.
+        tensor: the buffer at the last `note`.
+        shape: its shape then.
+        version: its number of writes then.
         saved: the flat value before the forward pass, or None if it is unknown.
     """
 
     __slots__ = ("name", "saved", "shape", "table", "tensor", "version")
 
     def __init__(self, table: dict[str, Tensor | None], name: str, tensor: Tensor) -> None:
-        self.table, self.name = table, name
+        self.table = table
+        self.name = name
         self.note(tensor, None)
 
+    @property
+    def key(self) -> tuple[int, str]:
+        """Identifies the buffer also after its tensor was replaced."""
+        return id(self.table), self.name
+
     def note(self, tensor: Tensor, saved: Tensor | None) -> None:
-        """Notes the current tensor and its value."""
-        self.tensor, self.shape, self.version = tensor, tensor.shape, tensor._version
+        """Notes the current tensor and its value. A write after this call counts as a change."""
+        self.tensor = tensor
+        self.shape = tensor.shape
+        self.version = tensor._version
         self.saved = saved
 
     def replace(self, value: Tensor) -> None:
@@ -53,7 +66,8 @@ class _Buffer:
 
         The current tensor is not written: it may share memory with something else, as the batch.
         """
-        now = self.table[self.name] = value.clone().view(self.shape)
+        now = value.clone().view(self.shape)
+        self.table[self.name] = now
         self.note(now, value)
 
 
@@ -63,6 +77,11 @@ class WrittenBuffers:
     A skipped step restores them to their values before it. Integers and flags stay, because most
     of them are settings of the program. Buffers larger than all `parameters` together stay too: to
     copy them would take longer than the step of the optimizer.
+
+    How a write to a buffer is noticed:
+
+        buffer.add_(x), module.buffer = x    torch counts it, or another tensor is there
+        buffer.data.add_(x), a CUDA graph    by content: `compare_contents` has found such buffers
 
     Args:
         modules: the modules.
@@ -88,15 +107,26 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Saves the current values, and finds new buffers."""
-        known = {(id(each.table), each.name): each for each in self._buffers}
-        uncounted = [*map(id, self._uncounted)]
-        self._counted, self._uncounted = [], []
+        """Saves the current values, and finds new buffers.
+
+        Large buffers that no forward pass has ever written are not copied, but watched.
+        """
+        known = {buffer.key: buffer for buffer in self._buffers}
+        uncounted = {buffer.key for buffer in self._uncounted}
+        self._counted = []
+        self._uncounted = []
         for table, name, now in self._found():
-            buffer = known.get((id(table), name)) or _Buffer(table, name, now)
-            is_copied = now.nbytes <= SMALL or buffer.saved is not None
-            buffer.note(now, now.clone().reshape(-1) if is_copied else None)
-            (self._uncounted if id(buffer) in uncounted else self._counted).append(buffer)
+            buffer = known.get((id(table), name))
+            if buffer is None:
+                buffer = _Buffer(table, name, now)
+            value: Tensor | None = None
+            if now.nbytes <= SMALL or buffer.saved is not None:
+                value = now.clone().reshape(-1)
+            buffer.note(now, value)
+            if buffer.key in uncounted:
+                self._uncounted.append(buffer)
+            else:
+                self._counted.append(buffer)
 
     @property
     def _buffers(self) -> list[_Buffer]:
@@ -106,10 +136,14 @@ class WrittenBuffers:
         """Ends a step: restores what was written if it was skipped, else saves what was written.
 
         NaN is always restored, because a loop may leave out a batch with NaN without a step.
+
+        Args:
+            skipped: whether the step was skipped: a bool, or a 0-d float32 of 0 or 1 on the device.
         """
-        # Uncounted writes of a step that was not skipped are saved by `keep` only: once per step.
         changed = self._changed()
-        changed += self._uncounted if skipped is not False else []
+        if skipped is not False:
+            # Uncounted writes of a step that was not skipped are saved by `keep`: once per step.
+            changed += self._uncounted
         if changed:
             self._end(changed, skipped)
 
@@ -121,22 +155,27 @@ class WrittenBuffers:
 
     def _changed(self) -> list[_Buffer]:
         """The buffers that were written or replaced since the last call of `note`."""
-        return [
-            each
-            for each in self._counted
-            if (now := each.table.get(each.name)) is not each.tensor or now._version != each.version  # pyright: ignore[reportOptionalMemberAccess]
-        ]
+        changed: list[_Buffer] = []
+        for buffer in self._counted:
+            now = buffer.table.get(buffer.name)
+            if now is None or now is not buffer.tensor or now._version != buffer.version:
+                changed.append(buffer)
+        return changed
 
     @torch.no_grad()
     def _end(self, changed: Iterable[_Buffer], skipped: bool | Tensor) -> None:
+        """Ends a step for these buffers, together for each device and dtype."""
         kinds: dict[object, list[_Buffer]] = {}
         for buffer in changed:
             now = buffer.table.get(buffer.name)
             if not self._is_followed(now):
-                self._counted = [each for each in self._counted if each is not buffer]
-                self._uncounted = [each for each in self._uncounted if each is not buffer]
+                for buffers in (self._counted, self._uncounted):
+                    if buffer in buffers:
+                        buffers.remove(buffer)
             elif buffer.saved is not None and buffer.saved.numel() == now.numel():
-                alone = id(buffer) if now.nbytes > LARGE else None
+                alone: int | None = None
+                if now.nbytes > LARGE:
+                    alone = id(buffer)
                 kinds.setdefault((now.device, now.dtype, alone), []).append(buffer)
             elif buffer.saved is not None and bool(skipped):
                 # Its first forward pass has given it its shape. A sync, once for each such buffer.
@@ -149,7 +188,10 @@ class WrittenBuffers:
     def compare_contents(self) -> None:
         """Finds the buffers that are written without a new version. Called after each step.
 
-        Compares the contents after the first two steps, once, without a sync.
+        Compares the contents after the first two steps, once, without a sync:
+
+            step 1, step 2     sums over the bits of each buffer, copied to the host
+            step 12            compares the sums; on a CPU already at step 2
         """
         if self._ended > STEPS_TO_READ or not self._buffers:
             return
@@ -158,24 +200,33 @@ class WrittenBuffers:
             self.save()  # with the buffers that the first forward pass has made
         if self._ended <= 2:
             devices: dict[torch.device, list[_Buffer]] = {}
-            for each in self._buffers:
-                devices.setdefault(each.tensor.device, []).append(each)
+            for buffer in self._buffers:
+                devices.setdefault(buffer.tensor.device, []).append(buffer)
             for buffers in devices.values():
-                writes = [(id(each.tensor), each.version) for each in buffers]
+                writes = [(id(buffer.tensor), buffer.version) for buffer in buffers]
                 self._sums.append((buffers, writes, _sums(buffers)))
-        on_host = all(each.tensor.is_cpu for each in self._buffers)
-        if self._ended == (2 if on_host else STEPS_TO_READ):
-            first: dict[int, tuple[Any, int]] = {}
-            for buffers, writes, sums in self._sums:
-                for buffer, write, value in zip(buffers, writes, sums.read().tolist(), strict=True):
-                    earlier = first.setdefault(id(buffer), (write, value))
-                    if earlier[0] == write and earlier[1] != value and buffer in self._counted:
-                        self._counted.remove(buffer)
-                        self._uncounted.append(buffer)
-            self._sums, self._ended = [], STEPS_TO_READ + 1
+        step_to_read = STEPS_TO_READ
+        if all(buffer.tensor.is_cpu for buffer in self._buffers):
+            step_to_read = 2
+        if self._ended == step_to_read:
+            self._read_sums()
+            self._sums = []
+            self._ended = STEPS_TO_READ + 1
+
+    def _read_sums(self) -> None:
+        """Moves buffers with other content, but without a counted write, to `_uncounted`."""
+        first: dict[int, tuple[tuple[int, int], int]] = {}
+        for buffers, writes, sums in self._sums:
+            for buffer, write, value in zip(buffers, writes, sums.read().tolist(), strict=True):
+                first_write, first_value = first.setdefault(id(buffer), (write, value))
+                was_written = first_value != value
+                was_counted = first_write != write
+                if was_written and not was_counted and buffer in self._counted:
+                    self._counted.remove(buffer)
+                    self._uncounted.append(buffer)
 
     def _found(self) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
-        """The table, the name and the value of each buffer that is followed."""
+        """Yields the table, the name and the value of each buffer that is followed."""
         seen: set[int] = set()
         for module in self._modules:
             for name, now in module._buffers.items():
@@ -196,36 +247,53 @@ class WrittenBuffers:
 
 def _end(buffers: Sequence[_Buffer], skipped: bool | Tensor) -> None:
     """Ends a step for buffers of one device and dtype whose number of elements is as before."""
-    found: list[Any] = [buffer.table[buffer.name] for buffer in buffers]
-    known: list[Any] = [buffer.saved for buffer in buffers]
-    counts = [each.numel() for each in known]
-    flat = [each.reshape(-1) for each in found]
-    now = flat[0] if len(flat) == 1 else torch.cat(flat)
+    tensors: list[Tensor] = []
+    saved_parts: list[Tensor] = []
+    for buffer in buffers:
+        tensor = buffer.table[buffer.name]
+        assert tensor is not None  # both: see `WrittenBuffers._end`
+        assert buffer.saved is not None
+        tensors.append(tensor)
+        saved_parts.append(buffer.saved)
+    counts = [part.numel() for part in saved_parts]
+    if len(tensors) == 1:
+        now = tensors[0].reshape(-1)
+    else:
+        now = torch.cat([tensor.reshape(-1) for tensor in tensors])
     if skipped is False and now.is_cpu and not math.isnan(now.sum()):
-        values = [known[0].copy_(now)] if len(flat) == 1 else now.split(counts)
-        for buffer, tensor, value in zip(buffers, found, values, strict=True):
+        # The step is kept, and without NaN: the usual case, in which nothing is restored.
+        values: Sequence[Tensor]
+        if len(tensors) == 1:
+            values = [saved_parts[0].copy_(now)]  # `now` shares the buffer's memory
+        else:
+            values = now.split(counts)
+        for buffer, tensor, value in zip(buffers, tensors, values, strict=True):
             buffer.note(tensor, value)
         return
-    saved = torch.cat(known)
+    saved = torch.cat(saved_parts)
     if skipped is not True:
         restored = now.isnan()
         if isinstance(skipped, Tensor):
             restored |= gradients.moved(skipped, now.device) > 0
         saved = torch.where(restored, saved, now)
-    written: list[tuple[Tensor, Tensor]] = []
-    for buffer, tensor, value in zip(buffers, found, saved.split(counts), strict=True):
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for buffer, tensor, value in zip(buffers, tensors, saved.split(counts), strict=True):
         if tensor is buffer.tensor and tensor.shape == buffer.shape:
             # Like a layer's own kernel, a write to .data counts as no write for autograd.
-            written.append((tensor.data, value.view(buffer.shape)))
+            targets.append(tensor.data)
+            sources.append(value.view(buffer.shape))
             buffer.note(tensor, value)
         else:
             buffer.replace(value)
-    if written:
-        torch._foreach_copy_(*map(list, zip(*written, strict=True)))  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+    if targets:
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _sums(buffers: Sequence[_Buffer]) -> AsyncCopy:
     """A sum over the bits of each buffer, which a write changes."""
-    bits = (each.tensor.detach().reshape(-1).view(torch.uint8) for each in buffers)
-    weights = (each.sum(dtype=torch.int64) for each in bits)
-    return AsyncCopy(torch.stack([*weights]))
+    sums: list[Tensor] = []
+    for buffer in buffers:
+        bits = buffer.tensor.detach().reshape(-1).view(torch.uint8)
+        sums.append(bits.sum(dtype=torch.int64))
+    return AsyncCopy(torch.stack(sums))
