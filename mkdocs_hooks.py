@@ -11,6 +11,7 @@ import ast
 import builtins
 import functools
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,11 +226,21 @@ def _cell(where: Definition) -> str:
     return summary(where).replace("|", "\\|")
 
 
+DIFF = re.compile(r"^```diff\n.*?^```\n", flags=re.M | re.S)
+
+
 def home() -> str:
-    """README.md as the first page: its links lead to pages of the site, other links are text."""
+    """README.md as the first page: its links lead to pages of the site, other links are text.
+
+    The whole change has a tab for torch, from README.md, and one for JAX, from docs/jax.md.
+    """
     text = (ROOT / "README.md").read_text()
+    diffs = {"torch": DIFF.findall(text)[0]}
+    diffs["JAX"] = DIFF.findall((ROOT / "docs" / "jax.md").read_text())[0]
+    tabs = [f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}' for name, diff in diffs.items()]
+    text = text.replace(diffs["torch"], "\n".join(tabs))
     text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
-    return text.replace("](docs/", "](")
+    return re.sub(r"""(\]\(|src="|srcset=")docs/""", r"\1", text)
 
 
 # -- what mkdocs calls -----------------------------------------------------------------------------
