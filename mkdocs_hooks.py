@@ -274,7 +274,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Makes Home, and puts the tables of symbols into the first page of the reference."""
+    """Makes Home and the tables of the reference, and takes decisions out of the search."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}  # a page for developers
     made = {"index.md": home, "api/index.md": lambda: markdown.replace(MARK, tables())}
     return made.get(page.file.src_uri, lambda: markdown)()
 

@@ -115,7 +115,7 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     scope: dict[str, object] = {}
-    for block in blocks("data-and-resume.md"):
+    for block in blocks("data-and-resume.md") + blocks("checkpoints.md"):
         exec(block, scope)
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
