@@ -93,6 +93,7 @@ def _names(module: str) -> dict[str, ast.stmt]:
             found |= {each.asname or each.name: node for each in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            targets = [part for each in targets for part in getattr(each, "elts", [each])]
             found |= {each.id: node for each in targets if isinstance(each, ast.Name)}
     return found
 
@@ -107,6 +108,23 @@ def definition(module: str, name: str) -> Definition | None:
     origin = next((each.name for each in node.names if (each.asname or each.name) == name), name)
     # `from healcore import errors` in healcore itself: a module.
     return None if node.module == module else definition(str(node.module), origin)
+
+
+def value_of(module: str, name: str) -> str | None:
+    """The value of a constant as its source has it: `CHECKPOINTS` is "Checkpoints()"."""
+    where = definition(module, name)
+    node = _names(where.module).get(where.name) if where else None
+    if where is None or not isinstance(node, ast.Assign):
+        return None
+    value = node.value
+    if isinstance(node.targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+        names = [each.id for each in node.targets[0].elts if isinstance(each, ast.Name)]
+        value = value.elts[names.index(where.name)]
+
+    def resolved(found: re.Match[str]) -> str:
+        return value_of(where.module, found[0]) or found[0]
+
+    return re.sub(r"\b[A-Z][A-Z_]{3,}\b", resolved, ast.unparse(value))
 
 
 def _public(module: str) -> list[str]:
@@ -286,9 +304,21 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Takes the script of the search from the site, and links pages that a docstring names."""
+    """Takes the script of the search from the site, and completes the pages of the reference.
+
+    There a page that a docstring names is a link, and a default is a value: `Checkpoints()` instead
+    of `CHECKPOINTS`.
+    """
     root = "../" * page.url.count("/")
     if page.file.src_uri.startswith("api/"):
+        for symbol in symbols():
+            if page.file.src_uri == f"api/{symbol.page}":
+                module = symbol.definition.module
+
+                def shown(found: re.Match[str], module: str = module) -> str:
+                    return f">{value_of(module, found[1]) or found[1]}</span>"
+
+                output = re.sub(r">([A-Z][A-Z_]{3,})</span>", shown, output)
         output = re.sub(r"\bdocs/([a-z-]+)\.md\b", rf'<a href="{root}\1.html">\1</a>', output)
     return output.replace(SHIM, f"{root}search-frame.js")
 
