@@ -40,6 +40,10 @@ from healcore.torch.store.state import DTYPES, add_entry, decoded
 class MemoryStore(CheckpointStore):
     """Copies of a torch state in host memory, pinned where the state is on CUDA.
 
+        store = MemoryStore()
+        store.save(1, {"model": model})
+        restored = store.restore(1, {"model": model})
+
     Args:
         keep: how many copies of each kind are kept; a save adds one more while it runs.
     """
@@ -50,6 +54,10 @@ class MemoryStore(CheckpointStore):
 
 class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
+
+        store = DCPStore("checkpoints")
+        step = max(each.step for each in store.checkpoints() if each.finite)
+        weights = store.restore(step, {"model": model}).state["model"]
 
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
     ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
