@@ -244,6 +244,31 @@ def _cell(where: Definition) -> str:
     return summary(where).replace("|", "\\|")
 
 
+TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", flags=re.M | re.S)
+TAB = re.compile(r"^<!-- (torch|JAX) -->\n", flags=re.M)
+
+
+def with_tabs(text: str) -> str:
+    """A page with its parts for torch and JAX as tabs.
+
+    On GitHub the parts stand one after the other, and their marks are comments:
+
+        <!-- tabs -->
+        <!-- torch -->
+        ...
+        <!-- JAX -->
+        ...
+        <!-- /tabs -->
+    """
+
+    def tabbed(found: re.Match[str]) -> str:
+        _, *parts = TAB.split(found[1])
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return "\n".join(f'=== "{name}"\n\n{textwrap.indent(part, "    ")}' for name, part in pairs)
+
+    return TABS.sub(tabbed, text)
+
+
 DIFF = re.compile(r"^```diff\n.*?^```\n", flags=re.M | re.S)
 
 
@@ -295,6 +320,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Makes Home and the tables of the reference, and takes decisions out of the search."""
     if page.file.src_uri.startswith("decisions/"):
         page.meta["search"] = {"exclude": True}  # a page for developers
+    markdown = with_tabs(markdown)
     made = {"index.md": home, "api/index.md": lambda: markdown.replace(MARK, tables())}
     return made.get(page.file.src_uri, lambda: markdown)()
 
