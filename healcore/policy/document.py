@@ -362,20 +362,13 @@ def detector_of(cause: str) -> str:
 def dumps(policy: Policy) -> str:
     """Writes a policy as TOML with every key, so that changed defaults do not affect the file.
 
-        text = dumps(load("default", clip={"max_norm": 1.0}))
-
     `loads(dumps(policy)) == policy`: numbers keep all digits and are not rounded to float32.
     """
     return tomli_w.dumps(to_dict(policy))
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
-    """The policy as plain mappings, lists, strings, bools and numbers; JSON-safe.
-
-        to_dict(load("default"))["rollback"]["probation"]  # 100
-
-    `from_dict` reads the result.
-    """
+    """The policy as plain mappings, lists, strings, bools and numbers; JSON-safe."""
     return written(policy)
 
 
@@ -389,9 +382,6 @@ class Difference(NamedTuple):
 
 def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
     """The keys with different values, in the order of the file, defaults included.
-
-        for each in diff(load("default"), load("pretraining")):
-            print(each)
 
     Rules are compared by position. If only one policy has a table, each key of the table is listed,
     or the table itself if it is empty.
@@ -418,8 +408,6 @@ def _flat(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, An
 
 def fingerprint(policy: Policy) -> str:
     """Sixteen hex digits, equal for equal numbers in the core (within one release of healcore).
-
-        fingerprint(load("default")) == fingerprint(load("default"))  # True
 
     Name, description and references do not count. Numbers count as float32: 0.97 and 0.9700000001
     give the same fingerprint. Equals `Engine.fingerprint`.

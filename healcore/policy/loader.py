@@ -138,8 +138,6 @@ def _as_keyword(key: str) -> str:
 def loads(text: str, *, source: str = "<text>") -> Policy:
     """Loads a policy from TOML text.
 
-        policy = loads(Path("mine.toml").read_text())
-
     Args:
         text: the document.
         source: name of the document in error messages.
@@ -166,8 +164,6 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     """Validates a policy given as nested mappings and lists, as `to_dict` writes it.
-
-        policy = from_dict(to_dict(load("default")))
 
     Args:
         data: the document.
@@ -233,22 +229,12 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of healcore's own policies, "default" first.
-
-        assert preset_names()[0] == "default"
-
-    `preset_text` gives the file of a name.
-    """
+    """Names of healcore's own policies, "default" first."""
     return PRESETS
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the published recipes that healcore includes, sorted.
-
-        assert "zclip-paper" in recipe_names()
-
-    `preset_text` gives the file of a name.
-    """
+    """Names of the published recipes that healcore includes, sorted."""
     files = [Path(entry.name) for entry in resources.files("healcore.policies").iterdir()]
     names = {file.stem for file in files if file.suffix == ".toml"}
     return tuple(sorted(names.difference(PRESETS)))
@@ -262,8 +248,6 @@ def name_of(fingerprint: str | None) -> str | None:
 
 def preset_text(name: str) -> str:
     """The TOML text of a preset or recipe, including comments.
-
-        print(preset_text("default"))
 
     Args:
         name: one of `preset_names()` or `recipe_names()`.

@@ -55,14 +55,14 @@ class MemoryStore(CheckpointStore):
 class DCPStore(CheckpointStore):
     """Checkpoints on disk, whose arrays torch.distributed.checkpoint writes and reads.
 
-        store = DCPStore("checkpoints")
-        step = max(each.step for each in store.checkpoints() if each.finite)
-        weights = store.restore(step, {"model": model}).state["model"]
-
     Every rank saves and restores its own part of a DTensor. Other tensors must be equal on all
     ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
     parameters. Another number of ranks can restore all values except per-rank values. Between two
     saves the store keeps the host memory of one copy of the state.
+
+        store = DCPStore("checkpoints")
+        step = max(each.step for each in store.checkpoints() if each.finite)
+        weights = store.restore(step, {"model": model}).state["model"]
 
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.
