@@ -11,6 +11,7 @@ import ast
 import builtins
 import functools
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +93,7 @@ def _names(module: str) -> dict[str, ast.stmt]:
             found |= {each.asname or each.name: node for each in node.names}
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            targets = [part for each in targets for part in getattr(each, "elts", [each])]
             found |= {each.id: node for each in targets if isinstance(each, ast.Name)}
     return found
 
@@ -106,6 +108,23 @@ def definition(module: str, name: str) -> Definition | None:
     origin = next((each.name for each in node.names if (each.asname or each.name) == name), name)
     # `from healcore import errors` in healcore itself: a module.
     return None if node.module == module else definition(str(node.module), origin)
+
+
+def value_of(module: str, name: str) -> str | None:
+    """The value of a constant as its source has it: `CHECKPOINTS` is "Checkpoints()"."""
+    where = definition(module, name)
+    node = _names(where.module).get(where.name) if where else None
+    if where is None or not isinstance(node, ast.Assign):
+        return None
+    value = node.value
+    if isinstance(node.targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+        names = [each.id for each in node.targets[0].elts if isinstance(each, ast.Name)]
+        value = value.elts[names.index(where.name)]
+
+    def resolved(found: re.Match[str]) -> str:
+        return value_of(where.module, found[0]) or found[0]
+
+    return re.sub(r"\b[A-Z][A-Z_]{3,}\b", resolved, ast.unparse(value))
 
 
 def _public(module: str) -> list[str]:
@@ -225,11 +244,46 @@ def _cell(where: Definition) -> str:
     return summary(where).replace("|", "\\|")
 
 
+TABS = re.compile(r"<!-- tabs -->\n(.*?)<!-- /tabs -->\n", flags=re.M | re.S)
+TAB = re.compile(r"^<!-- (torch|JAX) -->\n", flags=re.M)
+
+
+def with_tabs(text: str) -> str:
+    """A page with its parts for torch and JAX as tabs.
+
+    On GitHub the parts stand one after the other, and their marks are comments:
+
+        <!-- tabs -->
+        <!-- torch -->
+        ...
+        <!-- JAX -->
+        ...
+        <!-- /tabs -->
+    """
+
+    def tabbed(found: re.Match[str]) -> str:
+        _, *parts = TAB.split(found[1])
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return "\n".join(f'=== "{name}"\n\n{textwrap.indent(part, "    ")}' for name, part in pairs)
+
+    return TABS.sub(tabbed, text)
+
+
+DIFF = re.compile(r"^```diff\n.*?^```\n", flags=re.M | re.S)
+
+
 def home() -> str:
-    """README.md as the first page: its links lead to pages of the site, other links are text."""
+    """README.md as the first page: its links lead to pages of the site, other links are text.
+
+    The whole change has a tab for torch, from README.md, and one for JAX, from docs/jax.md.
+    """
     text = (ROOT / "README.md").read_text()
+    diffs = {"torch": DIFF.findall(text)[0]}
+    diffs["JAX"] = DIFF.findall((ROOT / "docs" / "jax.md").read_text())[0]
+    tabs = [f'=== "{name}"\n\n{textwrap.indent(diff, "    ")}' for name, diff in diffs.items()]
+    text = text.replace(diffs["torch"], "\n".join(tabs))
     text = re.sub(r"\[([^]]+)\]\((?!docs/|https?:|#)[^)]+\)", r"\1", text)
-    return text.replace("](docs/", "](")
+    return re.sub(r"""(\]\(|src="|srcset=")docs/""", r"\1", text)
 
 
 # -- what mkdocs calls -----------------------------------------------------------------------------
@@ -263,7 +317,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Makes Home, and puts the tables of symbols into the first page of the reference."""
+    """Makes Home and the tables of the reference, and takes decisions out of the search."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"exclude": True}  # a page for developers
+    markdown = with_tabs(markdown)
     made = {"index.md": home, "api/index.md": lambda: markdown.replace(MARK, tables())}
     return made.get(page.file.src_uri, lambda: markdown)()
 
@@ -273,9 +330,21 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Takes the script of the search from the site, and links pages that a docstring names."""
+    """Takes the script of the search from the site, and completes the pages of the reference.
+
+    There a page that a docstring names is a link, and a default is a value: `Checkpoints()` instead
+    of `CHECKPOINTS`.
+    """
     root = "../" * page.url.count("/")
     if page.file.src_uri.startswith("api/"):
+        for symbol in symbols():
+            if page.file.src_uri == f"api/{symbol.page}":
+                module = symbol.definition.module
+
+                def shown(found: re.Match[str], module: str = module) -> str:
+                    return f">{value_of(module, found[1]) or found[1]}</span>"
+
+                output = re.sub(r">([A-Z][A-Z_]{3,})</span>", shown, output)
         output = re.sub(r"\bdocs/([a-z-]+)\.md\b", rf'<a href="{root}\1.html">\1</a>', output)
     return output.replace(SHIM, f"{root}search-frame.js")
 

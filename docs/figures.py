@@ -1,6 +1,7 @@
-"""Draws the reports of the pages: `python docs/figures.py` runs three programs, for minutes.
+"""Draws the pictures of the pages: `python docs/figures.py` runs the programs, for minutes.
 
-spike.svg, restart.svg and report.svg, each for screens and for phones, and report-example.html.
+tutorial-torch.svg, spike.svg, restart.svg and report.svg, each for screens and for phones, and
+report-example.html. `python docs/figures.py tutorial` draws only the first, in half a minute.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import tempfile
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "examples")]
+
+import tutorial_curves  # noqa: E402
 
 from examples import loss_spike  # noqa: E402
 from healcore.tools.demo import run_demo  # noqa: E402
@@ -27,6 +30,9 @@ def draw_store(store: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
+    tutorial_curves.write("torch", str(DOCS / "tutorial-torch.svg"))
+    if sys.argv[1:] == ["tutorial"]:
+        sys.exit()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "spike"
         print(loss_spike.train("default", compare=True, store=str(store)))

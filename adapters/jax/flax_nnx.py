@@ -16,6 +16,10 @@ from healcore.jax.heal_state import map_nodes
 def snapshot(model: nnx.Module) -> Any:
     """The state to which `update` reverts the model on a skip. Copies nothing.
 
+        before = snapshot(model)
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        update(optimizer, model, grads, value=loss, before=before)
+
     Call this function before the forward pass.
 
     Args:

@@ -69,6 +69,9 @@ def last_decision(opt_state: optax.OptState) -> Decision:
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     """Scalars for a logger: 0-d arrays named `heal/...`, without a sync or a copy.
 
+        for name, value in healcore.jax.metrics(opt_state).items():
+            print(name, float(value))  # `float` waits for the device
+
     Args:
         opt_state: as in `last_decision`.
 
@@ -132,6 +135,8 @@ def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
 def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> State:
     """An optimizer state that continues from a saved engine state.
 
+        opt_state = from_dict(tx.init(params), healing.state_dict(), policy)  # of torch's `attach`
+
     Args:
         opt_state: a state of this run's optimizer, usually fresh from ``tx.init(params)``.
         data: result of `to_dict` of any adapter.
@@ -153,6 +158,9 @@ def from_dict(opt_state: State, data: Mapping[str, Any], policy: PolicyLike) -> 
 
 def expect_change(opt_state: State) -> State:
     """Opens the grace window at the next step, where LR, batch, data or weights will change.
+
+        params, opt_state = state
+        opt_state = healcore.jax.expect_change(opt_state)  # the next step uses other data
 
     Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
     `last_decision`.

@@ -86,6 +86,8 @@ def heal_zclip(
 ) -> optax.GradientTransformationExtraArgs:
     """ZClip with corrections; replaces `optax.clip_by_global_norm`.
 
+        tx = optax.chain(heal_zclip(), optax.adamw(1e-3))
+
     Clips a gradient norm that is unusual in its recent history, and skips a step with a non-finite
     gradient (see `heal`). After a real level shift the baseline adapts; the published rule would
     clip every later step. The policy is the preset "zclip" with these numbers, so pass the preset

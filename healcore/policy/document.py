@@ -215,7 +215,7 @@ class Rollback(NamedTuple):
     confirm: OnOff = False
     """If true, the `Healer` rolls back only if the weights are not finite or earlier weights are
     better. Other rollbacks are refused, and do not use the budget. The `Healer` itself applies the
-    rules that roll back for NaN and Inf: only it can look at the weights."""
+    rules that roll back for NaN and Inf, because `attach` and `protect` cannot inspect weights."""
     evidence: Annotated[float, number(least=10)] = 1e4
     """With a `loss_fn`: lower bound of the mean number of comparisons per false rollback."""
     nonfinite_state: Annotated[str, one_of("alert", "rollback", "stop")] = "rollback"

@@ -105,7 +105,15 @@ BatchKey = tuple[int, int]
 
 
 class IncidentContext(NamedTuple):
-    """Argument of an `on_incident` hook: one step with an order of the policy."""
+    """Argument of an `on_incident` hook: one step with an order of the policy.
+
+        def hook(incident):
+            if incident.number >= 3:  # the third incident ends the run
+                return healcore.Action.STOP
+            return None
+
+    Pass the function as `Hooks(on_incident=hook)`.
+    """
 
     number: int
     """Number of the incident, from 1 over the whole run, or 0 outside of an incident."""

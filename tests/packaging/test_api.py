@@ -127,3 +127,16 @@ def test_each_error_has_the_base_and_can_be_imported_from_a_top_level_module():
             homes = [home for home in map(importlib.import_module, HOMES) if name in home.__all__]
             assert homes, f"{error.__module__}.{name}: export it from one of {HOMES}"
             assert all(getattr(home, name) is error for home in homes)
+
+
+def test_the_reference_shows_defaults_as_values():
+    shown = {name: hooks.value_of("healcore.runtime.healer", name) for name in
+             ("CHECKPOINTS", "LOGGING", "NO_HOOKS", "FORWARD_PASS")}  # fmt: skip
+    assert shown == {
+        "CHECKPOINTS": "Checkpoints()",
+        "LOGGING": "Logging()",
+        "NO_HOOKS": "Hooks()",
+        "FORWARD_PASS": "1 / 3.0",
+    }
+    assert hooks.value_of("healcore.jax.transform", "RECORDS") == "64"
+    assert hooks.value_of("healcore.jax.transform", "NO_SUCH_NAME") is None

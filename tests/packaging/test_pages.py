@@ -4,6 +4,7 @@ import ast
 import re
 import runpy
 import signal
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_the_snippets_one_after_the_other_and_the_lines_after_a_kill(tmp_path, m
     (tmp_path / "whole").mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     scope: dict[str, object] = {}
-    for block in blocks("data-and-resume.md"):
+    for block in blocks("data-and-resume.md") + blocks("checkpoints.md"):
         exec(block, scope)
     program = blocks("data-and-resume.md")[0]
     killed = f"import os\n{program}        if healer.step == 151:\n"
@@ -189,20 +190,87 @@ def test_each_message_that_the_faq_quotes_occurs_in_the_source():
 
 
 PAGE = "../README.md"
-JAX, TORCH = "learning_rate=rate", "scheduler.step()"
+ROOT = DOCS.parent
 
 
-def test_every_snippet_is_run_and_the_quoted_output_is_of_the_tutorial():
+def whole_change(page: str) -> tuple[str, str]:
+    """The program of a page before and after the change that its diff shows."""
+    (diff,) = blocks(page, "diff")
+    lines = diff.splitlines(keepends=True)
+    assert {line[0] for line in lines} == {" ", "+", "-"}
+    before = [line[1:] for line in lines if line[0] != "+"]
+    after = [line[1:] for line in lines if line[0] != "-"]
+    return "".join(before), "".join(after)
+
+
+def test_the_names_links_and_quoted_lines_of_the_readme_exist():
     """Of the lines with trainers the names exist; `tests/examples` runs such programs."""
-    assert sorted(blocks(PAGE)) == sorted(snippet(PAGE, part) for part in (JAX, TORCH))
+    assert blocks(PAGE) == []
     named = re.findall(r"healcore\.torch\.(\w+)\(", text(PAGE))
     assert {"heal_trainer"} < set(named) <= set(healcore.torch.__all__)
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", text(PAGE))
+    links += re.findall(r"src(?:set)?=\"([^\"]+)", text(PAGE))
     assert links
-    assert [link for link in links if not (DOCS.parent / link).exists()] == []
-    (quoted,) = blocks(PAGE, "console")
-    parts = re.split(r"\s*[…\n]\s*", quoted)
-    assert [part for part in parts if part not in text("tutorial.md")] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    quoted = re.findall(r"`(healcore: [^`]+)`$", text(PAGE), flags=re.M)
+    assert len(quoted) == 3
+    printed = text("tutorial.md").splitlines()
+    assert [line for line in quoted if line not in printed] == []
+
+
+def test_the_clone_line_has_the_url_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (commands,) = blocks(PAGE, "bash")
+    assert f"git clone {project['urls']['Repository']}\n" in commands
+
+
+NUMBER = re.compile(r"(?<![\w.#-])\d[\d,]*(?:\.\d+)?(?!\w)")
+
+
+def prose(page: str) -> str:
+    """A page without code, links and pictures."""
+    kept = re.sub(r"^```.*?^```", "", text(page), flags=re.M | re.S)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", kept)
+
+
+def numbers_in_results() -> list[float]:
+    """Every number of the files in benchmarks/results, from which the tables are made."""
+    found: list[float] = []
+    for file in (ROOT / "benchmarks" / "results").glob("*.json"):
+        found += [float(each) for each in re.findall(r"(?<=: )-?\d+(?:\.\d+)?", file.read_text())]
+    return found
+
+
+def test_each_number_of_the_readme_stands_in_a_results_file_or_on_another_page():
+    """Home is made from README.md, so that Home has the same numbers."""
+    pages = [each.relative_to(DOCS) for each in DOCS.rglob("*.md") if each.name != "index.md"]
+    elsewhere = {each for page in pages for each in NUMBER.findall(text(str(page)))}
+    results = numbers_in_results()
+    unknown = []
+    for number in NUMBER.findall(prose(PAGE)):
+        decimals = len(number.partition(".")[2])
+        value = float(number.replace(",", ""))
+        measured = decimals > 0 and value in {round(each, decimals) for each in results}
+        if number not in elsewhere and not measured:
+            unknown.append(number)
+    assert unknown == []
+
+
+def test_the_table_of_programs_is_that_of_their_page():
+    def rows(page: str) -> dict[str, list[str]]:
+        cells = [re.split(r" *\| *", line.strip("| ")) for line in text(page).splitlines()]
+        return {row[0]: row[1:] for row in cells}
+
+    on_their_page = list(rows("programs.md").items())
+    own = [row for row in rows(PAGE).items() if len(row[1]) == 3 and "program" not in row[0]]
+    own = [(name, row) for name, row in own if not set(name) <= set("-|")]
+    assert len(own) > 4
+    for name, (healthy, fault, healed) in own:
+        # Both begin with the program's name: `nanoGPT, 124 M` and nanoGPT `train.py`, 124 M.
+        words = re.findall(r"[\w.]{3,}", name)
+        same = [row for title, row in on_their_page if all(word in title for word in words)]
+        wanted = [(row[2], row[5], row[6]) for row in same if len(row) == 8]
+        assert (healthy, fault, healed) in wanted, name
 
 
 def test_the_lines_that_skip_only():
@@ -230,7 +298,7 @@ def test_the_lines_that_skip_only():
     assert int(scope["heal"].metrics()["heal/skips"]) == 1
 
 
-def test_the_jax_snippet(tmp_path, monkeypatch):
+def test_the_whole_change_in_jax(tmp_path, monkeypatch):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] - 1) ** 2)
 
@@ -244,13 +312,18 @@ def test_the_jax_snippet(tmp_path, monkeypatch):
     good, bad = jnp.ones((4, 3)), jnp.full((4, 3), jnp.nan)
     params = {"w": jnp.ones(3)}
     batches = [good, bad, *[good] * 4]
+    before, after = whole_change("jax.md")
+    scope = {"params": params, "loss_fn": loss_fn, "loader": [good]}
+    exec(before, scope)
+    assert not jnp.array_equal(scope["state"][0]["w"], params["w"])
     scope = {"params": params, "loss_fn": loss_fn, "loader": Interrupted(batches)}
     with pytest.raises(KeyboardInterrupt):
-        exec(snippet(PAGE, JAX), scope)
+        exec(after, scope)
     assert scope["healer"].step in (3, 4)
     scope = {"params": params, "loss_fn": loss_fn, "loader": batches}
-    exec(snippet(PAGE, JAX), scope)  # the same program resumes
+    exec(after, scope)  # the same program resumes
     healer = scope["healer"]
+    healer.close()
     assert (healer.step, healer.report().counts["skips"]) == (6, 1)
     trained = healer.state[0]["w"]
     assert jnp.isfinite(trained).all()
@@ -258,22 +331,25 @@ def test_the_jax_snippet(tmp_path, monkeypatch):
     assert jnp.array_equal(trained, scope["state"][0]["w"])
 
 
-def test_the_torch_snippet(tmp_path, monkeypatch):
+def test_the_whole_change_in_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     good, bad = ((torch.full((4, 3), x), torch.ones(4, 1)) for x in (1.0, torch.nan))
-    before = model.weight.detach().clone()
+    initial = model.weight.detach().clone()
+    before, after = whole_change(PAGE)
     scope = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "loader": [*[good] * 12, *[bad] * 12, good],
     }
-    exec(snippet(PAGE, TORCH), scope)
-    assert torch.isfinite(model.weight).all()
-    assert not torch.equal(model.weight, before)
+    exec(before, {**scope, "loader": [good]})
+    assert not torch.equal(model.weight, initial)
+    exec(after, scope)
     healer = scope["healer"]
+    healer.close()
+    assert torch.isfinite(model.weight).all()
     assert healer.rollbacks == 0  # the weights are finite: skipping them is enough
     assert healer.report().counts["skips"] == 12
     assert list(tmp_path.glob("run-1/step-*"))

@@ -18,6 +18,7 @@ from typing import Any
 from healcore.core import engine
 from healcore.core.baseline import ShiftConfig
 from healcore.core.ranges import NONE
+from healcore.policy import load, to_dict
 from healcore.policy.document import Budget, Detect, Incident, Policy, Respond, Rollback, When
 from healcore.policy.tables import keys_of
 
@@ -44,6 +45,8 @@ WORDS = {
 }
 """Words of a range, and what the page has instead."""
 HEAD = "key | if missing, range | meaning\n---|---|---"
+HEAD_WITH_DEFAULT = "key | `default` | if missing, range | meaning\n---|---|---|---"
+"""The head of a table that also has the values of the policy `default`."""
 TOGETHER = (("loss_spike", "grad_spike"), ("loss_window", "grad_window"))
 """Detectors with the same keys, which share a section."""
 
@@ -70,8 +73,18 @@ def sections() -> Iterator[tuple[str, tuple[type, ...]]]:
     yield "`when`", (When,)
 
 
-def table_of(tables: tuple[type, ...]) -> str:
+def in_default(heading: str) -> dict[str, Any] | None:
+    """The values of the policy `default` in a section that every policy has, else None."""
+    policy = to_dict(load("default"))
+    if heading == "Top of the file":
+        return policy
+    name = heading.strip("`[]")
+    return policy.get(name) if name.isidentifier() and name != "respond" else None
+
+
+def table_of(heading: str, tables: tuple[type, ...]) -> str:
     """The table of a section, or nothing without keys. Defaults are in the heading's order."""
+    of_default = in_default(heading)
     keys = [{name: key for name, key in keys_of(each).items() if key.value} for each in tables]
     lines = []
     for name, key in keys[0].items():
@@ -81,8 +94,13 @@ def table_of(tables: tuple[type, ...]) -> str:
         shown = [_shown(each.default) for each in same]
         default = shown[0] if len(set(shown)) == 1 else " / ".join(shown)
         meaning = _meaning(tables[0], name)
-        lines.append(f"`{name}` | {default}, {_range(key.value.rule)} | {meaning}")
-    return "\n".join((HEAD, *lines)) if lines else ""
+        own = ""
+        if of_default is not None:
+            is_short = not isinstance(of_default[name], list) and name != "description"
+            own = f" | {_shown(of_default[name]) if is_short else '…'}"
+        lines.append(f"`{name}`{own} | {default}, {_range(key.value.rule)} | {meaning}")
+    head = HEAD if of_default is None else HEAD_WITH_DEFAULT
+    return "\n".join((head, *lines)) if lines else ""
 
 
 def _meaning(table: type, name: str) -> str:
@@ -134,9 +152,11 @@ def written(page: str) -> str:
     """The pages with the tables of the present code."""
     for heading, tables in sections():
         before = section_of(page, heading)
-        found = re.findall(rf"^{re.escape(HEAD)}\n(?:`.*\n)+", before, flags=re.M)
-        assert len(found) == bool(table_of(tables)), heading
-        after = before.replace(found[0], f"{table_of(tables)}\n") if found else before
+        heads = "|".join(map(re.escape, (HEAD, HEAD_WITH_DEFAULT)))
+        found = re.findall(rf"^(?:{heads})\n(?:`.*\n)+", before, flags=re.M)
+        table = table_of(heading, tables)
+        assert len(found) == bool(table), heading
+        after = before.replace(found[0], f"{table}\n") if found else before
         page = page.replace(f"## {heading}\n{before}", f"## {heading}\n{after}")
     return page
 

@@ -95,6 +95,10 @@ class MemoryStore(_JaxStore):
 class OrbaxStore(_JaxStore):
     """Stores checkpoints on disk in Orbax's format. Each process saves its shards.
 
+        store = OrbaxStore("checkpoints")
+        step = max(each.step for each in store.checkpoints() if each.finite)
+        state = store.restore(step, state).state  # as the Healer was given it
+
     Orbax can read the arrays of a checkpoint without healcore:
     ``ocp.load_checkpointables(step_directory / "data")["state"]["params.dense.kernel"]``. The
     program's own Orbax manager may save at the same time. ``restore`` takes the state as the Healer

@@ -42,6 +42,10 @@ from healcore.torch.store.state import DTYPES, add_entry, decoded, dtype_name
 class MemoryStore(CheckpointStore):
     """Copies of a torch state in host memory, pinned where the state is on CUDA.
 
+        store = MemoryStore()
+        store.save(1, {"model": model})
+        restored = store.restore(1, {"model": model})
+
     Args:
         keep: how many copies of each kind are kept; a save adds one more while it runs.
     """
@@ -60,6 +64,10 @@ class DCPStore(CheckpointStore):
     ranks; one rank saves them. Moments that a fresh optimizer lacks are sharded like its
     parameters. Another number of ranks can restore all values except per-rank values. Between two
     saves the store keeps the host memory of one copy of the state.
+
+        store = DCPStore("checkpoints")
+        step = max(each.step for each in store.checkpoints() if each.finite)
+        weights = store.restore(step, {"model": model}).state["model"]
 
     Args:
         root: directory for this run's checkpoints only, the same for all ranks; created if needed.

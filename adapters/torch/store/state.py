@@ -145,6 +145,9 @@ def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """Loads every restored value into the live object of the same name.
 
+        live = {"model": model, "optimizer": optimizer}
+        apply(live, store.restore(step, live).state)
+
     Calls `load_state_dict` if the object has it. Overwrites tensors in place, also in dictionaries
     and lists. Replaces other values. Checks as much as possible before the first change.
 

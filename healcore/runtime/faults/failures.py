@@ -366,6 +366,12 @@ _HTTP_PERMANENT = frozenset({501, 505})  # all other 5xx are transient
 def classify(error: BaseException) -> Fault:
     """Classifies an exception: what kind of trouble it is, and whether a repeated call may help.
 
+        try:
+            train_step(batch)
+        except Exception as error:
+            fault = healcore.classify(error)
+            print(fault.cause, fault.advice)
+
     The type decides first, then codes: HTTP status, errno, the status codes of XLA, and torch's
     fixed beginnings of a message. If these say nothing, the exception that caused it is classified.
     Last come shapes and indices that do not fit (`healcore.runtime.faults.array_errors`).

@@ -246,7 +246,12 @@ def choose_checkpoints(
 
 
 class Keep(NamedTuple):
-    """Number of checkpoints of each kind to keep."""
+    """Number of checkpoints of each kind to keep.
+
+        Healer(..., checkpoints=Checkpoints(keep=Keep(good=3, candidates=8, older=True)))
+
+    More checkpoints let a rollback go back further, and take more disk.
+    """
 
     good: int = 3
     """The newest known-good checkpoints. A rollback of depth n needs n of them. At least 1."""

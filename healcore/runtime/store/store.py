@@ -49,6 +49,10 @@ from healcore.runtime.store.writer import Writer
 class CheckpointStore(Writer):
     """Checkpoints of one run, by step: in host memory, in a directory, or in both.
 
+        store = healcore.torch.DCPStore("checkpoints")  # or healcore.jax.OrbaxStore
+        for saved in store.checkpoints():
+            print(saved.step, saved.status, saved.finite)
+
     A checkpoint in both is restored from memory, or from the directory if its copy in memory is
     damaged. If the directory cannot be read, the copies in memory are used.
 

@@ -30,6 +30,15 @@ _FIELDS = ("loss", "grad_norm", *NUMBERS, "skip", *COMPARED)
 class Tracker(Protocol):
     """Receiver of metrics and events, for `Healer(trackers=...)`.
 
+        class Printer:
+            def metrics(self, step, values):
+                print(step, values)
+
+            def event(self, event):
+                print(event["kind"])
+
+        Healer(..., trackers=Printer())
+
     All methods are called in one thread. An event may come before the numbers of its step. Methods
     may block or raise: the training continues, and healcore reports the first error. Optional
     methods: `start(run)` gets a `TrackedRun` and is called first, `flush()` twice a second,

@@ -26,7 +26,7 @@ from healcore.runtime.store.checkpoints import IN_MEMORY, CheckpointInfo, superf
 from healcore.runtime.store.host_copy import parts_of
 from healcore.torch.expected_moments import missing_moments
 
-PAGE = Path(__file__).parents[3] / "docs" / "data-and-resume.md"
+PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 SIDE = 300
 BYTES = (SIDE * SIDE + SIDE) * 4
 """The parameters of the networks here."""

@@ -142,7 +142,9 @@ def test_a_run_that_was_killed_ends_it(tmp_path):
     assert "was killed" in errors
 
 
-PAGES = [text(f"{name}.md") for name in ("cli", "replay", "recipes", "reports", "tutorial")]
+PAGES = [
+    text(f"{name}.md") for name in ("cli", "lost-run", "replay", "recipes", "reports", "tutorial")
+]
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
