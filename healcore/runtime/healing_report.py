@@ -92,7 +92,8 @@ class HealingReport:
 
     def to_dict(self) -> dict[str, Any]:
         """A dict of plain values for `json.dumps`; incidents, rollbacks and reports are dicts."""
-        return to_json(self)
+        report: Any = to_json(self)
+        return report
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)

@@ -43,7 +43,8 @@ def test_real_events_are_valid_only_with_their_required_fields(tmp_path, kind):
         assert problems(less), name
     actions = {"action": ["CUT_LR"], "cause": ["OF_A_NEWER_ONE"], "skip": False}
     for fields in ({}, actions, {**actions, "observed": True}, {**SAMPLES[kind], "lr_scale": "?"}):
-        less = {"run": "a", "seq": 0, "kind": kind, **to_json(fields)}
+        some: Any = to_json(fields)
+        less = {"run": "a", "seq": 0, "kind": kind, **some}
         assert isinstance(sentence(validate(less)[0]), str)
 
 
