@@ -1,3 +1,4 @@
+# The folder is adapters/jax. In a checkout healcore/jax is a link to it.
 """healcore for JAX: optax transformations that clip, skip and heal, decided on the device.
 
     tx = optax.chain(heal_zclip(), optax.adamw(1e-3))     # instead of clip_by_global_norm

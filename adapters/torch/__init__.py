@@ -1,3 +1,4 @@
+# The folder is adapters/torch. In a checkout healcore/torch is a link to it.
 """healcore for torch: one line makes any `torch.optim` optimizer clip, skip and heal.
 
     heal = healcore.torch.attach(optimizer, policy="default")
