@@ -130,7 +130,7 @@ def rollback() -> Iterator[str]:
         dashed = ' stroke-dasharray="7 5"' if "again" in kind else ""
         return f'<polyline class="loss {kind}" points="{path}"{dashed}/>'
 
-    signs = ((300, "checkpoint"), (351, "alarm"), (371, "found"), (402, "recheck"))
+    signs = ((300, "checkpoint"), (351, "alarm"), (371, "found"), (402, "again"))
     signs += ((421, "rollback"),)
     for index, words in signs:
         yield text(at(index), 26, str(index), "title", "middle")
