@@ -72,8 +72,8 @@ def _json_value(text: str) -> Any:
     """The value of `json.loads`, and its errors.
 
     pydantic's parser takes a third of the time. It rejects some texts that `json` accepts (half of
-    a surrogate pair, deep nesting), and accepts none that `json` rejects. Before 2.20 it reads
-    escaped characters wrongly.
+    a surrogate pair, deep nesting), and accepts none that `json` rejects. Its
+    release 2.18 reads escaped characters wrongly.
     """
     if "\\u" in text:
         return json.loads(text)
