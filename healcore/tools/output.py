@@ -21,31 +21,64 @@ CANNOT_RUN = 2  # exit status
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints untrusted text, with `err` on standard error, with `nl` followed by a newline."""
+    """Prints text of which a part may come from a file that somebody else wrote.
+
+    A log or an event may contain control sequences, which would move the cursor of the terminal or
+    change its title. They are printed as escapes.
+
+    Args:
+        text: the text.
+        err: print on standard error instead of standard output.
+        nl: print a newline after the text.
+    """
     typer.echo(clean(text), err=err, nl=nl)
 
 
 def console(**options: Any) -> Console:
-    """A rich console that escapes control sequences in text, but not rich's own."""
+    """Builds a rich console that escapes control sequences in text, but not rich's own.
+
+    Args:
+        **options: arguments of `rich.console.Console`.
+
+    Returns:
+        The console. As in `echo`, text from a file cannot control the terminal.
+    """
     from rich.console import Console
 
     class CleanConsole(Console):
         def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
             for segment in super().render(*args, **kwargs):
-                text = segment.text if segment.control else clean(segment.text)
-                yield segment._replace(text=text)
+                if not segment.control:
+                    segment = segment._replace(text=clean(segment.text))
+                yield segment
 
     return CleanConsole(**options)
 
 
 def fail(why: str) -> NoReturn:
-    """Prints the reason on standard error and exits with `CANNOT_RUN`."""
+    """Prints the reason on standard error and exits with `CANNOT_RUN`.
+
+    Args:
+        why: one or more sentences with the rule, the value and the remedy.
+
+    Raises:
+        typer.Exit: always.
+    """
     echo(why, err=True)
     raise typer.Exit(CANNOT_RUN)
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: prints an error of healcore or of the system as a sentence, and exits with 2."""
+    """Decorator: prints an error of healcore or of the system as a sentence, and exits with 2.
+
+    Any other exception is a bug of healcore and keeps its traceback.
+
+    Args:
+        command: a function that typer calls with keywords.
+
+    Returns:
+        The same command, with the signature and the docstring that typer reads.
+    """
 
     @functools.wraps(command)
     def run(**options: Any) -> None:
@@ -60,25 +93,37 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class OutputError(HealcoreError, ValueError):
-    """An output cannot be written. The message has the reason and the remedy."""
+    """An output cannot be written. The message has the reason and the remedy.
+
+    `check_outputs` raises it before the work starts, `write_output` after it.
+    """
 
 
 def check_outputs(outputs: Iterable[AnyPath], inputs: Iterable[AnyPath]) -> None:
     """Checks that every output can be written and overwrites no input, before the work starts.
 
-    Raises OutputError if an output is a folder or an input, or if its folder does not exist. All
-    files in a folder that is an input are inputs, except pages.
+    Without this check, a replay of an hour could end with an error at its last line, or a mistyped
+    option could replace the log of a run.
+
+    Args:
+        outputs: paths of files to write.
+        inputs: paths of files and folders that are read. All files in such a folder are inputs,
+            except pages (`*.html`).
+
+    Raises:
+        OutputError: an output is a folder or an input, or its folder does not exist.
     """
-    folders = list(map(Path, inputs))
+    input_paths = [Path(path) for path in inputs]
     for path in map(Path, outputs):
         if not path.absolute().parent.is_dir():
             raise OutputError(f"{path} cannot be written: the folder {path.parent} does not exist")
         if path.is_dir():
             raise OutputError(f"{path} is a folder: name a file in the folder")
         real = path.resolve()
-        written = path.is_file() and path.suffix != ".html"
-        for each in map(Path.resolve, folders):
-            if real == each or (written and real.is_relative_to(each)):
+        replaces_file = path.is_file() and path.suffix != ".html"
+        for input_path in input_paths:
+            real_input = input_path.resolve()
+            if real == real_input or (replaces_file and real.is_relative_to(real_input)):
                 raise OutputError(f"{path} is an input: write to another file")
 
 
@@ -86,7 +131,14 @@ def write_output(path: AnyPath, text: str) -> None:
     """Writes a text as UTF-8: the whole file or nothing.
 
     A device or a pipe is written directly. A link is replaced, because another user may have
-    created it. Raises OutputError if `path` cannot be written.
+    created it.
+
+    Args:
+        path: the file, for example `out.html` or `/dev/stdout`.
+        text: the content. Characters without a UTF-8 form are written as escapes.
+
+    Raises:
+        OutputError: `path` cannot be written.
     """
     from healcore.runtime.store import files
 

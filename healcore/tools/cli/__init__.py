@@ -47,7 +47,9 @@ def demo(
     """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
     from healcore.tools.demo import run_demo
 
-    frameworks = ("torch", "jax") if framework == "both" else (framework,)
+    frameworks: tuple[str, ...] = (framework,)
+    if framework == "both":
+        frameworks = ("torch", "jax")
     run_demo(out, frameworks=frameworks, steps=steps)
 
 
@@ -75,8 +77,15 @@ def _options(
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script `healcore`, and of `python -m healcore`.
+
+    Characters that the terminal cannot show are printed as escapes. Otherwise a terminal that takes
+    only ASCII would end the command with a UnicodeEncodeError.
+
+    Raises:
+        SystemExit: always, with the exit status of the command.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may take only ASCII
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     app()

@@ -18,6 +18,7 @@ from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_
 
 OK, DAMAGED = 0, 1
 
+MAX_PRINTED = 20  # problems of runs, of which the page lists more
 POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
 app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
@@ -50,20 +51,34 @@ def show(
         history = read(path)
         events = history.events
         # The start of another file: the file that was read before has been replaced.
-        new = events if events[:1] != seen[:1] else events[len(seen) :]
-        _print_events(new, seen[-1]["run"] if seen else None)
-        # The last line of a live run may not be complete yet.
-        damaged = [p for p in history.problems if not (follow and "torn:" in p.problem)]
+        if events[:1] == seen[:1]:
+            new = events[len(seen) :]
+        else:
+            new = events
+        printed_run = None
+        if seen:
+            printed_run = seen[-1]["run"]
+        _print_events(new, printed_run)
+        damaged = history.problems
+        if follow:
+            # The last line of a live run may not be complete yet.
+            damaged = [problem for problem in damaged if "torn:" not in problem.problem]
         if damaged and not (events or follow):
             fail(f"{path} is no events file: line {damaged[0].line}: {damaged[0].problem}")
         for problem in damaged[listed:]:
             echo(f"line {problem.line} is damaged: {problem.problem}", err=True)
         listed = len(damaged)
         if not follow:
-            raise typer.Exit(DAMAGED if damaged else OK)
-        run = runs_of(history.runs())[-1] if events else None
+            if damaged:
+                raise typer.Exit(DAMAGED)
+            raise typer.Exit(OK)
+        run = None
+        if events:
+            run = runs_of(history.runs())[-1]
         if run is not None and run.end is not None:
-            raise typer.Exit(OK if run.state is RunState.COMPLETED else DAMAGED)
+            if run.state is RunState.COMPLETED:
+                raise typer.Exit(OK)
+            raise typer.Exit(DAMAGED)
         if gone and not new:
             echo("the process was killed: it wrote no event of its end", err=True)
             raise typer.Exit(DAMAGED)
@@ -82,19 +97,27 @@ def _print_events(events: list[dict[str, Any]], run: str | None) -> None:
 
 
 def _line(event: dict[str, Any]) -> str:
+    """Formats an event: its time, its step, its kind, and a sentence or its fields as JSON."""
     from healcore.events.models import validate
     from healcore.events.schema import ENVELOPE, sentence
 
     fields = {name: value for name, value in event.items() if name not in ENVELOPE}
-    text = sentence(validate(event)[0]) or (json.dumps(fields) if fields else "")
-    step = "-" if event.get("step") is None else _shorten(event["step"], 20)
-    at = str(event.get("time", ""))[:19]
-    return f"{at:19}  {step:>9}  {event['kind']:15}  {_shorten(text)}".rstrip()
+    text = sentence(validate(event)[0])
+    if not text and fields:
+        text = json.dumps(fields)
+    step = "-"
+    if event.get("step") is not None:
+        step = _shorten(event["step"], 20)
+    time_of_event = str(event.get("time", ""))[:19]
+    return f"{time_of_event:19}  {step:>9}  {event['kind']:15}  {_shorten(text)}".rstrip()
 
 
-def _shorten(value: Any, limit: int = 400) -> str:
+def _shorten(value: object, limit: int = 400) -> str:
+    """Converts a value to one line of at most `limit` characters."""
     text = " ".join(str(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    if len(text) > limit:
+        return f"{text[: limit - 3]}..."
+    return text
 
 
 def report(
@@ -125,12 +148,20 @@ def report(
             echo(str(error), err=True)
     if not files:
         raise typer.Exit(CANNOT_RUN)
-    for problem in [note for each in reports for note in each.notes][:20]:  # the page has more
+    problems: list[str] = []
+    for run in reports:
+        problems += run.notes
+    for problem in problems[:MAX_PRINTED]:
         echo(problem, err=True)
     page = out or files[0].with_name(f"{stem(files[0])}.report.html")
     # Metrics and postmortems are next to the events file.
-    inputs = [path for file in files for path in (file, *file.parent.glob("*.json*"))]
+    inputs: list[Path] = []
+    for file in files:
+        inputs.append(file)
+        inputs += file.parent.glob("*.json*")
     check_outputs([page], inputs)
     write_output(page, render(reports))
     echo(f"page: {page}")
-    raise typer.Exit(OK if len(files) == len(events) else DAMAGED)
+    if len(files) < len(events):
+        raise typer.Exit(DAMAGED)
+    raise typer.Exit(OK)

@@ -8,7 +8,7 @@ Exit status: 0 success (`diff`: no difference), 1 a policy is invalid (`diff`: t
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Column, Table
@@ -58,7 +58,9 @@ def show(policy: _Named, set_: SetOption = None) -> None:
         echo(preset_text(policy), nl=False)
     engine = loaded.engine()
     tests_only_finite = engine.without_limit(engine.init()).tests_only_finite
-    in_step = "a finite test and a fixed clip" if tests_only_finite else "the whole policy"
+    in_step = "the whole policy"
+    if tests_only_finite:
+        in_step = "a finite test and a fixed clip"
     echo(f"\n# What stands in the optimizer's step on an accelerator: {in_step}.")
 
 
@@ -77,13 +79,18 @@ def check(
             policy = load(name)
         except PolicyError as error:
             echo(str(error), err=True)
-            status = max(status, CANNOT_RUN if error.unreadable else INVALID)
+            if error.unreadable:
+                status = CANNOT_RUN
+            else:
+                status = max(status, INVALID)
         else:
-            rules = len(policy.respond)
+            rules = f"{len(policy.respond)} rules"
+            if len(policy.respond) == 1:
+                rules = "1 rule"
             watched = ", ".join(to_dict(policy)["detect"]) or "nothing"
             echo(
                 f"{name}: ok ({policy.mode}, clip {policy.clip.kind}, watches {watched}; "
-                f"{rules} rule{'s' if rules != 1 else ''}; {fingerprint(policy)})"
+                f"{rules}; {fingerprint(policy)})"
             )
     raise typer.Exit(status)
 
@@ -95,16 +102,20 @@ def diff_(left: _Named, right: _Named) -> None:
     from healcore.policy import diff, load
 
     differences = diff(load(left), load(right))
-    if differences:
-        columns = [Column(Text(name), overflow="fold") for name in (left, right)]
-        table = Table("key", *columns, box=None, pad_edge=False)
-        for key, a, b in differences:
-            table.add_row(key, _cell(a), _cell(b))
-        console().print(table)
-    else:
+    if not differences:
         echo("no difference")
-    raise typer.Exit(INVALID if differences else OK)
+        raise typer.Exit(OK)
+    left_column = Column(Text(left), overflow="fold")
+    right_column = Column(Text(right), overflow="fold")
+    table = Table("key", left_column, right_column, box=None, pad_edge=False)
+    for key, left_value, right_value in differences:
+        table.add_row(key, _cell(left_value), _cell(right_value))
+    console().print(table)
+    raise typer.Exit(INVALID)
 
 
-def _cell(value: Any) -> Text:
-    return Text("-" if value is None else json.dumps(value, ensure_ascii=False))
+def _cell(value: object) -> Text:
+    """Formats a value as JSON, and a key that the policy does not have as "-"."""
+    if value is None:
+        return Text("-")
+    return Text(json.dumps(value, ensure_ascii=False))

@@ -20,7 +20,7 @@ import typer
 
 from healcore.console import first_lines
 from healcore.tools.cli.options import ColumnOption, JoinOption, JsonlOption, SetOption
-from healcore.tools.output import check_outputs, console, echo, fail, write_output
+from healcore.tools.output import AnyPath, check_outputs, console, echo, fail, write_output
 
 if TYPE_CHECKING:  # local imports, so that other commands start fast
     from rich.console import Console
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # local imports, so that other commands start fast
 
     from healcore.policy import Policy
     from healcore.tools.replay import Summary
+    from healcore.tools.report.run_report import RunReport
     from healcore.tools.traces import Trace
 
 OK, PARTIAL = 0, 1
@@ -112,7 +113,17 @@ def _replay(
     *,
     sums_only: bool = False,
 ) -> NoReturn:
-    """Replays each policy over each trace; prints and writes the results."""
+    """Replays each policy over each trace; prints and writes the results.
+
+    Args:
+        traces: paths of logs, or folders with one run each.
+        policies: the policies by their name in the results.
+        jsonl: file for a JSON object per decision, "-" for standard output, or None.
+        report: file for an HTML page, or None.
+        column: options SIGNAL=NAME that name a column of the logs, or None.
+        join: whether all traces are attempts of one run.
+        sums_only: whether the table shows only the sums over all traces.
+    """
     from healcore.adapter_registry import require
     from healcore.tools.replay import NotJudgedError, ReplayError
     from healcore.tools.replay import replay as replay_trace
@@ -121,14 +132,24 @@ def _replay(
 
     if report:
         require("report", "jinja2")
-    check_outputs(filter(None, [jsonl if jsonl != "-" else None, report]), [*traces, *policies])
+    outputs: list[AnyPath] = []
+    if jsonl and jsonl != "-":
+        outputs.append(jsonl)
+    if report:
+        outputs.append(report)
+    check_outputs(outputs, [*traces, *policies])
     opened, unreadable = open_traces(traces, columns=parse_columns(column), join=join)
-    problems = [
-        f"{each.path}: {'not judged: ' if each.not_judged else ''}{each.problem}"
-        for each in unreadable
-    ]
-    not_judged = any(each.not_judged for each in unreadable)
-    summaries, reports, lines = [], [], []
+    problems: list[str] = []
+    not_judged = False
+    for failure in unreadable:
+        if failure.not_judged:
+            not_judged = True
+            problems.append(f"{failure.path}: not judged: {failure.problem}")
+        else:
+            problems.append(f"{failure.path}: {failure.problem}")
+    summaries: list[Summary] = []
+    reports: list[RunReport] = []
+    lines: list[str] = []
     for trace, name in itertools.product(opened, policies):
         try:
             result = replay_trace(trace, policies[name], name=name)
@@ -149,8 +170,10 @@ def _replay(
             write_output(jsonl, "".join(lines))
         if report:
             write_output(report, page.render(reports))
-        known = sys.stdout.isatty() or os.environ.get("COLUMNS")
-        printer = console(stderr=jsonl == "-", width=None if known else _PIPE_WIDTH)
+        width = _PIPE_WIDTH
+        if sys.stdout.isatty() or os.environ.get("COLUMNS"):
+            width = None  # rich finds the width
+        printer = console(stderr=jsonl == "-", width=width)
         _print(printer, opened, summaries, sums_only)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
@@ -158,18 +181,26 @@ def _replay(
         echo(problem, err=True)
     if not summaries and not not_judged:
         fail("no trace could be replayed")
-    raise typer.Exit(PARTIAL if problems else OK)
+    if problems:
+        raise typer.Exit(PARTIAL)
+    raise typer.Exit(OK)
 
 
 def _print(
     printer: Console, traces: Sequence[Trace], summaries: Sequence[Summary], sums_only: bool
 ) -> None:
+    """Prints the table, the problems and notes of the traces, and the legend of the table."""
     from healcore.tools.replay import table
 
+    problems: list[str] = []
+    notes: list[str] = []
+    for trace in traces:
+        problems += trace.problems
+        notes += trace.notes
     _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
-    _print_first(printer, [each for trace in traces for each in trace.problems], "yellow")
+    _print_first(printer, problems, "yellow")
     _print_first(printer, table.notes(summaries), "")
-    _print_first(printer, [each for trace in traces for each in trace.notes], "dim")
+    _print_first(printer, notes, "dim")
     printer.print(table.LEGEND, style="dim", highlight=False)
 
 
@@ -187,6 +218,7 @@ def _print_first(printer: Console, lines: Sequence[str], style: str) -> None:
         printer.print(line, style=style, markup=False, highlight=False)
 
 
+# A line about a place: "run.csv, line 7: the text".
 _PLACED = re.compile(r"(?P<path>.*?)(?:, line \d+)?: (?P<text>.*)", re.DOTALL)
 
 
@@ -195,11 +227,15 @@ def _without_repeats(lines: Sequence[str]) -> list[str]:
     counts: Counter[str] = Counter()
     first: dict[str, str] = {}
     for line in lines:
+        text = line
         placed = _PLACED.fullmatch(line)
-        text = placed["text"] if placed else line
+        if placed:
+            text = placed["text"]
         counts[text] += 1
         first.setdefault(text, line)
-    return [
-        f"{line} (and {counts[text] - 1:,} more like this)" if counts[text] > 1 else line
-        for text, line in first.items()
-    ]
+    merged = []
+    for text, line in first.items():
+        if counts[text] > 1:
+            line = f"{line} (and {counts[text] - 1:,} more like this)"
+        merged.append(line)
+    return merged

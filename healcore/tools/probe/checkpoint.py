@@ -32,47 +32,71 @@ from healcore.tools.probe.checks import (
 
 
 def probe_checkpoint(path: Path, inputs: CheckpointInputs) -> ProbeResult:
-    """Runs the probe in the current process, without limits. Raises any exception for damage."""
+    """Runs the probe in the current process, without limits of memory and time.
+
+    `healcore probe checkpoint` runs it in a child process (`checkpoint_files.probe_paths`), because
+    a damaged file can crash the libraries that read it.
+
+    Args:
+        path: a file of torch or safetensors, a directory of DCP, Orbax or a trainer, a store of
+            healcore, or one checkpoint of a store.
+        inputs: the bounds.
+
+    Returns:
+        The checks "finite", "digests" and "known_good", and the checkpoints of a store.
+
+    Raises:
+        ProbeError: the path does not exist or cannot be read.
+        NothingToProbe: there is no checkpoint, or a checkpoint without arrays.
+        Exception: any exception for a damaged file, see `checks.run_probe`.
+    """
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
-    is_store = path.is_dir() and any(
-        manifest.step_of(folder) is not None for folder in (path, *path.iterdir())
-    )
-    return (_probe_store if is_store else _probe_other)(path, inputs)
+    if path.is_dir():
+        for folder in (path, *path.iterdir()):
+            if manifest.step_of(folder) is not None:
+                return _probe_store(path, inputs)
+    return _probe_other(path, inputs)
 
 
 # -- a checkpoint that was not written by a healcore store -----------------------------------------
 
 
 def _probe_other(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    """Judges a checkpoint without a manifest by its values, and by the CRC-32 in torch's files."""
     damage = damaged_archives(path)
-    checks = []
-    facts = {"known_good": None}
-    notes = ()
+    checks: list[Check] = []
+    facts: dict[str, Any] = {"known_good": None}
+    notes: tuple[str, ...] = ()
     try:
         contents = open_contents(path)
-        found = _count_nonfinite(contents)
+        nonfinite = _count_nonfinite(contents)
     except ProbeError as error:
         if not damage:
             raise
         checks.append(Check("readable", ERROR, str(error)))
     else:
-        number, notes = len(contents.arrays), contents.notes
+        number = len(contents.arrays)
+        notes = contents.notes
         if not number:
             raise NothingToProbe(f"{path} is a {contents.format} without arrays")
-        bad = disallowed(found, inputs.nonfinite_ok)
+        bad = disallowed(nonfinite, inputs.nonfinite_ok)
+        verdict = PASS
         message = f"no NaN and no Inf in {number} arrays"
         if bad:
+            verdict = FAIL
             message = f"NaN or Inf in {len(bad)} of {number} arrays: {first_of(bad)}; if they "
             message += "are meant, as in a mask: --nonfinite-ok NAME"
-        checks.append(Check("finite", FAIL if bad else PASS, message, len(bad), 0))
-        facts |= {"format": contents.format, "arrays": number, "nonfinite": found}
+        checks.append(Check("finite", verdict, message, len(bad), 0))
+        facts |= {"format": contents.format, "arrays": number, "nonfinite": nonfinite}
     if damage is None:
         message = "not known: only archives of torch and healcore stores have digests"
         checks.append(Check("digests", SKIP, message, decides=False))
+    elif damage:
+        message = first_of(damage, separator="; ")
+        checks.append(Check("digests", FAIL, message, len(damage), 0))
     else:
-        message = first_of(damage, separator="; ") or "the CRC-32 of all records match"
-        checks.append(Check("digests", FAIL if damage else PASS, message, len(damage), 0))
+        checks.append(Check("digests", PASS, "the CRC-32 of all records match", 0, 0))
     message = "not known: only a healcore store records the health of later steps"
     checks.append(Check("known_good", SKIP, message, decides=inputs.require_good))
     return ProbeResult("checkpoint", str(path), tuple(checks), facts, notes)
@@ -83,11 +107,13 @@ def _count_nonfinite(contents: Contents) -> dict[str, int]:
     nonfinite: dict[str, int] = {}
     seen = set()
     for path, array in contents.arrays.items():
-        shared = array.storage is not None and array.storage in seen
+        is_repeated = array.storage is not None and array.storage in seen
         seen.add(array.storage)
-        if not shared and not array.dtype.startswith(("int", "uint", "bool")):
-            bad = int(np.count_nonzero(~np.isfinite(array.read())))
-            nonfinite |= {".".join(path): bad} if bad else {}
+        if is_repeated or array.dtype.startswith(("int", "uint", "bool")):
+            continue
+        count = int(np.count_nonzero(~np.isfinite(array.read())))
+        if count:
+            nonfinite[".".join(path)] = count
     return nonfinite
 
 
@@ -95,44 +121,70 @@ def _count_nonfinite(contents: Contents) -> dict[str, int]:
 
 
 def _probe_store(path: Path, inputs: CheckpointInputs) -> ProbeResult:
+    """Judges the checkpoints of a store by their manifests, and the digests of their files."""
     is_checkpoint = manifest.step_of(path) is not None
-    root = path.parent if is_checkpoint else path
+    root = path
+    if is_checkpoint:
+        root = path.parent
 
-    def wanted(folder: Path) -> bool:
-        of_step = inputs.step is None or manifest.step_of(folder) == inputs.step
-        return of_step and (not is_checkpoint or folder.name == path.name)
+    def is_wanted(folder: Path) -> bool:
+        if inputs.step is not None and manifest.step_of(folder) != inputs.step:
+            return False
+        return not is_checkpoint or folder.name == path.name
 
     try:
         scan = manifest.scan(root)
     except StoreError as error:
         raise ProbeError(str(error)) from None
-    broken = [each for each in scan.damaged if wanted(Path(each.path))]
+    broken = [folder for folder in scan.damaged if is_wanted(Path(folder.path))]
     rows: list[dict[str, Any]] = []
-    damage, bad, good = [], [], []
+    damage: list[str] = []
+    bad: list[CheckpointInfo] = []
+    good: list[int] = []
     listed = manifest.listed(scan, inputs.nonfinite_ok)
     for saved, found in zip(listed, scan.complete.values(), strict=True):
-        if not wanted(found.folder):
+        if not is_wanted(found.folder):
             continue
         errors = manifest.find_damage(found)
-        row = {name: getattr(saved, name) for name in ("step", "status", "finite")}
-        row |= {"intact": not errors, "bytes": saved.bytes, "path": saved.path}
-        rows.append(row)
-        damage += [f"step {saved.step}: {each.file} {each.difference}" for each in errors]
+        rows.append(
+            {
+                "step": saved.step,
+                "status": saved.status,
+                "finite": saved.finite,
+                "intact": not errors,
+                "bytes": saved.bytes,
+                "path": saved.path,
+            }
+        )
+        for error in errors:
+            damage.append(f"step {saved.step}: {error.file} {error.difference}")
         if not saved.finite:
             bad.append(saved)
         elif saved.status == "good" and not errors:  # a run could roll back to the checkpoint
             good.append(saved.step)
-    damage += [f"{Path(each.path).name}: {each.file} {each.difference}" for each in broken]
+    for folder in broken:
+        damage.append(f"{Path(folder.path).name}: {folder.file} {folder.difference}")
     if not rows and not broken:
-        which = "" if inputs.step is None else f" of step {inputs.step}"
+        which = ""
+        if inputs.step is not None:
+            which = f" of step {inputs.step}"
         raise NothingToProbe(f"{path} contains no checkpoint{which}")
     damaged = len(broken) + sum(not row["intact"] for row in rows)
-    whole = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
-    message = first_of(damage, separator="; ") or whole
-    digests = Check("digests", FAIL if damage else PASS, message, damaged, 0)
-    checks = digests, _finite(bad, good), _known_good(rows, good, inputs)
-    facts = {"format": "store of healcore", "checkpoints": rows, "known_good": bool(good)}
-    facts["newest_good"] = good[-1] if good else None
+    if damage:
+        digests = Check("digests", FAIL, first_of(damage, separator="; "), damaged, 0)
+    else:
+        message = f"all {counted(len(rows), 'checkpoint')}: every file has its recorded digest"
+        digests = Check("digests", PASS, message, damaged, 0)
+    checks = (digests, _finite(bad, good), _known_good(rows, good, inputs))
+    newest_good = None
+    if good:
+        newest_good = good[-1]
+    facts = {
+        "format": "store of healcore",
+        "checkpoints": rows,
+        "known_good": bool(good),
+        "newest_good": newest_good,
+    }
     return ProbeResult("checkpoint", str(path), checks, facts)
 
 
@@ -141,20 +193,30 @@ def _finite(bad: Sequence[CheckpointInfo], good: Sequence[int]) -> Check:
     if not bad:
         return Check("finite", PASS, "no NaN and no Inf were recorded at the save", 0, 0)
     names = ", ".join(bad[0].nonfinite[:3]) or "more arrays than are listed"
-    more = f"; and in {len(bad) - 1} more checkpoints" if len(bad) > 1 else ""
     allow = "if the run allows it: --nonfinite-ok NAME"
-    message = f"NaN or Inf in step {bad[0].step}: {names}; {allow}{more}"
-    return Check("finite", WARN if good else FAIL, message, len(bad), 0)
+    message = f"NaN or Inf in step {bad[0].step}: {names}; {allow}"
+    if len(bad) > 1:
+        message += f"; and in {len(bad) - 1} more checkpoints"
+    verdict = FAIL
+    if good:
+        verdict = WARN
+    return Check("finite", verdict, message, len(bad), 0)
 
 
 def _known_good(
     rows: Sequence[Mapping[str, Any]], good: Sequence[int], inputs: CheckpointInputs
 ) -> Check:
-    marked = any(row["status"] == "good" for row in rows)
-    verdict = PASS if good else FAIL if marked or inputs.require_good else WARN
-    message = "none yet: a checkpoint becomes known-good after healthy steps"
+    """Judges whether the store has a checkpoint that a run could roll back to."""
+    is_marked = any(row["status"] == "good" for row in rows)
     if good:
+        verdict = PASS
         message = f"{len(good)} of {len(rows)} checkpoints; the newest is step {good[-1]}"
-    elif marked:
+    elif is_marked:
+        verdict = FAIL
         message = "every known-good checkpoint is damaged"
+    else:
+        verdict = WARN
+        if inputs.require_good:
+            verdict = FAIL
+        message = "none yet: a checkpoint becomes known-good after healthy steps"
     return Check("known_good", verdict, message, len(good), 1)

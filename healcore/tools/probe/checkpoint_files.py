@@ -43,8 +43,19 @@ class _OtherFile(ProbeError):
 def open_contents(path: Path, step: int | None = None) -> Contents:
     """Opens a file of torch or safetensors, a directory of a trainer, DCP or Orbax, or a store.
 
-    `step` is a checkpoint of a store, by default the newest known-good one, or without one the
-    newest. Raises ProbeError if it cannot be read, MissingExtraError without its framework.
+    The arrays are not read yet: each has a function that reads it.
+
+    Args:
+        path: a file or a directory.
+        step: step of a checkpoint of a store, or None for the newest known-good checkpoint. Without
+            a known-good checkpoint, None is the newest.
+
+    Returns:
+        The leaves by their path, the name of the format, and notes on what was opened.
+
+    Raises:
+        ProbeError: the checkpoint cannot be read.
+        MissingExtraError: the framework that wrote the checkpoint is not installed.
     """
     if not path.exists():
         raise ProbeError(f"{path}: no such file or directory")
@@ -64,8 +75,11 @@ def _beside(folder: Path) -> dict[tuple[str, ...], Any]:
             content = json.loads(regular_file.read(path, _MAX_JSON_BYTES))
         except (OSError, ValueError, RecursionError):
             continue
-        for name, value in content.items() if isinstance(content, dict) else ():
-            values |= {(path.stem, name): value} if isinstance(value, (bool, int, float)) else {}
+        if not isinstance(content, dict):
+            continue
+        for name, value in content.items():
+            if isinstance(value, (bool, int, float)):
+                values[path.stem, name] = value
     return values
 
 
@@ -286,11 +300,22 @@ def _checkpoint_files(folder: Path) -> list[Path]:
 def damaged_archives(path: Path) -> list[str] | None:
     """Checks the CRC-32 of every record in archives of `torch.save`.
 
-    torch may read wrong values from a damaged archive. Returns None if there is no archive.
+    torch may read wrong values from a damaged archive.
+
+    Args:
+        path: a file or a directory.
+
+    Returns:
+        A line for each damaged archive, or None if there is no archive.
     """
-    files = [path] if path.is_file() else _checkpoint_files(path)
+    if path.is_file():
+        files = [path]
+    else:
+        files = _checkpoint_files(path)
     archives = [file for file in files if file.suffix != ".distcp" and zipfile.is_zipfile(file)]
-    damage = []
+    if not archives:
+        return None
+    damage: list[str] = []
     for file in archives:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -300,7 +325,7 @@ def damaged_archives(path: Path) -> list[str] | None:
             problem = f"the archive is damaged: {error}"
         if problem:
             damage.append(f"{file.name}: {problem}")
-    return damage if archives else None
+    return damage
 
 
 _BASE_MEMORY, _MEMORY_PER_BYTE = 4 << 30, 4
@@ -316,7 +341,24 @@ _START = "from healcore.tools.probe.checkpoint_files import serve; serve()"
 def probe_paths(
     probe: str, judge: Callable[[Path, Any], ProbeResult], paths: Sequence[str | Path], inputs: Any
 ) -> list[ProbeResult]:
-    """Calls `judge`, a function of a module, with each path and inputs in the child process."""
+    """Judges checkpoints in a child process, which a damaged file may crash.
+
+        command                         child
+           |--- probe, paths, inputs ---->|   judges path 0, sends its result
+           |<---------- result 0 ---------|   sets new limits, judges path 1
+           |            (end)             x   crashes, or exceeds a limit
+        ERROR for path 1
+           |--- the other paths ---> a new child
+
+    Args:
+        probe: name of the probe in the results.
+        judge: a function of a module, so that it can be pickled. It gets a path and the inputs.
+        paths: files and directories.
+        inputs: the inputs of the probe.
+
+    Returns:
+        A result for each path, in order.
+    """
     paths = [Path(path) for path in paths]
     results = []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -336,7 +378,9 @@ def probe_paths(
         if len(results) < len(paths):
             path = str(paths[len(results)])
             status = child.returncode
-            why = (signal.strsignal(-status) if status < 0 else None) or f"status {status}"
+            why = f"status {status}"
+            if status < 0:
+                why = signal.strsignal(-status) or why
             if status == -getattr(signal, "SIGALRM", 0) and status:
                 why = "it took longer than its limit of wall time"
             message = f"{path}: the reader process ended while reading it ({why})"
@@ -345,7 +389,11 @@ def probe_paths(
 
 
 def serve() -> None:
-    """In the child: answers the request on standard input, with one result after the other."""
+    """In the child: answers the request on standard input, with one result after the other.
+
+    Each result is flushed at once, so that the command has the results of all paths before a path
+    that ends the child.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # libraries may print
     probe, judge, paths, inputs = pickle.load(sys.stdin.buffer)
@@ -361,9 +409,13 @@ def _set_limits(path: Path) -> None:
         return
     import resource
 
-    files = [path] if path.is_file() else [
-        Path(at, name) for at, _, names in os.walk(path) for name in names
-    ]  # fmt: skip
+    files: list[Path] = []
+    if path.is_file():
+        files.append(path)
+    else:
+        for folder, _, names in os.walk(path):
+            for name in names:
+                files.append(Path(folder, name))
     stored = sum(file.lstat().st_size for file in files)
     used = resource.getrusage(resource.RUSAGE_SELF)
     allowed = _BASE_SECONDS + stored // _BYTES_PER_SECOND
@@ -375,5 +427,7 @@ def _set_limits(path: Path) -> None:
         (resource.RLIMIT_CPU, seconds),
     ):
         _, hard = resource.getrlimit(kind)
+        if hard >= 0:  # below 0 is no limit
+            value = min(value, hard)
         with contextlib.suppress(ValueError, OSError):  # macOS rejects some limits
-            resource.setrlimit(kind, (value if hard < 0 else min(value, hard), hard))
+            resource.setrlimit(kind, (value, hard))

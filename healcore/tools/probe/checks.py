@@ -34,7 +34,11 @@ class _Inputs(BaseModel):
 
 
 class LossInputs(_Inputs):
-    """Inputs of the loss probe. The defaults pass healthy runs with any noise."""
+    """Inputs of the loss probe. The defaults pass healthy runs with any noise.
+
+    Each field is an option of `healcore probe loss`, and its description is the help of the option.
+    The weights have too many keys for options, so they are a table of the file in `--spec`.
+    """
 
     min_steps: int = _option(10, "A curve with fewer finite values is not judged.", ge=4)
     max_final_loss: float | None = _option(None, "FAIL if the end is larger; no bound by default.")
@@ -67,7 +71,11 @@ class LossInputs(_Inputs):
 
 
 class OptimizerInputs(_Inputs):
-    """Inputs of the optimizer probe."""
+    """Inputs of the optimizer probe.
+
+    Each field is an option of `healcore probe optimizer`. The layers of a model are judged against
+    similar layers of the same model, so that no bound depends on the scale of the gradients.
+    """
 
     step: int | None = _option(
         None, "Checkpoint of a store; by default the newest known-good checkpoint.", ge=0
@@ -99,7 +107,11 @@ class OptimizerInputs(_Inputs):
 
 
 class CheckpointInputs(_Inputs):
-    """Inputs of the checkpoint probe."""
+    """Inputs of the checkpoint probe.
+
+    Each field is an option of `healcore probe checkpoint`. A checkpoint is known-good if the steps
+    after its save were healthy, which only a store of healcore records.
+    """
 
     step: int | None = _option(None, "Only this checkpoint of a store.", ge=0)
     # Patterns such as `model.*.mask`.
@@ -111,7 +123,11 @@ class CheckpointInputs(_Inputs):
 
 
 class ProbeVerdict(enum.Enum):
-    """Verdict of one check or of a whole probe, from the least severe."""
+    """Verdict of one check or of a whole probe, from the least severe.
+
+    A probe has the most severe verdict of its checks, and a command the most severe verdict of its
+    subjects.
+    """
 
     PASS = "PASS"
     SKIP = "SKIP"
@@ -132,7 +148,10 @@ _CLOSENESS = {PASS: 1.0, WARN: 0.5, FAIL: 0.0}
 
 
 class Check(NamedTuple):
-    """One check and its verdict."""
+    """One check and its verdict.
+
+    For example "final_loss" with the verdict FAIL, the value 3.1 and the bound 2.9.
+    """
 
     name: str
     verdict: ProbeVerdict
@@ -146,12 +165,18 @@ class Check(NamedTuple):
 
 
 class ProbeResult(NamedTuple):
-    """Result of one probe for one subject."""
+    """Result of one probe for one subject: its checks, and what was measured.
+
+    `healcore probe --json` prints the fields of a result, and its verdict.
+    """
 
     probe: str
+    """"loss", "optimizer" or "checkpoint"."""
     subject: str
+    """Path of the checkpoint, or name of the trace."""
     checks: tuple[Check, ...]
     facts: Mapping[str, Any] = {}
+    """Measured values by name, for programs that read the JSON document."""
     notes: tuple[str, ...] = ()
     """Remarks on how the subject was read and measured."""
 
@@ -162,30 +187,55 @@ class ProbeResult(NamedTuple):
 
 
 class NothingToProbe(ProbeError):
-    """The subject can be read but has nothing to judge."""
+    """The subject can be read but has nothing to judge.
+
+    For example, the trace logs no loss. The result has the verdict SKIP instead of ERROR.
+    """
 
 
 def worst(verdicts: Iterable[ProbeVerdict]) -> ProbeVerdict:
-    """The most severe verdict, or SKIP without verdicts."""
+    """Finds the most severe verdict.
+
+    Args:
+        verdicts: verdicts of checks or of subjects.
+
+    Returns:
+        The first of FAIL, ERROR, WARN, SKIP, PASS among the verdicts, or SKIP without verdicts.
+    """
     return max(verdicts, key=list(ProbeVerdict).index, default=SKIP)
 
 
 def run_probe(
     probe: str, subject: str, judge: Callable[..., ProbeResult], *arguments: Any
 ) -> ProbeResult:
-    """Calls a probe. Damaged files can raise any exception, and each exception becomes a result."""
+    """Calls a probe. Damaged files can raise any exception, and each exception becomes a result.
+
+    Args:
+        probe: name of the probe.
+        subject: path of the checkpoint, or name of the trace.
+        judge: the probe.
+        *arguments: arguments of `judge`.
+
+    Returns:
+        The result of `judge`. After an exception, a result with the only check "readable": SKIP if
+        there is nothing to judge, FAIL if the subject is damaged, and ERROR otherwise.
+    """
     verdict = ERROR
     try:
         return judge(*arguments)
     except (HealcoreError, OSError) as error:
-        verdict = {NothingToProbe: SKIP, Damaged: FAIL}.get(type(error), ERROR)
+        if type(error) is NothingToProbe:
+            verdict = SKIP
+        elif type(error) is Damaged:
+            verdict = FAIL
         message = str(error)
     except MemoryError:
         message = "it needs more memory than its limit"
     except Exception as error:
         message = f"{type(error).__name__}: {first_line(error)}"
-    where = "" if subject in message else f"{subject} could not be judged: "
-    return ProbeResult(probe, subject, (Check("readable", verdict, where + message),))
+    if subject not in message:
+        message = f"{subject} could not be judged: {message}"
+    return ProbeResult(probe, subject, (Check("readable", verdict, message),))
 
 
 def score(
@@ -194,23 +244,50 @@ def score(
     weights: Mapping[str, float] = {},
     most: Mapping[str, float] = {},
 ) -> float | None:
-    """The score of a subject from 0 to 1, or None if a check that counts has no verdict.
+    """Computes the score of a subject, from 0 to 1.
 
     The score is the weighted mean over the checks that count: 1 for PASS, 0.5 for WARN, 0 for FAIL.
-    It is 0 if a check of `fatal` fails, and at most `most[name]` if the check `name` fails.
+
+    Args:
+        checks: the checks of the subject.
+        fatal: names of checks. If one of them fails, the score is 0.
+        weights: weights by name of the check; the default is 1.
+        most: upper bounds of the score by name of the check, which apply if the check fails.
+
+    Returns:
+        The score, or None if a check that counts has no verdict, or no check has a weight.
     """
     counted = [check for check in checks if check.decides]
-    if any(check.name in fatal and check.verdict is FAIL for check in counted):
-        return 0.0
-    total = sum(weights.get(check.name, 1.0) for check in counted)
-    if any(check.verdict not in _CLOSENESS for check in counted) or not total > 0:
+    for check in counted:
+        if check.name in fatal and check.verdict is FAIL:
+            return 0.0
+    closeness: list[float] = []
+    importance: list[float] = []
+    limit = 1.0
+    for check in counted:
+        if check.verdict not in _CLOSENESS:
+            return None
+        weight = weights.get(check.name, 1.0)
+        importance.append(weight)
+        closeness.append(_CLOSENESS[check.verdict] * weight)
+        if check.verdict is FAIL:
+            limit = min(limit, most.get(check.name, 1.0))
+    total = sum(importance)
+    if not total > 0:
         return None
-    mean = sum(_CLOSENESS[each.verdict] * weights.get(each.name, 1.0) for each in counted) / total
-    return min([mean, *(most.get(each.name, 1.0) for each in counted if each.verdict is FAIL)])
+    return min(sum(closeness) / total, limit)
 
 
 def dumps(results: Sequence[ProbeResult], inputs: BaseModel) -> str:
-    """The document that `--json` prints: strict JSON, without NaN and Infinity."""
+    """Writes the document that `--json` prints: strict JSON, without NaN and Infinity.
+
+    Args:
+        results: the results of one command.
+        inputs: the inputs of the probe, which the document repeats.
+
+    Returns:
+        The document. Its key "schema" is the version of the format.
+    """
     verdict = worst(result.verdict for result in results)
     document = {
         "schema": 1,

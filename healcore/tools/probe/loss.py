@@ -36,14 +36,20 @@ _FATAL = ("finite", "gradient_norm", "zero_loss")
 
 
 class Column(NamedTuple):
-    """One logged column of a run, without rows that were repeated later; float64 (n,) both."""
+    """One logged column of a run, without rows that were repeated later.
+
+    A run that resumes or rolls back logs some steps twice. Only the last value of a step is part of
+    the weights at the end of the run.
+    """
 
     step: np.ndarray
+    """Steps, float64 (n,)."""
     value: np.ndarray
+    """Logged values, float64 (n,), which may be NaN or Inf."""
 
     @property
     def finite(self) -> np.ndarray:
-        """The finite values."""
+        """The values that are finite, float64 (m,)."""
         return self.value[np.isfinite(self.value)]
 
     @property
@@ -55,13 +61,30 @@ class Column(NamedTuple):
     def trailing_count(self) -> int:
         """Number of consecutive NaN and Inf at the end."""
         finite = np.isfinite(self.value)
-        return int(finite[::-1].argmax()) if finite.any() else len(finite)
+        if not finite.any():
+            return len(finite)
+        return int(finite[::-1].argmax())
 
 
 def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
-    """Probes the curve of a run. Ignores rows that the run repeated later.
+    """Judges the curve of a run: does it fall, does it stay low, is its end finite?
 
-    Raises NothingToProbe if the trace does not log a loss.
+    Ignores rows that the run repeated later.
+
+    Example:
+        traces, unreadable = open_traces(["run.csv"])
+        result = probe_loss(traces[0])
+        print(result.verdict, [check.message for check in result.checks])
+
+    Args:
+        trace: a trace with a loss. A gradient norm is judged too if it is logged.
+        inputs: the bounds, or None for the defaults.
+
+    Returns:
+        The checks, and facts for a plot of the curve.
+
+    Raises:
+        NothingToProbe: the trace does not log a loss.
     """
     inputs = inputs or LossInputs()
     rows = lineage(trace)
@@ -71,21 +94,26 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         values = rows.values.get(name, rows.step)[logged]
         return Column(rows.step[logged], values.astype(np.float64))
 
-    curve, norms = column("loss"), column("grad_norm")
+    curve = column("loss")
+    norms = column("grad_norm")
     if not len(curve.value):
         raise NothingToProbe(f"{trace.name} logs no loss: pass --column loss=NAME")
     finite = curve.finite
     steps = curve.step[np.isfinite(curve.value)]
     sigmas = inputs.event_sigmas
     events, jumps, unfinished = find_events(steps, finite, sigmas, inputs.rolling_window)
+    initial_loss = best = None
+    if len(finite):
+        initial_loss = float(finite[0])
+        best = float(finite.min())
     kept = thin(np.arange(len(curve.value)), {"value": curve.value}, _CURVE_POINTS)
     facts: dict[str, Any] = {
         "values": len(curve.value),
         "files": trace.files,
-        "initial_loss": float(finite[0]) if len(finite) else None,
+        "initial_loss": initial_loss,
         "first_step": float(curve.step[0]),
         "last_step": float(curve.step[-1]),
-        "best": float(finite.min()) if len(finite) else None,
+        "best": best,
         "nonfinite": curve.nonfinite_count,
         "events": events,
         "jumps": jumps,
@@ -120,28 +148,43 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
     notes = first_lines(trace.problems, 100)
-    if repeated := np.count_nonzero(trace.replaced):
+    repeated = np.count_nonzero(trace.replaced)
+    if repeated:
         notes.append(f"{repeated} rows were repeated after a resume or a rollback; the last counts")
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
 def _finite(column: Column, inputs: LossInputs, unit: str) -> Check:
     """Counts NaN and Inf: FAIL at the end of the curve, WARN if the run recovered."""
-    bad, total, trailing = column.nonfinite_count, len(column.value), column.trailing_count
-    verdict = FAIL if trailing else WARN if bad > inputs.max_nonfinite else PASS
-    message = f"{bad} of {total} values are NaN or Inf" if bad else f"all {total} values are finite"
+    bad = column.nonfinite_count
+    total = len(column.value)
+    trailing = column.trailing_count
+    message = f"all {total} values are finite"
+    if bad:
+        message = f"{bad} of {total} values are NaN or Inf"
+    verdict = PASS
     if trailing:
-        last = "value is" if trailing == 1 else f"{trailing} values are"
+        verdict = FAIL
+        last = f"{trailing} values are"
+        if trailing == 1:
+            last = "value is"
         message = f"it ends in NaN or Inf: the last {last} not finite ({bad} of {total} in all)"
-    elif verdict is WARN:
+    elif bad > inputs.max_nonfinite:
+        verdict = WARN
         message += f", first at {unit} {column.step[~np.isfinite(column.value)][0]:.15g}"
     return Check("finite", verdict, message, bad, inputs.max_nonfinite)
 
 
 def _gradient_norm(norms: Column) -> Check:
     """Counts norms that are NaN or Inf: FAIL for several at the end, WARN if they are not rare."""
-    bad, total, last = norms.nonfinite_count, len(norms.value), norms.trailing_count
-    verdict = FAIL if last >= _LASTING_NORMS else WARN if bad > _RARE_NORMS * total else PASS
+    bad = norms.nonfinite_count
+    total = len(norms.value)
+    last = norms.trailing_count
+    verdict = PASS
+    if last >= _LASTING_NORMS:
+        verdict = FAIL
+    elif bad > _RARE_NORMS * total:
+        verdict = WARN
     message = f"{bad} of {total} are NaN or Inf; at the end, {last} in a row"
     return Check("gradient_norm", verdict, message, bad, _RARE_NORMS)
 
@@ -152,15 +195,23 @@ def _zero_loss(curve: Column, trained: np.ndarray, shape: Shape, inputs: LossInp
     nonzero = Column(curve.step, np.where(untrained, np.nan, curve.value))
     sudden = len(nonzero.finite) > 0 and nonzero.finite[-1] > _NEAR_ZERO * shape.start
     count = nonzero.trailing_count
-    verdict = FAIL if sudden and count >= inputs.min_steps else PASS
+    verdict = PASS
+    if sudden and count >= inputs.min_steps:
+        verdict = FAIL
     message = f"the last {count} losses are exactly 0 or not finite, without a gradient"
     return Check("zero_loss", verdict, message, count, inputs.min_steps)
 
 
 def _final_loss(shape: Shape, inputs: LossInputs) -> Check:
-    value, bound = shape.end, inputs.max_final_loss
-    rule = "no bound is set" if bound is None else f"should be at most {bound:g}"
-    verdict = FAIL if bound is not None and value > bound else PASS
+    """Checks that the level at the end is below the bound, if the user has set a bound."""
+    value = shape.end
+    bound = inputs.max_final_loss
+    verdict = PASS
+    rule = "no bound is set"
+    if bound is not None:
+        rule = f"should be at most {bound:g}"
+        if value > bound:
+            verdict = FAIL
     return Check("final_loss", verdict, f"{value:.6g}; {rule}", value, bound)
 
 
@@ -172,23 +223,33 @@ def _progress(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
     if not _variance(finite) > 0:
         message = f"the curve is constant: {end} at every step"
         return Check("progress", WARN, message, trend, bound)
-    rise, sigma = shape.end - shape.start, math.sqrt(2) * shape.noise
+    rise = shape.end - shape.start
+    sigma = math.sqrt(2) * shape.noise
     sign = math.copysign(1, rise)
-    distance = rise / sigma if sigma > 0 else sign * math.inf if rise else 0.0
+    distance = 0.0
+    if sigma > 0:
+        distance = rise / sigma
+    elif rise:
+        distance = sign * math.inf
     span = f"from {shape.start:.4g} to {end}"
     measured = f"trend {trend:+.1f} sigma, end against start {distance:+.1f} sigma"
     measured += f"; significant from {bound:g} sigma"
     if rise and max(trend * sign, abs(distance)) > bound:
-        verdict, verb = (FAIL, "rises") if rise > 0 else (PASS, "falls")
-        value = trend if trend * sign > bound else distance
+        verdict, verb = PASS, "falls"
+        if rise > 0:
+            verdict, verb = FAIL, "rises"
+        value = distance
+        if trend * sign > bound:
+            value = trend
         return Check("progress", verdict, f"it {verb}, {span} ({measured})", value, bound)
     if shape.drop > bound:
         message = f"it falls within its first values, by {shape.drop:.1f} sigma, and stays at {end}"
         return Check("progress", PASS, message, shape.drop, bound)
     value = max(trend, distance, key=abs)
-    opposite = ", but the trend has the opposite direction"
-    within = opposite if abs(trend) > bound else ": the change is within the noise"
-    message = f"{span}{within} ({measured})"
+    reason = ": the change is within the noise"
+    if abs(trend) > bound:
+        reason = ", but the trend has the opposite direction"
+    message = f"{span}{reason} ({measured})"
     if finite.min() <= 0 <= finite.max():
         # The loss of a policy gradient is about 0 by construction.
         message += "; a curve with both signs need not progress"
@@ -197,18 +258,27 @@ def _progress(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
 
 
 def _convergence_ratio(shape: Shape, finite: np.ndarray, inputs: LossInputs) -> Check:
-    name, bound = "convergence_ratio", inputs.max_convergence_ratio
+    """Checks that the level at the end is below that at the start, times the bound."""
+    name = "convergence_ratio"
+    bound = inputs.max_convergence_ratio
     if finite.min() <= 0 or shape.start <= 0:
         return Check(name, SKIP, "only defined for losses above 0", None, bound, decides=False)
     value = shape.end / shape.start
-    noise = math.sqrt(2) * inputs.trend_sigmas * shape.noise / shape.start if bound >= 1 else 0.0
+    noise = 0.0
+    if bound >= 1:
+        noise = math.sqrt(2) * inputs.trend_sigmas * shape.noise / shape.start
+    verdict = PASS
+    if value > bound + noise:
+        verdict = WARN
     message = f"the end is {value:.4g} of the start; should be at most {bound:g}"
-    return Check(name, WARN if value > bound + noise else PASS, message, value, bound)
+    return Check(name, verdict, message, value, bound)
 
 
 def _regret(shape: Shape, inputs: LossInputs) -> Check:
     """Judges the share of the progress to the best value that is lost at the end."""
-    warn, fail = bound = [inputs.warn_regret, inputs.fail_regret]
+    warn = inputs.warn_regret
+    fail = inputs.fail_regret
+    bound = [warn, fail]
     if not shape.start > shape.best:
         message = "the curve was never better than at its start"
         return Check("regret", SKIP, message, None, bound, decides=False)
@@ -220,13 +290,19 @@ def _regret(shape: Shape, inputs: LossInputs) -> Check:
         return Check("regret", PASS, message, lost, bound)
     message = f"at the end, {lost:.1%} of the progress to the best ({best}) is lost; "
     message += f"WARN above {warn:.0%}, FAIL above {fail:.0%}"
-    verdict = FAIL if lost > fail else WARN if lost > warn else PASS
+    verdict = PASS
+    if lost > fail:
+        verdict = FAIL
+    elif lost > warn:
+        verdict = WARN
     return Check("regret", verdict, message, lost, bound)
 
 
 def _smoothness(curve: Column, inputs: LossInputs) -> Check:
     """Compares 1 - var(dL) / var(L) of finite neighbours with its bound."""
-    name, bound, finite = "smoothness", inputs.min_smoothness, curve.finite
+    name = "smoothness"
+    bound = inputs.min_smoothness
+    finite = curve.finite
     variance = _variance(finite)
     if not 0 < variance < math.inf:
         return Check(name, SKIP, "not defined for a constant curve", None, bound, decides=False)
@@ -236,12 +312,18 @@ def _smoothness(curve: Column, inputs: LossInputs) -> Check:
         value = 1 - _variance(changes) / variance
     message = f"{value:.3f}; should be at least {bound:g} (noise around a level has -1)"
     reliable = len(finite) >= _MIN_VALUES_FOR_SMOOTHNESS
-    return Check(name, WARN if value < bound else PASS, message, value, bound, decides=reliable)
+    verdict = PASS
+    if value < bound:
+        verdict = WARN
+    return Check(name, verdict, message, value, bound, decides=reliable)
 
 
 def _variance(values: np.ndarray) -> float:
+    """The variance of values (n,), 0 without values, inf or NaN if the values are too large."""
+    if not len(values):
+        return 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        return float(values.var()) if len(values) else 0.0
+        return float(values.var())
 
 
 def _events(
@@ -257,9 +339,13 @@ def _events(
             f"{events[0].step:.15g} for {events[0].values} values"
         )
     message += f" ({counted(jumps, 'single high value')}"
-    too_many = inputs.max_jumps is not None and jumps > inputs.max_jumps
-    message += f"; should be at most {inputs.max_jumps})" if too_many else ")"
-    verdict = WARN if count > bound or too_many else PASS
+    verdict = PASS
+    if count > bound:
+        verdict = WARN
+    if inputs.max_jumps is not None and jumps > inputs.max_jumps:
+        verdict = WARN
+        message += f"; should be at most {inputs.max_jumps}"
+    message += ")"
     if unfinished:
         message += f"; the curve ends in the event of {unit} {events[-1].step:.15g}"
         verdict = FAIL

@@ -31,9 +31,14 @@ _CHANGE_TO_SIGMA = 0.886
 
 
 def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
-    """Medians of equally long blocks of a curve (n,), fewer than `most`.
+    """Reduces a curve to the medians of equally long blocks, which keep its level and lose noise.
 
-    The last block counts if it is at least half full.
+    Args:
+        values: the curve, float (n,).
+        most: upper bound of the number of whole blocks. A shorter curve keeps its values.
+
+    Returns:
+        The medians, float (b,). The last block counts if it is at least half full.
     """
     size = 1
     while len(values) // size >= most:
@@ -41,11 +46,16 @@ def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
     whole = len(values) // size * size
     medians = np.median(values[:whole].reshape(-1, size), axis=1)
     rest = values[whole:]
-    return np.append(medians, np.median(rest)) if 2 * len(rest) >= size else medians
+    if 2 * len(rest) >= size:
+        return np.append(medians, np.median(rest))
+    return medians
 
 
 class Shape(NamedTuple):
-    """Level of a curve at its start, end and best, with its noise and trend. Lower is better."""
+    """Level of a curve at its start, end and best, with its noise and trend. Lower is better.
+
+    A level is a running median over a twentieth of the curve, so that no single value decides.
+    """
 
     start: float
     end: float
@@ -57,12 +67,19 @@ class Shape(NamedTuple):
 
     @property
     def regret(self) -> float:
-        """End minus best."""
+        """End minus best, at least 0."""
         return max(0.0, self.end - self.best)
 
 
 def measure_shape(curve: np.ndarray) -> Shape:
-    """Measures a finite curve, float64 (b,) with b > 3."""
+    """Measures the levels, the noise and the trend of a curve.
+
+    Args:
+        curve: finite values, float64 (b,) with b > 3, usually from `block_medians`.
+
+    Returns:
+        The shape, in the unit of the curve.
+    """
     # Scaled by the largest value, so that differences of very large values stay finite.
     unit = float(np.abs(curve).max()) or 1.0
     scaled = curve / unit
@@ -72,12 +89,15 @@ def measure_shape(curve: np.ndarray) -> Shape:
     # The larger of two estimates: from single values as if they were independent, and from medians
     # of adjacent windows, which include slow drift.
     noise = max(single * _MEDIAN_TO_MEAN_SIGMA / math.sqrt(width), _deviation(medians[::-width]))
+    drop = 0.0
+    if single > 0:
+        drop = float(scaled[0] - medians[-1]) / single
     return Shape(
         start=unit * float(medians[0]),
         end=unit * float(medians[-1]),
         best=unit * float(medians.min()),
         noise=unit * noise,
-        drop=float(scaled[0] - medians[-1]) / single if single > 0 else 0.0,
+        drop=drop,
         trend=_trend(scaled),
     )
 
@@ -133,13 +153,20 @@ class Event(NamedTuple):
 def find_events(
     steps: np.ndarray, values: np.ndarray, sigmas: float, window: int
 ) -> tuple[list[Event], int, bool]:
-    """Finds the events of a curve, float64 (n,) both, with the spike detector.
+    """Finds the instability events of a curve with the spike detector of the policy engine.
 
-    Returns the events in order, the number of high values outside events (bad batches), and
-    whether the curve ends in the last event.
+    The detector takes about 40 us per value, so a long curve is reduced to block medians.
 
-    `LossSpikeConfig` learns the noise of the run from `window` values. `sigmas` scales its
-    threshold. It takes about 40 us per value, so a long curve is reduced to block medians.
+    Args:
+        steps: steps of the values, float64 (n,).
+        values: finite losses, float64 (n,).
+        sigmas: smallest height of an event, in standard deviations of the noise. It scales the
+            threshold of `LossSpikeConfig`.
+        window: number of values from which the detector learns the noise of the run.
+
+    Returns:
+        The events in order, the number of high values outside events (bad batches), and whether the
+        curve ends in the last event.
     """
     default = LossSpikeConfig()
     threshold = default.z_threshold * sigmas / EVENT_SIGMAS

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.checkpoint_contents import Contents
 from healcore.console import first_of
 from healcore.tools.probe.checkpoint_files import open_contents
 from healcore.tools.probe.checks import (
@@ -58,29 +59,60 @@ _RISEN_FRACTION = 0.3
 
 
 def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
-    """Runs the probe in the current process, without limits. Raises any exception for damage."""
+    """Runs the probe in the current process, without limits of memory and time.
+
+    `healcore probe optimizer` runs it in a child process (`checkpoint_files.probe_paths`), because
+    a damaged file can crash the libraries that read it.
+
+    Args:
+        path: a checkpoint with the state of an optimizer: a file of torch, a directory of DCP,
+            Orbax or a trainer, or a store of healcore. The names of the parameters of
+            `optimizer.pt` are read from `model.safetensors` next to it.
+        inputs: the bounds.
+
+    Returns:
+        The checks "step" and "finite". If the optimizer is old enough for a verdict, also "dead"
+        and "outliers", and the layers that deviate most.
+
+    Raises:
+        NothingToProbe: there are no second moments to judge.
+        ProbeError: the checkpoint does not exist or cannot be read.
+        Exception: any exception for a damaged file, see `checks.run_probe`.
+    """
     contents = open_contents(path, inputs.step)
-    beside = path.parent.glob("*model.safetensors") if path.stem == "optimizer" else ()
-    weights = [open_contents(file) for file in sorted(beside) if path.is_file()]
+    weights: list[Contents] = []
+    if path.stem == "optimizer" and path.is_file():
+        for file in sorted(path.parent.glob("*model.safetensors")):
+            weights.append(open_contents(file))
     tree = Tree(contents, weights)
     found = find_moments(tree)
-    moments = [each for each in found if each.second.size and "int" not in each.second.dtype]
+    moments = [state for state in found if state.second.size and "int" not in state.second.dtype]
     if not moments:
         why = "; ".join([_no_moments(tree, found), *contents.notes])
         raise NothingToProbe(f"{path} has no second moments to judge: {why}")
     training = _training(tree)
-    step = training.get("global_step") if inputs.global_step is None else inputs.global_step
+    step = inputs.global_step
+    if step is None:
+        step = training.get("global_step")
+    if step is not None:
+        step = float(step)
     name_parameters(tree, moments)
     for moment in moments:
-        moment.measure(None if step is None else float(step))
+        moment.measure(step)
     age = _step(moments, inputs)
     checks = [age, _finite(moments, inputs)]
     compared: list[Deviation] = []
     noise: set[str] = set()
     if age.verdict is PASS:
-        judged = [each for each in moments if each.step is None or each.step >= inputs.min_step]
+        judged: list[Moments] = []
+        for moment in moments:
+            if moment.step is None or moment.step >= inputs.min_step:
+                judged.append(moment)
         noise = _rounding(judged)
-        comparable = [each for each in judged if not each.negative and each.name not in noise]
+        comparable: list[Moments] = []
+        for moment in judged:
+            if not moment.negative and moment.name not in noise:
+                comparable.append(moment)
         compared = _deviations(comparable, inputs)
         checks += [_dead(judged, inputs), _outliers(compared, inputs)]
     facts = {
@@ -88,7 +120,7 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
         "score": score(checks, ("step", "finite"), most={"dead": _MOST_IF_DEAD}),
         "parameters": len(moments),
         "elements": sum(moment.size for moment in moments),
-        "step": max((moment.step for moment in moments if moment.step is not None), default=None),
+        "step": max(_known_steps(moments), default=None),
         "training": training,
         "nonfinite": [moment.name for moment in moments if moment.nonfinite],
         "negative": [moment.name for moment in moments if moment.negative],
@@ -109,12 +141,13 @@ def probe_optimizer(path: Path, inputs: OptimizerInputs) -> ProbeResult:
 
 def _training(tree: Tree) -> dict[str, Any]:
     """The values of `_TRAINING_FACTS` in the checkpoint, each from its shortest path."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for path, value in sorted(tree.values.items(), key=lambda pair: len(pair[0])):
-        known = bool(path) and path[-1] in _TRAINING_FACTS
-        if known and isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
-            found.setdefault(path[-1], value)
-    return {name: found[name] for name in _TRAINING_FACTS if name in found}
+        if not path or path[-1] not in _TRAINING_FACTS:
+            continue
+        if isinstance(value, (bool, int, float)) and not abs(value) > 1e300:
+            values.setdefault(path[-1], value)
+    return {name: values[name] for name in _TRAINING_FACTS if name in values}
 
 
 def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
@@ -123,12 +156,23 @@ def _no_moments(tree: Tree, found: Sequence[Moments]) -> str:
         kinds = first_of(sorted({state.second.dtype for state in found}))
         return f"they have no elements, or are integers ({kinds}): quantized moments"
     names = sorted({path[-1] for path in tree.arrays if "state" in path[:-1]})
-    saved = f", only {', '.join(names[:8])}" if names else ""
-    return f"it holds no exp_avg_sq of torch, and no mu and nu of optax{saved}"
+    reason = "it holds no exp_avg_sq of torch, and no mu and nu of optax"
+    if names:
+        reason += f", only {', '.join(names[:8])}"
+    return reason
+
+
+def _known_steps(moments: Sequence[Moments]) -> list[float]:
+    """The numbers of updates of the parameters whose state has one."""
+    return [moment.step for moment in moments if moment.step is not None]
 
 
 class Deviation(NamedTuple):
-    """Comparison of one parameter with similar parameters."""
+    """Comparison of one parameter with similar parameters.
+
+    v-hat is the bias-corrected mean of the second moments, and its square root is a typical
+    gradient of the parameter. An outlier has far larger or smaller gradients than similar layers.
+    """
 
     layer: str
     parameter: str
@@ -140,7 +184,10 @@ class Deviation(NamedTuple):
     risen: bool  # whether the layer is in a group of layers above the baseline
 
     def __str__(self) -> str:
-        times = f"{self.ratio:.3g} times" if self.ratio >= 1 else f"1/{1 / self.ratio:.3g} of"
+        if self.ratio >= 1:
+            times = f"{self.ratio:.3g} times"
+        else:
+            times = f"1/{1 / self.ratio:.3g} of"
         return f"{times} the second moment of similar parameters ({self.sigmas:+.1f} sigma)"
 
 
@@ -165,20 +212,29 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
     spread_of_all = _spread([log - centre for _, log in logs], _MIN_SPREAD_OF_ALL)
     levels: dict[tuple[str, Shape], tuple[float, set[str], np.ndarray]] = {}
     for kind, similar in members.items():
-        if len(similar) >= _MIN_SIMILAR:
+        if len(similar) < _MIN_SIMILAR:
+            continue
+        if kind[0]:
+            baseline = _lowest_group(similar)
+        else:
             # Parameters without a name or a place may be of any layer, which has no level.
-            baseline = _lowest_group(similar) if kind[0] else {layer for layer, _ in similar}
-            own = np.array([log for layer, log in similar if layer in baseline])
-            levels[kind] = float(np.median(own)), baseline, own - float(np.median(own))
+            baseline = {layer for layer, _ in similar}
+        own = np.array([log for layer, log in similar if layer in baseline])
+        level = float(np.median(own))
+        levels[kind] = level, baseline, own - level
     residuals = [residual for *_, residual in levels.values()]
-    within = _spread(np.concatenate(residuals), _MIN_SPREAD) if residuals else _MIN_SPREAD
-    # Some parameters vary more between layers than others (the first bias of a block).
-    # Parameters that share only their shape may have different roles, as in an adapter.
-    spreads = {
-        kind: _spread(residual, within if kind[0] else spread_of_all)
-        for kind, (*_, residual) in levels.items()
-    }
-    compared = []
+    spread_within = _MIN_SPREAD
+    if residuals:
+        spread_within = _spread(np.concatenate(residuals), _MIN_SPREAD)
+    spreads: dict[tuple[str, Shape], float] = {}
+    for kind, (*_, residual) in levels.items():
+        # Some parameters vary more between layers than others (the first bias of a block).
+        # Parameters that share only their shape may have different roles, as in an adapter.
+        least = spread_of_all
+        if kind[0]:
+            least = spread_within
+        spreads[kind] = _spread(residual, least)
+    compared: list[Deviation] = []
     for moment, log in logs:
         level, baseline, _ = levels.get(moment.kind, (centre, {moment.layer}, None))
         distance = log - level
@@ -200,16 +256,28 @@ def _deviations(moments: Iterable[Moments], inputs: OptimizerInputs) -> list[Dev
 
 
 def _logs(moments: Iterable[Moments]) -> list[tuple[Moments, float]]:
-    return [(moment, log) for moment in moments if (log := moment.log_v_hat) is not None]
+    """Pairs moments with log v-hat, without moments whose mean is not positive."""
+    logs: list[tuple[Moments, float]] = []
+    for moment in moments:
+        log = moment.log_v_hat
+        if log is not None:
+            logs.append((moment, log))
+    return logs
 
 
-def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
+def _lowest_group(layer_logs: Iterable[tuple[str, float]]) -> set[str]:
     """The layers of the lowest group, or all layers if few layers are above that group.
 
     A group has at least two layers, and a gap of `_MIN_GAP` separates it from the next group.
+
+        log v-hat   -14.2 -14.0 -13.9          -9.1 -9.0 -8.8
+                    |-- lowest group --|  gap  |-- risen ---|
+
+    If most layers have risen, the median of all layers is among the risen ones, and the layers that
+    did not rise would look like outliers.
     """
     logs: dict[str, list[float]] = defaultdict(list)
-    for layer, log in found:
+    for layer, log in layer_logs:
         logs[layer].append(log)
     levels = sorted((float(np.median(values)), layer) for layer, values in logs.items())
     groups = [levels[:1]]
@@ -218,11 +286,14 @@ def _lowest_group(found: Iterable[tuple[str, float]]) -> set[str]:
             groups.append([])
         groups[-1].append(level)
     low, *above = [group for group in groups if len(group) > 1] or [levels]
-    risen = sum(map(len, above)) > _RISEN_FRACTION * len(levels)
-    return {layer for _, layer in (low if risen else levels)}
+    baseline = levels
+    if sum(map(len, above)) > _RISEN_FRACTION * len(levels):
+        baseline = low
+    return {layer for _, layer in baseline}
 
 
 def _spread(values: Sequence[float] | np.ndarray, least: float) -> float:
+    """The robust standard deviation of values around 0, at least `least`."""
     return max(MAD_TO_SIGMA * float(np.median(np.abs(values))), least)
 
 
@@ -241,32 +312,45 @@ def _finite(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
     if not bad:
         message = f"the moments of all {len(moments)} parameters are finite"
         return Check("finite", PASS, message, 0, bound)
-    what = "NaN or Inf" if any(moment.nonfinite for moment in bad) else "below 0"
+    kind = "below 0"
+    if any(moment.nonfinite for moment in bad):
+        kind = "NaN or Inf"
     message = (
         f"the moments of {len(bad)} of {len(moments)} parameters are not finite or below 0 "
-        f"({what} in {first_of([moment.name for moment in bad])})"
+        f"({kind} in {first_of([moment.name for moment in bad])})"
     )
-    return Check("finite", FAIL if len(bad) >= bound else WARN, message, len(bad), bound)
+    verdict = WARN
+    if len(bad) >= bound:
+        verdict = FAIL
+    return Check("finite", verdict, message, len(bad), bound)
 
 
 def _step(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
-    known = [moment.step for moment in moments if moment.step is not None]
+    """Checks that the moments are old enough for a verdict.
+
+    The second moments of Adam are averages over many steps, and begin with single gradients.
+    """
+    known = _known_steps(moments)
     bound = inputs.min_step
-    undecided = FAIL if inputs.fail_young else SKIP
+    undecided = SKIP
+    if inputs.fail_young:
+        undecided = FAIL
     if not known:
         message = "the state does not contain its step: pass --global-step"
         return Check("step", undecided, message, None, bound)
-    invalid = next((number for number in known if not math.isfinite(number)), None)
-    if invalid is not None:
-        message = f"step is {invalid:g}, which is not a number of updates"
-        return Check("step", FAIL, message, invalid, bound)
+    for step in known:
+        if not math.isfinite(step):
+            message = f"step is {step:g}, which is not a number of updates"
+            return Check("step", FAIL, message, step, bound)
     latest = max(known)
     if not latest >= bound:
         message = f"step {latest:g}: second moments cannot be judged before step {bound}"
         return Check("step", undecided, message, latest, bound)
-    young = sum(number < bound for number in known)
-    note = f"; {young} parameters have fewer steps and are not judged" if young else ""
-    return Check("step", PASS, f"step {latest:g}{note}", latest, bound)
+    message = f"step {latest:g}"
+    young = sum(step < bound for step in known)
+    if young:
+        message += f"; {young} parameters have fewer steps and are not judged"
+    return Check("step", PASS, message, latest, bound)
 
 
 def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
@@ -283,8 +367,10 @@ def _dead(moments: Sequence[Moments], inputs: OptimizerInputs) -> Check:
         f"{len(dead_layers)} of {len(layers)} layers: they never had a gradient "
         f"({first_of(dead)})"
     )
-    failed = fraction > bound or len(dead) == len(moments)
-    return Check("dead", FAIL if failed else WARN, message, fraction, bound)
+    verdict = WARN
+    if fraction > bound or len(dead) == len(moments):
+        verdict = FAIL
+    return Check("dead", verdict, message, fraction, bound)
 
 
 def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
@@ -298,13 +384,24 @@ def _outliers(compared: Sequence[Deviation], inputs: OptimizerInputs) -> Check:
         most = max(compared, key=lambda each: abs(math.log(each.ratio)))
         message = f"none; the farthest is {most.parameter}, {most}"
         return Check("outliers", PASS, message, 0.0, bound)
-    layers, far_layers = {each.layer for each in compared}, {each.layer for each in far}
-    # The embedding and the head have no similar layers, so risen layers exclude them.
-    similar = {each.layer for each in compared if each.similar}
-    risen = {each.layer for each in far if each.risen}
+    layers: set[str] = set()
+    similar: set[str] = set()  # without the embedding and the head, which have no similar layers
+    for deviation in compared:
+        layers.add(deviation.layer)
+        if deviation.similar:
+            similar.add(deviation.layer)
+    far_layers: set[str] = set()
+    risen: set[str] = set()
+    for deviation in far:
+        far_layers.add(deviation.layer)
+        if deviation.risen:
+            risen.add(deviation.layer)
     fraction = max(len(far_layers) / len(layers), len(risen) / max(1, len(similar)))
-    together = f", {len(risen)} of {len(similar)} similar layers" if risen else ""
-    message = (
-        f"{len(far_layers)} of {len(layers)} layers{together}: {far[0].parameter} has {far[0]}"
-    )
-    return Check("outliers", FAIL if fraction > bound else WARN, message, fraction, bound)
+    verdict = WARN
+    if fraction > bound:
+        verdict = FAIL
+    message = f"{len(far_layers)} of {len(layers)} layers"
+    if risen:
+        message += f", {len(risen)} of {len(similar)} similar layers"
+    message += f": {far[0].parameter} has {far[0]}"
+    return Check("outliers", verdict, message, fraction, bound)

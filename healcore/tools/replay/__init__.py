@@ -1,5 +1,8 @@
 """Replays a policy over recorded runs.
 
+A replay answers what a policy would have done in a run that has ended, from its log alone: which
+rows it would have skipped or clipped, and where it would have rolled back.
+
 traces, unreadable = healcore.tools.traces.open_traces(["run.csv"])
 result = healcore.tools.replay.replay(traces[0], "default")
 for row in result:  # only rows whose decision is not neutral

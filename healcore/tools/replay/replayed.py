@@ -10,10 +10,10 @@ together.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,9 +35,16 @@ from healcore.tools.traces.columns import JUDGED, Rows, Trace
 
 _DECIDED = np.dtype(
     [
-        *(("cause", "i4"), ("action", "i4"), ("skip", "?"), ("grad_scale", "f4")),
-        *(("lr_scale", "f4"), ("threshold", "f4"), ("z", "f4"), ("z_loss", "f4")),
-        *(("incident", "i4"), ("incident_open", "?")),
+        ("cause", "i4"),
+        ("action", "i4"),
+        ("skip", "?"),
+        ("grad_scale", "f4"),
+        ("lr_scale", "f4"),
+        ("threshold", "f4"),
+        ("z", "f4"),
+        ("z_loss", "f4"),
+        ("incident", "i4"),
+        ("incident_open", "?"),
     ]
 )
 """What the engine returns for a row: fields of `StepRecord`, and the incident."""
@@ -46,33 +53,54 @@ _ROWS = np.dtype([("index", "i8"), ("step", "f8"), ("attempt", "i8"), *_DECIDED.
 
 
 class ReplayError(HealcoreError, ValueError):
-    """A policy cannot be replayed on a trace. The message has the reason and the remedy."""
+    """A policy cannot be replayed on a trace. The message has the reason and the remedy.
+
+    For example, the policy judges gradient norms, and the trace logs only losses.
+    """
 
 
 class NotJudgedError(ReplayError):
-    """A trace ends in rows without a value, so the other rows would give a wrong verdict."""
+    """A trace ends in rows without a value, so the other rows would give a wrong verdict.
+
+    Some writers log NaN as an empty cell. A run that diverged would then look like a run that was
+    healthy to its last logged value.
+    """
 
 
 class Decided(NamedTuple):
-    """One row with the decision of the policy. Observe mode has the same decisions."""
+    """One row of a trace with the decision of the policy.
+
+    A live run in mode "observe" records the same decisions, and a run in mode "heal" carries them
+    out. After a rollback, a live run continues with other values than the recorded curve.
+    """
 
     index: int
+    """Place of the row in the trace, from 0."""
     step: float
     cause: Cause
     action: Action
     """Orders to the host."""
     skip: bool
+    """Whether the update of the step would be skipped."""
     grad_scale: float
+    """Factor of the gradient: below 1 in a clipped step."""
     lr_scale: float
+    """Factor of the learning rate: below 1 after a cut."""
     z: dict[str, float]
     """z scores by signal, for signals that the row logs and the policy scores."""
     threshold: float | None
     """Gradient norm above which the row would be clipped, or None for no limit."""
     attempt: int
+    """Number of the attempt, from 0. An attempt is the part of a run from a start or a resume."""
 
 
 class Summary(NamedTuple):
-    """Counts of one trace under one policy: the last line of `healcore replay --jsonl`."""
+    """Counts of one trace under one policy: the last line of `healcore replay --jsonl`.
+
+    Compare policies by these counts, for example the alarms in runs that trained well, and the
+    rollbacks in runs that did not. Alarms, skips and clips are numbers of rows, and a log may have
+    one row for many steps.
+    """
 
     trace: str
     policy: str
@@ -112,7 +140,15 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A finished replay: an iterable over the rows whose decision is not neutral."""
+    """A finished replay: an iterable over the rows whose decision is not neutral.
+
+    A decision is neutral if the policy has no cause and no order, and the step has its own gradient
+    and learning rate.
+
+    Example:
+        result = replay(traces[0], "default")
+        skipped_steps = [row.step for row in result if row.skip]
+    """
 
     trace: Trace
     policy: Policy | Engine
@@ -124,18 +160,24 @@ class Replay:
 
     def __iter__(self) -> Iterator[Decided]:
         rows, config = self.rows, self.engine.config
-        decided = (rows.cause != 0) | (rows.action != 0) | rows.skip
-        decided |= (rows.grad_scale != 1) | (rows.lr_scale != 1)
-        # A score of a row that does not log its signal is the score of an earlier row.
-        scores = {}
+        is_decided = (rows.cause != 0) | (rows.action != 0) | rows.skip
+        is_decided |= (rows.grad_scale != 1) | (rows.lr_scale != 1)
+        # Signal -> the field of its z score.
+        scores: dict[str, str] = {}
         if config.clip is not None and not self.engine.per_tensor:
             scores["grad_norm"] = "z"
         if "loss_spike" in dict(config.detectors):
             scores["loss"] = "z_loss"
         logged = self.trace.rows.logged
-        scored = [(name, field, logged[name]) for name, field in scores.items() if name in logged]
-        for row in rows[decided]:
-            z = {name: shortest(row[field]) for name, field, has in scored if has[row["index"]]}
+        for row in rows[is_decided]:
+            z: dict[str, float] = {}
+            for signal, field in scores.items():
+                # The score of a row that does not log the signal is the score of an earlier row.
+                if signal in logged and logged[signal][row["index"]]:
+                    z[signal] = shortest(row[field])
+            threshold = None
+            if "grad_norm" in z:
+                threshold = shortest(row["threshold"])
             yield Decided(
                 index=int(row["index"]),
                 step=float(row["step"]),
@@ -145,13 +187,20 @@ class Replay:
                 grad_scale=shortest(row["grad_scale"]),
                 lr_scale=shortest(row["lr_scale"]),
                 z=z,
-                threshold=shortest(row["threshold"]) if "grad_norm" in z else None,
+                threshold=threshold,
                 attempt=int(row["attempt"]),
             )
 
     def lines(self) -> Iterator[str]:
-        """Yields a line of JSON for each decided row, and a line for the summary."""
-        trace, policy, unit = self.summary.trace, self.summary.policy, self.summary.unit
+        """Yields the lines of `healcore replay --jsonl`.
+
+        Yields:
+            A JSON object and a newline for each decided row, in the order of the trace, and at last
+            for the summary.
+        """
+        trace = self.summary.trace
+        policy = self.summary.policy
+        unit = self.summary.unit
         for row in self:
             line = row._asdict() | {"cause": names(row.cause), "action": names(row.action)}
             if row.threshold is None:
@@ -159,20 +208,29 @@ class Replay:
             del line["step"]
             line = {"index": line.pop("index"), unit: _number(row.step), **line}
             yield _line({"trace": trace, **line, "policy": policy})
-        fields = {
-            name: _number(value) if isinstance(value, float) else value
-            for name, value in self.summary._asdict().items()
-        }
-        yield _line(
-            {"trace": fields.pop("trace"), "summary": True, "steps": len(self.rows), **fields}
-        )
+        summary: dict[str, Any] = {"trace": trace, "summary": True, "steps": len(self.rows)}
+        for name, value in self.summary._asdict().items():
+            if isinstance(value, float):
+                value = _number(value)
+            summary[name] = value
+        yield _line(summary)
 
     def report(self) -> RunReport:
-        """The report of the replay for a page."""
+        """Builds the report of the replay.
+
+        Returns:
+            The report for `healcore.tools.report.page.render`. A report of a live run has the same
+            fields, so that both have the same page.
+        """
         summary, trace, rows = self.summary, self.trace, self.rows
         alarms = rows[(rows.cause != 0) & ~rows.incident_open & ~rows.skip]
-        shown = {row.step: tuple(names(Cause(int(row.cause)))) for row in alarms[:MOST_ALARMS]}
-        notes = [inactive_line(*each) for each in summary.inactive.items()]
+        shown: dict[float, tuple[str, ...]] = {}
+        for row in alarms[:MOST_ALARMS]:
+            shown[row.step] = tuple(names(Cause(int(row.cause))))
+        policy_toml = ""
+        if isinstance(self.policy, Policy):
+            policy_toml = dumps(self.policy)
+        notes = [inactive_line(signal, parts) for signal, parts in summary.inactive.items()]
         if len(alarms) > len(shown):
             more = f"the plot marks the first {len(shown)}"
             notes.append(f"{len(alarms):,} alarms outside of incidents: {more}")
@@ -180,7 +238,7 @@ class Replay:
             title=summary.trace,
             mode=Mode.REPLAY,
             policy_name=summary.policy,
-            policy_toml="" if isinstance(self.policy, Engine) else dumps(self.policy),
+            policy_toml=policy_toml,
             fingerprint=summary.fingerprint,
             curves=thinned(_curves(trace, rows)),
             incidents=self.incidents,
@@ -190,14 +248,24 @@ class Replay:
             # The fields of the summary's line of JSON, by the same names.
             facts={name: str(value) for name, value in summary._asdict().items() if value},
             notes=(*notes, *first_lines(trace.problems, MAX_LINES, "not read: "), *trace.notes),
-            attempts=tuple(RunAttempt(each.first_step, each.source) for each in trace.attempts),
+            attempts=tuple(
+                RunAttempt(attempt.first_step, attempt.source) for attempt in trace.attempts
+            ),
             alarms_outside=shown,
             stopped_step=summary.stopped_step,
         )
 
 
 def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Replay:
-    """Replays a policy over a trace.
+    """Replays a policy over a trace: what would it have done in this run?
+
+    The replay follows the recorded curve. It skips, clips and cuts only in its own records, so it
+    shows where a policy acts, not how the run would have continued.
+
+    Example:
+        traces, unreadable = open_traces(["run.csv"])
+        result = replay(traces[0], "pretraining")
+        print(result.summary.incidents, result.summary.rollbacks)
 
     Args:
         trace: from `healcore.tools.traces.open_traces`.
@@ -205,22 +273,34 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
             config.
         name: name of the policy in the results, or None for the policy's own name.
 
+    Returns:
+        The summary, the incidents, and the rows whose decision is not neutral.
+
     Raises:
         ReplayError: the policy has nothing to judge in this trace.
         NotJudgedError: the trace ends in many rows without a loss and a norm.
         healcore.policy.PolicyError: the policy does not exist or is not valid.
     """
     policy = resolve(policy)
-    engine, own = (
-        (policy, "(engine)") if isinstance(policy, Engine) else (policy.engine(), policy.name)
-    )
-    name = name or own
+    if isinstance(policy, Engine):
+        engine = policy
+        name = name or "(engine)"
+    else:
+        engine = policy.engine()
+        name = name or policy.name
     inactive = _find_inactive(engine, trace, name)
     _refuse_empty_end(trace)
     rows = _judge_trace(engine, trace)
     incidents = _find_incidents(rows)
     steps = trace.rows.step
-    alarms, stops = rows.step[rows.cause != 0], rows.step[rows.action & int(Action.STOP) != 0]
+    alarms = rows.step[rows.cause != 0]
+    first_alarm = None
+    if alarms.size:
+        first_alarm = float(alarms[0])
+    stops = rows.step[rows.action & int(Action.STOP) != 0]
+    stopped_step = None
+    if stops.size:
+        stopped_step = float(stops[0])
     summary = Summary(
         trace=trace.name,
         policy=name,
@@ -230,7 +310,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         first_step=float(steps[0]),
         last_step=float(steps[-1]),
         alarms=len(alarms),
-        first_alarm=float(alarms[0]) if alarms.size else None,
+        first_alarm=first_alarm,
         causes=_counts_by_flag(rows.cause, Cause),
         actions=_counts_by_flag(rows.action, Action),
         skips=_count(rows.skip),
@@ -238,7 +318,7 @@ def replay(trace: Trace, policy: PolicyLike, *, name: str | None = None) -> Repl
         incidents=len(incidents),
         rollbacks=sum(incident.rolled_back for incident in incidents),
         lowest_lr=shortest(rows.lr_scale.min(initial=np.float32(1))),
-        stopped_step=float(stops[0]) if stops.size else None,
+        stopped_step=stopped_step,
         inactive=inactive,
         problems=len(trace.problems),
         unit=trace.unit,
@@ -253,17 +333,27 @@ def _find_inactive(engine: Engine, trace: Trace, policy: str) -> dict[str, tuple
     Raises ReplayError if the policy has nothing to judge.
     """
     passed = trace.signals & {*JUDGED, *engine.needs}
-    parts = [(name, detector.NEEDS) for name, detector in engine.config.detectors]
+    parts: list[tuple[str, Set[str]]] = []
     if engine.config.clip is not None:
-        parts.insert(0, ("clip", {"group_norms" if engine.per_tensor else "grad_norm"}))
+        clip_needs = "grad_norm"
+        if engine.per_tensor:
+            clip_needs = "group_norms"
+        parts.append(("clip", {clip_needs}))
+    for name, detector in engine.config.detectors:
+        parts.append((name, detector.NEEDS))
     if all(needs - passed for _, needs in parts):
         needed = ", ".join(sorted(engine.needs)) or "nothing"
         raise ReplayError(
             f"{trace.name}: policy {policy} reads {needed}, but this trace logs only "
             f"{', '.join(sorted(passed))}: pass a log with these signals, or another policy"
         )
-    missing = sorted({signal for _, needs in parts for signal in needs - passed})
-    return {signal: tuple(name for name, needs in parts if signal in needs) for signal in missing}
+    missing: set[str] = set()
+    for _, needs in parts:
+        missing |= needs - passed
+    inactive: dict[str, tuple[str, ...]] = {}
+    for signal in sorted(missing):
+        inactive[signal] = tuple(name for name, needs in parts if signal in needs)
+    return inactive
 
 
 _LEAST_EMPTY, _EMPTY_SHARE = 10, 0.1
@@ -279,6 +369,7 @@ def _refuse_empty_end(trace: Trace) -> None:
     rows = trace.rows
     judged = [rows.logged[name] for name in JUDGED if name in rows.logged]
     logged = np.flatnonzero(np.any(judged, axis=0))
+    # Numbers of empty rows between two logged rows, and after the last logged row.
     *gaps, last = (np.diff(logged, append=len(rows.step)) - 1).tolist()
     least = max(_LEAST_EMPTY, _EMPTY_SHARE * len(rows.step), 2 * max(gaps, default=0))
     if last > least:
@@ -290,10 +381,21 @@ def _refuse_empty_end(trace: Trace) -> None:
 
 
 def inactive_line(signal: str, parts: Sequence[str]) -> str:
-    """Describes the parts of a policy that are inactive without a signal."""
-    is_of_tensors = signal == "group_norms"
-    reason = "in any log (AdaGC reads the norm of every tensor)" if is_of_tensors else "logged"
-    verb = "is" if len(parts) == 1 else "are"
+    """Describes the parts of a policy that are inactive without a signal.
+
+    Args:
+        signal: the signal that the trace does not log, for example "grad_norm".
+        parts: names of the detectors that need the signal, and "clip".
+
+    Returns:
+        A sentence such as "no grad_norm logged: clip is inactive".
+    """
+    reason = "logged"
+    if signal == "group_norms":
+        reason = "in any log (AdaGC reads the norm of every tensor)"
+    verb = "are"
+    if len(parts) == 1:
+        verb = "is"
     return f"no {signal} {reason}: {', '.join(parts)} {verb} inactive"
 
 
@@ -307,8 +409,13 @@ def _clipped(rows: np.recarray) -> np.ndarray:
 
 
 def _counts_by_flag(flags: np.ndarray, kind: type[Cause] | type[Action]) -> dict[str, int]:
-    rows = {str(flag.name): _count(flags & int(flag)) for flag in kind}
-    return {name: count for name, count in rows.items() if count}
+    """Counts the rows with each flag, without flags that no row has; flags is int (n,)."""
+    counts: dict[str, int] = {}
+    for flag in kind:
+        count = _count(flags & int(flag))
+        if count:
+            counts[str(flag.name)] = count
+    return counts
 
 
 def _find_incidents(rows: np.recarray) -> list[Incident]:
@@ -318,38 +425,48 @@ def _find_incidents(rows: np.recarray) -> list[Incident]:
     # An attempt ends the incident of the attempt before it.
     begins = np.flatnonzero(opened | (np.diff(rows.attempt, prepend=0) != 0)).tolist()
     incidents = []
-    for start, end in pairwise([*begins, len(rows)]):
+    for start, end in itertools.pairwise([*begins, len(rows)]):
         if opened[start]:
             own = start + np.flatnonzero((opened | alarmed)[start:end])
-            before = rows.lr_scale[start - 1] if start else np.float32(1)
-            incidents.append(_incident(rows[own].view(np.recarray), before, len(incidents) + 1))
+            lr_before = np.float32(1)
+            if start:
+                lr_before = rows.lr_scale[start - 1]
+            number = len(incidents) + 1
+            incidents.append(_incident(rows[own].view(np.recarray), lr_before, number))
     return incidents
 
 
 def _incident(rows: np.recarray, lr_before: np.float32, number: int) -> Incident:
     """Builds an incident from its rows, and the learning-rate multiplier before them."""
-    orders = np.flatnonzero(rows.action & int(Action.ROLLBACK | Action.STOP))
     all_orders = Action(int(np.bitwise_or.reduce(rows.action)))
-    after = rows.lr_scale[-1]
+    # The place of an incident is its first rollback or stop, or its last row.
+    place = -1
+    orders = np.flatnonzero(rows.action & int(Action.ROLLBACK | Action.STOP))
+    if orders.size:
+        place = orders[0]
+    lr_path: tuple[float, ...] = ()
+    if Action.CUT_LR in all_orders:
+        lr_path = (shortest(lr_before), shortest(rows.lr_scale[-1]))
     return Incident(
         number=number,
         attempt=int(rows.attempt[0]),
         onset_step=float(rows.step[0]),
-        # The place of an incident is its first order.
-        step=float(rows.step[orders[0] if orders.size else -1]),
+        step=float(rows.step[place]),
         last_step=float(rows.step[-1]),
         cause=tuple(names(Cause(int(np.bitwise_or.reduce(rows.cause))))),
         action=tuple(names(all_orders)),
         mode=Mode.REPLAY,
         skipped=_count(rows.skip),
         clipped=_count(_clipped(rows)),
-        lr_path=(shortest(lr_before), shortest(after)) if Action.CUT_LR in all_orders else (),
+        lr_path=lr_path,
     )
 
 
 def _curves(trace: Trace, judged: np.recarray) -> Curves:
+    """Joins the columns of a trace with the decisions on its judged rows; NaN in other rows."""
     rows = trace.rows
-    threshold, lr_scale = np.full((2, len(rows.step)), np.nan, np.float32)
+    threshold = np.full(len(rows.step), np.nan, np.float32)
+    lr_scale = np.full(len(rows.step), np.nan, np.float32)
     # A threshold of 0 means no limit.
     threshold[judged.index] = np.where(judged.threshold == 0, np.nan, judged.threshold)
     lr_scale[judged.index] = judged.lr_scale
@@ -369,12 +486,22 @@ def _curves(trace: Trace, judged: np.recarray) -> Curves:
 
 
 def shortest(number: np.float32) -> float:
-    """Converts a float32 to the float with the fewest digits: 0.1, not 0.10000000149011612."""
+    """Converts a float32 to the float with the fewest digits that is the same float32.
+
+    Args:
+        number: a NumPy float32. `float(number)` would be 0.10000000149011612 for 0.1.
+
+    Returns:
+        The float, such as 0.1.
+    """
     return float(str(number))
 
 
 def _number(number: float) -> float | int:
-    return int(number) if number.is_integer() else number
+    """Converts a whole number to an int, which JSON writes without ".0"."""
+    if number.is_integer():
+        return int(number)
+    return number
 
 
 def _line(line: dict[str, Any]) -> str:
@@ -390,22 +517,35 @@ def _judge_trace(engine: Engine, trace: Trace) -> np.recarray:
     As after a rollback, a resumed attempt has the detectors of its checkpoint, and the current
     budgets and LR multiplier. An attempt from scratch is a rollback to the first state.
     """
+    #   rows       0 1 2 3 4 5 6 7 8 9 . . n
+    #   attempt 0  |---------------|          the log of the first process
+    #   attempt 1                  |-------|  the second process resumed after row 4
+    #   cuts       0         5     8       n
+    # The engine judges the rows from one cut to the next in one call. Its state is saved at each
+    # cut, so that the state before row 5 is there when attempt 1 begins.
     index, combinations, kind = _choose_signals(engine, trace.rows)
     rows = np.zeros(len(index), _ROWS).view(np.recarray)
-    rows.index, rows.step = index, trace.rows.step[index]
+    rows.index = index
+    rows.step = trace.rows.step[index]
     rows.attempt = trace.rows.attempt[index]
     loops = [_recorded_loop(engine.config, names) for names in combinations]
     inputs = [[trace.rows.values[name][index] for name in names] for names in combinations]
 
     # Numbers of judged rows before each attempt, and up to the row that it resumes after.
     begins = np.searchsorted(rows.attempt, np.arange(len(trace.attempts))).tolist()
-    last = [-1 if each.resumes_after is None else each.resumes_after for each in trace.attempts]
+    last: list[int] = []
+    for attempt in trace.attempts:
+        if attempt.resumes_after is None:
+            last.append(-1)
+        else:
+            last.append(attempt.resumes_after)
     resumes = dict(zip(begins, np.searchsorted(index, last, side="right").tolist(), strict=True))
     changes = (1 + np.flatnonzero(np.diff(kind))).tolist()
+    cuts = sorted({0, *begins, *resumes.values(), *changes, len(index)})
     state = _first_state(engine)
     saved = {0: state}  # by number of judged rows
     with np.errstate(all="ignore"):  # NumPy scalars warn
-        for start, stop in pairwise(sorted({0, *begins, *resumes.values(), *changes, len(index)})):
+        for start, stop in itertools.pairwise(cuts):
             if start and start in resumes:
                 state = _rolled_back(engine, state, saved[resumes[start]])
             columns = [column[start:stop] for column in inputs[kind[start]]]
@@ -431,12 +571,13 @@ def _choose_signals(
     has_evaluations = "eval_loss" in engine.needs and rows.logged.get("eval_loss", np.False_).any()
     logged = np.array([rows.logged[name] for name in names])
     index = np.flatnonzero(logged.any(axis=0))
-    found, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
-    more = ("eval_loss",) * bool(has_evaluations)
-    combinations = [
-        (*(name for name, has in zip(names, column, strict=True) if has), *more)
-        for column in found.T.tolist()
-    ]
+    distinct, kind = np.unique(logged[:, index], axis=1, return_inverse=True)
+    combinations: list[tuple[str, ...]] = []
+    for column in distinct.T.tolist():
+        signals = list(itertools.compress(names, column))
+        if has_evaluations:
+            signals.append("eval_loss")
+        combinations.append(tuple(signals))
     return index, combinations, kind
 
 
@@ -450,7 +591,13 @@ def _recorded_loop(config: EngineConfig, names: tuple[str, ...]) -> Callable[...
 
 def _first_state(engine: Engine) -> EngineState:
     """The engine's first state as NumPy scalars."""
-    return map_leaves(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, engine.init())
+
+    def to_scalar(leaf: np.ndarray) -> Any:
+        if leaf.ndim == 0:
+            return leaf[()]
+        return leaf
+
+    return map_leaves(to_scalar, engine.init())
 
 
 def _judge_row(
@@ -462,8 +609,16 @@ def _judge_row(
     incident, last = new.incident, new.last
     decision = last.decision
     return new, (
-        *(decision.cause, decision.action, decision.skip, decision.grad_scale, decision.lr_scale),
-        *(last.threshold, last.z, last.z_loss, incident.number, incident.open),
+        decision.cause,
+        decision.action,
+        decision.skip,
+        decision.grad_scale,
+        decision.lr_scale,
+        last.threshold,
+        last.z,
+        last.z_loss,
+        incident.number,
+        incident.open,
     )
 
 

@@ -16,6 +16,8 @@ from healcore.tools.replay.replayed import Summary, inactive_line
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
 _MAX_NAMED = 4
 """With more policies, the title has their number instead of their names."""
+_MAX_ALARMED = 10
+"""Limit of summaries whose first alarm is listed; a screen has no more."""
 LEGEND = (
     "alarms: rows with a cause. incidents: runs of alarms that the policy acts on. rollbacks: "
     "incidents with a rollback. lowest LR: multiplier (cuts; a recorded curve does not recover, so "
@@ -24,17 +26,39 @@ LEGEND = (
 
 
 def total(summaries: Sequence[Summary], name: str) -> int:
-    """Sums a count over several summaries."""
+    """Sums a count over several summaries.
+
+    Args:
+        summaries: the summaries, of any traces and policies.
+        name: a field of `Summary` that is a number, for example "alarms".
+
+    Returns:
+        The sum, or 0 without summaries.
+    """
     return sum(getattr(summary, name) for summary in summaries)
 
 
 def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> Table:
-    """Builds a table with a row for each trace and policy, and the sums over several traces."""
+    """Builds a table with a row for each trace and policy, and the sums over several traces.
+
+    Args:
+        summaries: at least one summary, in the order of the rows. With several policies, each trace
+            has one summary for each policy.
+        sums_only: leave out the rows of single traces, as `healcore sweep` does.
+
+    Returns:
+        The table for `rich.console.Console.print`. Names of traces lose their common folder, which
+        the title has instead.
+    """
     policies = list(dict.fromkeys(summary.policy for summary in summaries))
     traces = list(dict.fromkeys(summary.trace for summary in summaries))
     folder = _common_folder(traces)
-    subject = f"{len(policies)} policies" if len(policies) > _MAX_NAMED else ", ".join(policies)
-    title = f"What {subject} would have done" + (f", in {folder}" if folder else "")
+    subject = ", ".join(policies)
+    if len(policies) > _MAX_NAMED:
+        subject = f"{len(policies)} policies"
+    title = f"What {subject} would have done"
+    if folder:
+        title += f", in {folder}"
     table = Table(
         title=Text(title, "bold"),
         title_justify="left",
@@ -47,15 +71,20 @@ def summary_table(summaries: Sequence[Summary], *, sums_only: bool = False) -> T
     if len(policies) > 1:
         table.add_column("policy", no_wrap=True)
     for name in (*COUNTS, "lowest LR", "ends at"):
-        style = "red" if name == "ends at" else ""
+        style = ""
+        if name == "ends at":
+            style = "red"
         table.add_column(name, justify="right", no_wrap=True, style=style)
 
     def add(name: str, summaries: Sequence[Summary], style: str = "") -> None:
-        policy = [Text(summaries[0].policy)] if len(policies) > 1 else []
-        table.add_row(Text(name), *policy, *_cells(summaries), style=style)
+        cells: list[str | Text] = [Text(name)]
+        if len(policies) > 1:
+            cells.append(Text(summaries[0].policy))
+        table.add_row(*cells, *_cells(summaries), style=style)
 
-    for summary in summaries if not sums_only else ():
-        add(summary.trace.removeprefix(folder), [summary])
+    if not sums_only:
+        for summary in summaries:
+            add(summary.trace.removeprefix(folder), [summary])
     if len(traces) > 1 or sums_only:
         table.add_section()
         for policy in policies:
@@ -69,13 +98,26 @@ def _cells(summaries: Sequence[Summary]) -> list[str | Text]:
     cells: list[str | Text] = [f"{total(summaries, 'rows'):,}"]
     for name in COUNTS[1:]:
         count = total(summaries, name)
-        style = "" if name in ("skips", "clips") else "yellow"
-        cells.append(Text(f"{count:,}", style) if count else Text("-", "dim"))
+        if count == 0:
+            cells.append(Text("-", "dim"))
+        elif name in ("skips", "clips"):
+            cells.append(Text(f"{count:,}"))
+        else:
+            cells.append(Text(f"{count:,}", "yellow"))
     cuts = sum(summary.actions.get("CUT_LR", 0) for summary in summaries)
     lowest = min(summary.lowest_lr for summary in summaries)
+    if cuts:
+        cells.append(f"{lowest:.3g} ({cuts})")
+    else:
+        cells.append("-")
     ends = [summary.stopped_step for summary in summaries if summary.stopped_step is not None]
-    end = f"{ends[0]:.15g}" if ends and len(summaries) == 1 else f"{len(ends)} end"
-    return [*cells, f"{lowest:.3g} ({cuts})" if cuts else "-", end if ends else "-"]
+    if not ends:
+        cells.append("-")
+    elif len(summaries) == 1:
+        cells.append(f"{ends[0]:.15g}")
+    else:
+        cells.append(f"{len(ends)} end")
+    return cells
 
 
 def _common_folder(traces: Sequence[str]) -> str:
@@ -84,28 +126,49 @@ def _common_folder(traces: Sequence[str]) -> str:
     if len({os.path.isabs(folder) for folder in folders}) > 1:
         return ""
     shared = os.path.commonpath(folders)
-    return shared and shared.rstrip(os.sep) + os.sep
+    if not shared:
+        return ""
+    return shared.rstrip(os.sep) + os.sep
 
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
-    """Describes first alarms, inactive parts of the policies, and rows that were not judged."""
-    unjudged = {summary.trace: summary.unjudged for summary in summaries}
+    """Describes first alarms, inactive parts of the policies, and rows that were not judged.
+
+    Args:
+        summaries: one summary for each trace and each policy.
+
+    Returns:
+        Lines for below the table: the first alarm of up to 10 summaries, each inactive part once
+        with the number of its traces, and the number of rows without a loss and a gradient norm.
+    """
+    unjudged: dict[str, int] = {}
+    for summary in summaries:
+        unjudged[summary.trace] = summary.unjudged
     policies = len({summary.policy for summary in summaries})
     traces = len(summaries) // max(policies, 1)
-    counts = Counter(
-        (f"{each.policy}: " if policies > 1 else "") + inactive_line(signal, parts)
-        for each in summaries
-        for signal, parts in each.inactive.items()
-    )
-    lines = [
-        f"{each.trace}, {each.policy}: first alarm {'near' if each.rounded else 'at'} {each.unit} "
-        f"{each.first_alarm:.15g}"
-        for each in [each for each in summaries if each.alarms][:10]  # a screen has no more
-    ]
-    lines += [
-        line if count == traces else f"{line} in {count} of {traces} traces"
-        for line, count in counts.items()
-    ]
-    if number := sum(unjudged.values()):
+    lines: list[str] = []
+    alarmed = [summary for summary in summaries if summary.alarms]
+    for summary in alarmed[:_MAX_ALARMED]:
+        preposition = "at"
+        if summary.rounded:
+            preposition = "near"
+        lines.append(
+            f"{summary.trace}, {summary.policy}: first alarm {preposition} {summary.unit} "
+            f"{summary.first_alarm:.15g}"
+        )
+    counts: Counter[str] = Counter()
+    for summary in summaries:
+        for signal, parts in summary.inactive.items():
+            line = inactive_line(signal, parts)
+            if policies > 1:
+                line = f"{summary.policy}: {line}"
+            counts[line] += 1
+    for line, count in counts.items():
+        if count == traces:
+            lines.append(line)
+        else:
+            lines.append(f"{line} in {count} of {traces} traces")
+    number = sum(unjudged.values())
+    if number:
         lines.append(f"{counted(number, 'row')} without a loss and a gradient norm: not judged")
     return lines

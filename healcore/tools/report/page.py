@@ -31,8 +31,15 @@ def render(reports: Sequence[RunReport]) -> str:
     The page's Content-Security-Policy forbids scripts and network access. So text from a log could
     not run as a script even without escaping.
 
+    Example:
+        reports = read_reports("runs/7")
+        Path("report.html").write_text(render(reports), encoding="utf-8")
+
     Args:
-        reports: the runs, which the page sorts by severity.
+        reports: the runs, which the page sorts by severity. The first 12 have a figure.
+
+    Returns:
+        The text of an HTML file.
 
     Raises:
         MissingExtraError: jinja2 or matplotlib is not installed.
@@ -52,12 +59,18 @@ def render(reports: Sequence[RunReport]) -> str:
     environment.globals |= {"batches": _batches, "flag_names": flag_names, "outcome": outcome}
     environment.globals |= {"step_range": _step_range, "losses": _losses, "counted": counted}
     template = resources.files("healcore.tools.report").joinpath("page.html")
-    drawn = [report if len(report.curves.step) else None for report in reports[:_MAX_DRAWN]]
+    figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves
+    for report in reports[:_MAX_DRAWN]:
+        by_kind: dict[str, str] = {}
+        if len(report.curves.step):
+            for kind, width in WIDTHS.items():
+                by_kind[kind] = draw(report, width)
+        figures.append(by_kind)
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         reports=reports,
         names=short_names(reports),
         version=healcore.__version__,
-        figures=[{kind: draw(r, width) for kind, width in WIDTHS.items() if r} for r in drawn],
+        figures=figures,
     )
 
 
@@ -70,6 +83,7 @@ def _losses(curves: Curves) -> np.ndarray:
 
 
 def _batches(incident: Incident) -> str:
+    """The batches of an incident as text: their epoch, the first and the last."""
     batches = sorted(incident.skipped_batches or incident.batches)
     if not batches:
         return ""
@@ -77,40 +91,67 @@ def _batches(incident: Incident) -> str:
     text = f"epoch {epoch}: {_step_range(first, last)}"
     if epoch != last_epoch:
         text = f"epoch {epoch}: {first} to epoch {last_epoch}: {last}"
-    return f"{text} ({len(batches)} skipped)" if incident.skipped_batches else text
+    if incident.skipped_batches:
+        text += f" ({len(batches)} skipped)"
+    return text
 
 
 def _step_range(first: float, last: float) -> str:
     """A range of steps as text: "7" or "7–12"."""
-    return f"{first:.0f}" if first == last else f"{first:.0f}–{last:.0f}"
+    if first == last:
+        return f"{first:.0f}"
+    return f"{first:.0f}–{last:.0f}"
 
 
 def outcome(incident: Incident) -> str:
-    """The outcome of an incident as text."""
+    """Describes what was done about an incident.
+
+    Args:
+        incident: an incident of a healed run, of a run that was only observed, or of a replay.
+
+    Returns:
+        The responses of the run, such as "skipped 3 steps, then training continued". For an
+        observed run or a replay, what the policy would have done.
+    """
     if incident.mode is Mode.REPLAY:
         return _would_text(incident)
     responses = [sentence(event) for event in incident.responses]
-    skipped = f"skipped {_skipped(incident)}" if incident.skipped else ""
+    skipped = ""
+    if incident.skipped:
+        skipped = f"skipped {_skipped(incident)}"
     if responses and incident.declined and skipped:
         responses.insert(0, skipped)
     if incident.mode is Mode.OBSERVE:
         return "; ".join(["only observed, nothing changed", _would_text(incident), *responses])
     if responses:
         return "; ".join(responses)
-    return f"{skipped}, then training continued" if skipped else "training continued"
+    if skipped:
+        return f"{skipped}, then training continued"
+    return "training continued"
 
 
 def _skipped(incident: Incident) -> str:
-    return f"{counted(incident.skipped, 'step')}{' or more' if incident.capped else ''}"
+    """The number of skipped steps as text."""
+    text = counted(incident.skipped, "step")
+    if incident.capped:
+        text += " or more"
+    return text
 
 
 def _would_text(incident: Incident) -> str:
     """What the policy would have done, if its orders had been carried out."""
-    parts = [f"skipped {_skipped(incident)}"] if incident.skipped else []
-    parts += [f"clipped {counted(incident.clipped, 'step')}"] if incident.clipped else []
-    orders = {"ROLLBACK": "rolled back", "STOP": "stopped the run"}
-    parts += [done for order, done in orders.items() if order in incident.action]
-    return f"would have {', '.join(parts)}" if parts else "alert only"
+    parts: list[str] = []
+    if incident.skipped:
+        parts.append(f"skipped {_skipped(incident)}")
+    if incident.clipped:
+        parts.append(f"clipped {counted(incident.clipped, 'step')}")
+    if "ROLLBACK" in incident.action:
+        parts.append("rolled back")
+    if "STOP" in incident.action:
+        parts.append("stopped the run")
+    if not parts:
+        return "alert only"
+    return f"would have {', '.join(parts)}"
 
 
 # -- the figure of a run ---------------------------------------------------------------------------
@@ -147,9 +188,20 @@ class _Mark(NamedTuple):
 
 
 def draw(report: RunReport, width: float) -> str:
-    """Draws a run as an SVG element, or raises ImportError without matplotlib.
+    """Draws a run as an SVG element.
 
-    The style sheet in the element follows the reader's light or dark setting.
+    The style sheet in the element follows the reader's light or dark setting. Equal reports give
+    equal bytes.
+
+    Args:
+        report: a report whose curves have at least one step.
+        width: inches; `WIDTHS` has the widths of the page.
+
+    Returns:
+        The text from `<svg` on, which fits into an HTML page.
+
+    Raises:
+        ImportError: matplotlib is not installed.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -161,7 +213,15 @@ def draw(report: RunReport, width: float) -> str:
 
 
 def to_svg(figure: Any) -> str:
-    """An SVG element of a figure, whose style sheet has the colours for a dark page too."""
+    """Converts a figure of matplotlib to an SVG element.
+
+    Args:
+        figure: a `matplotlib.figure.Figure`, drawn with the settings `STYLE`.
+
+    Returns:
+        The text from `<svg` on. Each colour of `STYLE` is a CSS variable, which a style sheet sets
+        for a dark page.
+    """
     file = io.StringIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", metadata=metadata)
@@ -174,9 +234,18 @@ def to_svg(figure: Any) -> str:
 
 
 def plot(figure: Any, report: RunReport, width: float) -> None:
-    """As `draw`, into a figure of matplotlib: places timeline and curves top down in inches."""
-    curves, panels = report.curves, _panels(report)
-    steps = curves.step if len(curves.step) else np.zeros(1)
+    """Draws a run into a figure: the timeline, and below it a panel for each curve.
+
+    Args:
+        figure: an empty `matplotlib.figure.Figure`, whose size is set here.
+        report: the report.
+        width: inches. The height follows from the rows of the timeline and the panels.
+    """
+    curves = report.curves
+    panels = _panels(report)
+    steps = curves.step
+    if not len(steps):
+        steps = np.zeros(1)
     per_inch = max(np.ptp(steps), 1.0) / (width - _LEFT - 0.3)
     limits = steps.min() - 0.1 * per_inch, max(steps.max(), steps.min() + 1) + 0.1 * per_inch
     axes = [figure.add_axes((0, 0, 1, i + 1), xlim=limits) for i in range(1 + len(panels))]
@@ -194,11 +263,14 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
         axes[1].plot(at, np.full(len(at), 0.95), "x", **style)
     legend: dict[str, Any] = {}
     for axis in axes:
-        for each in report.incidents[:_MAX_MARKS]:
-            axis.axvspan(each.onset_step, each.end, color=_BAD, alpha=0.1, lw=0.8, label="incident")
+        for incident in report.incidents[:_MAX_MARKS]:
+            span = incident.onset_step, incident.end
+            axis.axvspan(*span, color=_BAD, alpha=0.1, lw=0.8, label="incident")
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             legend.setdefault(label, handle)
-    left, columns = (0, 2) if width < 6 else (_LEFT - 0.1, 6)
+    left, columns = _LEFT - 0.1, 6
+    if width < 6:  # a phone
+        left, columns = 0, 2
     y = 0.12 + 0.2 * np.ceil(len(legend) / columns)
     total = y + sum(heights) + 0.14 * len(panels) + 0.45
     figure.set_size_inches(width, total)
@@ -219,40 +291,69 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
 
 
 def _timeline(report: RunReport) -> dict[str, list[_Mark]]:
-    """Kind of event -> its events."""
-    near = np.ptp(report.curves.step) / 100 if len(report.curves.step) else 0.0
-    outside = report.alarms_outside.items()
-    incidents = report.incidents
-    marks = [_Mark(step, step, flag_names(cause), _QUIET) for step, cause in outside]
-    marks += [_Mark(e.onset_step, e.end, flag_names(e.cause), _BAD) for e in incidents if e.cause]
-    alarms, skips, rollbacks = list[_Mark](), list[_Mark](), list[_Mark]()
-    for mark in sorted(marks, key=lambda mark: mark.first):
+    """Kind of event -> its events, in the order of the rows from the top."""
+    rollbacks: list[_Mark] = []
+    skips: list[_Mark] = []
+    for incident in report.incidents:
+        if incident.skipped:
+            text = _skipped(incident)
+            if report.is_hypothetical:
+                text = f"would skip {text}"
+            skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
+        if report.is_hypothetical and incident.rolled_back:
+            rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
+    for attempt in report.attempts:
+        left = attempt.left
+        if left is None:
+            continue
+        if attempt.skipped:
+            skips.append(_Mark(left, left, counted(attempt.skipped, "batch", "batches"), _BAD))
+        text = f"{left:.0f} → {attempt.first_step:.0f}"
+        colour = _RATE
+        if attempt.origin != "rollback":
+            text += " restart"
+            colour = _QUIET
+        rollbacks.append(_Mark(left, left, text, colour, attempt.first_step))
+    compared: list[_Mark] = []
+    for event in report.assessments:
+        step = event.step or 0
+        verdict = str(event.verdict)
+        compared.append(_Mark(step, step, _VERDICTS.get(verdict, verdict), _LOSS))
+    ends: list[_Mark] = []
+    if report.ending():
+        last_steps = report.curves.step[-1:].tolist()  # empty without curves
+        if report.stopped_step is not None:
+            last_steps = [report.stopped_step]
+        for step in last_steps:
+            ends.append(_Mark(step, step, report.ending(), _TEXT))
+    return {
+        "alarms": _alarms(report),
+        "skipped": skips,
+        "compared": compared,
+        "rollbacks": rollbacks,
+        "end": ends,
+    }
+
+
+def _alarms(report: RunReport) -> list[_Mark]:
+    """The alarms in and outside of incidents, where close alarms of one cause are one mark."""
+    marks: list[_Mark] = []
+    for step, cause in report.alarms_outside.items():
+        marks.append(_Mark(step, step, flag_names(cause), _QUIET))
+    for incident in report.incidents:
+        if incident.cause:
+            text = flag_names(incident.cause)
+            marks.append(_Mark(incident.onset_step, incident.end, text, _BAD))
+    near = 0.0
+    if len(report.curves.step):
+        near = np.ptp(report.curves.step) / 100
+    alarms: list[_Mark] = []
+    for mark in sorted(marks, key=operator.attrgetter("first")):
         if alarms and alarms[-1].text == mark.text and mark.first - alarms[-1].last <= near:
             alarms[-1] = alarms[-1]._replace(last=max(alarms[-1].last, mark.last))
         else:
             alarms.append(mark)
-    for incident in incidents:
-        if incident.skipped:
-            text = ("would skip " if report.is_hypothetical else "") + _skipped(incident)
-            skips.append(_Mark(incident.onset_step, incident.end, text, _BAD))
-        if report.is_hypothetical and incident.rolled_back:
-            rollbacks.append(_Mark(incident.step, incident.step, "would roll back", _RATE))
-    for each in report.attempts:
-        if each.left is not None:
-            kind, colour = ("", _RATE) if each.origin == "rollback" else (" restart", _QUIET)
-            if each.skipped:
-                text = counted(each.skipped, "batch", "batches")
-                skips.append(_Mark(each.left, each.left, text, _BAD))
-            text = f"{each.left:.0f} → {each.first_step:.0f}{kind}"
-            rollbacks.append(_Mark(each.left, each.left, text, colour, each.first_step))
-    compared = [
-        _Mark(e.step or 0, e.step or 0, _VERDICTS.get(str(e.verdict), str(e.verdict)), _LOSS)
-        for e in report.assessments
-    ]
-    end = report.curves.step[-1:].tolist() if report.stopped_step is None else [report.stopped_step]
-    ends = [_Mark(step, step, report.ending(), _TEXT) for step in end if report.ending()]
-    lanes = {"alarms": alarms, "skipped": skips, "compared": compared, "rollbacks": rollbacks}
-    return {**lanes, "end": ends}
+    return alarms
 
 
 def _draw_timeline(
@@ -260,35 +361,55 @@ def _draw_timeline(
 ) -> float:
     """Draws each event with its text in a free row, and an arc from a rollback to its checkpoint.
 
+    The text of an event is to the right of its bar, or to the left where the right edge is near. A
+    row is free if the text does not overlap the last event of the row.
+
     Returns the height in inches.
     """
-    names = dict[str, float]()
+    names: dict[str, float] = {}  # name of a kind -> centre of its rows in inches
     arc = np.linspace(0, np.pi, 33)
     y = 0.0
     for name, marks in kinds.items():
         ends: list[float] = []  # of each row
-        row_height = 0.34 if any(mark.to is not None for mark in marks) else 0.2
-        for mark in sorted(marks[:_MAX_MARKS], key=lambda mark: mark.first):
-            first, last = mark.first if mark.to is None else min(mark.first, mark.to), mark.last
+        row_height = 0.2
+        if any(mark.to is not None for mark in marks):
+            row_height = 0.34  # room for the arcs
+        for mark in sorted(marks[:_MAX_MARKS], key=operator.attrgetter("first")):
+            first, last = mark.first, mark.last
+            if mark.to is not None:
+                first = min(first, mark.to)
             size = (len(mark.text) * _CHARACTER + 0.15) * per_inch
-            room = limits[1] - last
-            is_left = room < min(size, first - limits[0])
-            most = int((first - limits[0] if is_left else room) / per_inch / _CHARACTER) - 3
-            text = mark.text if len(mark.text) <= most + 1 else f"{mark.text[: max(most, 0)]}…"
-            begin, end = (first - size, last) if is_left else (first, last + size)
-            row = next((i for i, end in enumerate(ends) if end <= begin), len(ends))
+            room_left = first - limits[0]
+            room_right = limits[1] - last
+            is_left = room_right < min(size, room_left)
+            if is_left:
+                room, begin, end = room_left, first - size, last
+                side, at_x, offset = "right", first, -5
+            else:
+                room, begin, end = room_right, first, last + size
+                side, at_x, offset = "left", last, 5
+            text = mark.text
+            max_characters = int(room / per_inch / _CHARACTER) - 3
+            if len(text) > max_characters + 1:
+                text = f"{text[: max(max_characters, 0)]}…"
+            row = len(ends)
+            for number, end_of_row in enumerate(ends):
+                if end_of_row <= begin:
+                    row = number
+                    break
             if row >= _MAX_ROWS:
                 row, text = _MAX_ROWS, ""
             ends[row : row + 1] = [max([end, *ends[row : row + 1]])]
-            at, style = y + (row + 1) * row_height - 0.1, {"color": mark.colour, "clip_on": False}
-            axis.plot(mark[:2], [at, at], lw=5, solid_capstyle="projecting", **style)
+            y_of_row = y + (row + 1) * row_height - 0.1
+            style = {"color": mark.colour, "clip_on": False}
+            axis.plot(mark[:2], [y_of_row] * 2, lw=5, solid_capstyle="projecting", **style)
             if mark.to is not None:
-                middle, half = (mark.first + mark.to) / 2, (mark.first - mark.to) / 2
-                axis.plot(middle + half * np.cos(arc), at - 0.2 * np.sin(arc), **style)
-                axis.plot(mark.to, at, marker=7, ms=6, **style)  # a head that points down
-            side, at_x, offset = ("right", first, -5) if is_left else ("left", last, 5)
+                middle = (mark.first + mark.to) / 2
+                half = (mark.first - mark.to) / 2
+                axis.plot(middle + half * np.cos(arc), y_of_row - 0.2 * np.sin(arc), **style)
+                axis.plot(mark.to, y_of_row, marker=7, ms=6, **style)  # a head that points down
             place = {"va": "center_baseline", "textcoords": "offset points", "ha": side}
-            axis.annotate(text, (at_x, at), (offset, 0), **place)
+            axis.annotate(text, (at_x, y_of_row), (offset, 0), **place)
         if marks:
             names[name] = y + row_height * len(ends) / 2
         y += row_height * len(ends)
@@ -305,15 +426,19 @@ def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[s
     curves = report.curves
     panels: list[Any] = [("loss", curves.loss, _LOSS, 2.2, {})]
     if curves.grad_norm is not None:
-        dotted = {} if curves.threshold is None else {"clip threshold": curves.threshold}
+        dotted = {}
+        if curves.threshold is not None:
+            dotted["clip threshold"] = curves.threshold
         panels.append(("gradient\nnorm (L2)", curves.grad_norm, _NORM, 1.1, dotted))
     rate, scale = curves.lr, curves.lr_scale
     if rate is not None and scale is not None:
         scaled = rate * np.where(np.isnan(scale), 1.0, scale)
-        shown, name, other = (
-            (rate, "with", scaled) if report.is_hypothetical else (scaled, "without", rate)
-        )
-        dotted = {f"rate {name} healcore": np.where(scaled == rate, np.nan, other)}
+        # The line is the rate of the run, and the dotted line the rate that it did not have.
+        if report.is_hypothetical:
+            shown, other, label = rate, scaled, "rate with healcore"
+        else:
+            shown, other, label = scaled, rate, "rate without healcore"
+        dotted = {label: np.where(scaled == rate, np.nan, other)}
         panels.append(("learning\nrate", shown, _RATE, 1.1, dotted))
     elif scale is not None and (scale < 1).any():
         panels.append(("learning\nrate ×", scale, _RATE, 0.8, {}))
@@ -322,27 +447,44 @@ def _panels(report: RunReport) -> list[tuple[str, np.ndarray, str, float, dict[s
 
 def _draw_curve(axis: Any, curves: Curves, values: np.ndarray, colour: str) -> None:
     """Draws a curve; undone steps have another colour. A wide range makes the axis logarithmic."""
-    undone, finite = curves.undone(), np.isfinite(values)
+    undone = curves.undone()
+    finite = np.isfinite(values)
     _plot(axis, curves, values, undone, color=_UNDONE, label="undone steps")
     _plot(axis, curves, values, ~undone, color=colour)
     axis.grid(axis="y", color=_GRID, lw=0.7)
-    shown, kept = values[finite], values[finite & ~undone]
+    shown = values[finite]
+    kept = values[finite & ~undone]
+    low = high = 0.0
+    if len(kept):
+        low, high = kept.min(), kept.max()
     is_log = len(shown) and 0 < shown.min() < shown.max() / _WIDE
-    axis.set_yscale("log" if is_log else "linear")
+    if is_log:
+        room = _ROOM
+        axis.set_yscale("log")
+    else:
+        room = _WIDE
+        axis.set_yscale("linear")
     axis.yaxis.set_major_formatter("{x:g}")
-    low, high = (kept.min(), kept.max()) if len(kept) else (0.0, 0.0)
-    if 0 < high < shown.max() / (_ROOM if is_log else _WIDE):
-        axis.set_ylim(*((low / 1.3, high * _ROOM) if is_log else (min(low, 0.0) * 1.3, high * 1.3)))
+    if 0 < high < shown.max() / room:
+        # The undone steps leave the panel, so that the kept steps are not flat.
+        if is_log:
+            axis.set_ylim(low / 1.3, high * _ROOM)
+        else:
+            axis.set_ylim(min(low, 0.0) * 1.3, high * 1.3)
         at = curves.step[finite][shown.argmax()]
+        side = "left"
+        if at > np.mean(axis.get_xlim()):
+            side = "right"
         style = {"color": _UNDONE, "va": "top", "transform": axis.get_xaxis_transform()}
-        side = "right" if at > np.mean(axis.get_xlim()) else "left"
         axis.text(at, 0.86, f" ↑ up to {shown.max():.3g} ", ha=side, **style)
 
 
 def _plot(axis: Any, curves: Curves, values: np.ndarray, where: np.ndarray, **style: Any) -> None:
     """Draws a line through the rows in `where`. A logged NaN or Inf and a rollback make a gap."""
     finite = np.isfinite(values)
-    logged = where & (finite if curves.nonfinite is None else finite | curves.nonfinite)
+    logged = where & finite
+    if curves.nonfinite is not None:
+        logged = where & (finite | curves.nonfinite)
     if (where & finite).any():
         x, y = curves.step[logged], np.where(finite, values, np.nan)[logged]
         back = np.flatnonzero(np.diff(x) <= 0) + 1

@@ -30,13 +30,22 @@ _WITHOUT_METRICS = "There are no metrics: logging=Logging(metrics=...) writes ru
 
 
 class ReportError(HealcoreError, ValueError):
-    """A file has no report. The message has the file, the rule and the remedy."""
+    """A file has no report. The message has the file, the rule and the remedy.
+
+    For example, the file is a training log instead of an events file, or a directory has the events
+    files of two runs.
+    """
 
 
 class RunReport(NamedTuple):
-    """The report on a run or a replay."""
+    """The report on a run or a replay.
+
+    `read_reports` builds the report on a run that healcore watched, from its files. A replay builds
+    its own (`Replay.report`). `healcore.tools.report.page.render` shows both.
+    """
 
     title: str
+    """The last two parts of the path of the events file, or the name of the trace."""
     mode: Mode
     policy_name: str
     policy_toml: str
@@ -65,24 +74,57 @@ class RunReport(NamedTuple):
         return self.mode is not Mode.HEAL
 
     def ending(self) -> str:
-        """How the run ended, the step of a replay's stop, or an empty string."""
+        """Describes the end of the run.
+
+        Returns:
+            How the run ended, such as "completed". For a replay, the step at which a live run would
+            stop, or an empty string if it would not.
+        """
         if self.state is not None:
             return STATES[self.state]
-        return "" if self.stopped_step is None else f"would stop at step {self.stopped_step:.0f}"
+        if self.stopped_step is None:
+            return ""
+        return f"would stop at step {self.stopped_step:.0f}"
 
 
 def short_names(reports: Sequence[RunReport]) -> list[str]:
-    """The last two parts of each title's path, or the title if two titles share them."""
-    titles = [report.title for report in reports]
-    short = {title: "/".join(title.split("/")[-2:]) for title in titles}
+    """Shortens the titles of reports, which may be long paths.
+
+    Args:
+        reports: the reports of one page.
+
+    Returns:
+        For each report the last two parts of the path in its title, or the whole title if other
+        titles have the same last parts.
+    """
+    short: dict[str, str] = {}
+    for report in reports:
+        short[report.title] = "/".join(report.title.split("/")[-2:])
     counts = Counter(short.values())
-    return [short[title] if counts[short[title]] == 1 else title for title in titles]
+    names: list[str] = []
+    for report in reports:
+        name = short[report.title]
+        if counts[name] > 1:
+            name = report.title
+        names.append(name)
+    return names
 
 
 def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     """Reads a report on each run in an events file, or in the only events file of a directory.
 
-    The curves are from `run.metrics.jsonl` next to `run.events.jsonl`.
+    The curves are from `run.metrics.jsonl` next to `run.events.jsonl`. Damaged or missing data are
+    notes in the report, because the page of a run that crashed is needed most.
+
+    Example:
+        reports = read_reports("runs/7")
+        Path("report.html").write_text(page.render(reports))
+
+    Args:
+        events: an events file, or a directory with one events file.
+
+    Returns:
+        The reports in the order of the file. Several runs may have written to one file.
 
     Raises:
         ReportError: the file has no event or cannot be read.
@@ -94,8 +136,11 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     damage = [f"line {line}: {problem}" for line, problem in history.problems]
     if not history.events:
+        reason = "it is empty"
+        if damage:
+            reason = damage[0]
         raise ReportError(
-            f"{path} has no event; {damage[0] if damage else 'it is empty'}. An events file has "
+            f"{path} has no event; {reason}. An events file has "
             'one JSON object per line, with "schema", "seq", "run" and "kind" (docs/events.md). '
             "For a training log type `healcore probe loss` or `healcore replay --report`"
         )
@@ -104,13 +149,25 @@ def read_reports(events: str | os.PathLike[str]) -> list[RunReport]:
     reports = []
     for run in runs:
         report = _report_on(path, run)
-        title = f"{report.title} · {run.processes[0].id}" if len(runs) > 1 else report.title
+        title = report.title
+        if len(runs) > 1:
+            title += f" · {run.processes[0].id}"
         reports.append(report._replace(title=title, notes=(*notes, *report.notes)))
     return reports
 
 
 def find_events_file(path: Path) -> Path:
-    """A file itself, or the only events file in a directory. Raises ReportError."""
+    """Finds the events file that a path means.
+
+    Args:
+        path: an events file, or a directory.
+
+    Returns:
+        The path itself, or the only events file (`*events.jsonl`) in the directory.
+
+    Raises:
+        ReportError: the directory has no events file, or several.
+    """
     if not path.is_dir():
         return path
     files = sorted(path.glob("*events.jsonl"))
@@ -124,21 +181,36 @@ def find_events_file(path: Path) -> Path:
 
 
 def _report_on(path: Path, run: Run) -> RunReport:
+    """Builds the report on one run of the events file `path`."""
     written, problem = _read_postmortem(path, run.processes[-1].id)
     run.add_postmortem(written)
     curves, curve_notes = _read_curves(metrics_path(path), run)
     start = run.start or EventRecord()
-    diagnosis = written.get("diagnosis")
     state = _state_of(run, written)
-    malformed = [
-        f"event {event.seq} ({event.kind}): {', '.join(fields)}" for event, fields in run.malformed
-    ]
-    reported = [e for kind in ("save_failed", "damaged", "problem") for e in run.newest[kind]]
-    problems = [f"step {e.step}: {e.problem}" for e in reported if e.problem is not None]
-    lost = [f"{run.lost} events are lost, because writing to the disk failed."] if run.lost else []
+    malformed: list[str] = []
+    for event, fields in run.malformed:
+        malformed.append(f"event {event.seq} ({event.kind}): {', '.join(fields)}")
+    reported: list[str] = []
+    for kind in ("save_failed", "damaged", "problem"):
+        for event in run.newest[kind]:
+            if event.problem is not None:
+                reported.append(f"step {event.step}: {event.problem}")
+    notes = first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: ")
+    if problem:
+        notes.append(problem)
+    notes += filter(None, curve_notes)
+    if run.lost:
+        notes.append(f"{run.lost} events are lost, because writing to the disk failed.")
+    notes += first_lines(reported, MAX_LINES, "reported by the run: ")
+    diagnosis = written.get("diagnosis")
+    if not isinstance(diagnosis, str):
+        diagnosis = run.processes[-1].diagnosis
+    mode = Mode.HEAL
+    if run.observes:
+        mode = Mode.OBSERVE
     return RunReport(
         title="/".join(path.absolute().parts[-2:]),
-        mode=Mode.OBSERVE if run.observes else Mode.HEAL,
+        mode=mode,
         policy_name=start.policy or "unknown",
         policy_toml=start.policy_toml or "",
         fingerprint=start.fingerprint or "",
@@ -147,16 +219,11 @@ def _report_on(path: Path, run: Run) -> RunReport:
         counts=run.counts()._replace(incidents=count_incidents(run.incidents).incidents),
         facts=_facts(run, state, written),
         state=state,
-        notes=(
-            *first_lines(malformed, MAX_LINES, "fields of the wrong type, ignored: "),
-            *filter(None, (problem, *curve_notes)),
-            *lost,
-            *first_lines(problems, MAX_LINES, "reported by the run: "),
-        ),
+        notes=tuple(notes),
         attempts=tuple(run.attempts),
         alarms_outside=run.alarms_outside,
         assessments=tuple(run.newest["assessment"]),
-        diagnosis=diagnosis if isinstance(diagnosis, str) else run.processes[-1].diagnosis,
+        diagnosis=diagnosis,
     )
 
 
@@ -183,7 +250,9 @@ def _read_postmortem(events: Path, run: str) -> tuple[dict[str, Any], str]:
         return {}, ""
     except (OSError, ValueError, RecursionError) as error:
         return {}, f"{path.name} cannot be read: {type(error).__name__}"
-    return (written, "") if isinstance(written, dict) else ({}, f"{path.name} is not a postmortem")
+    if not isinstance(written, dict):
+        return {}, f"{path.name} is not a postmortem"
+    return written, ""
 
 
 def _state_of(run: Run, written: dict[str, Any]) -> RunState:
@@ -191,36 +260,66 @@ def _state_of(run: Run, written: dict[str, Any]) -> RunState:
     if run.end is not None or not written:
         return run.state
     ending = written.get("ending")
-    return RunState(ending) if ending in set(RunState) else RunState.ENDED
+    if ending in set(RunState):
+        return RunState(ending)
+    return RunState.ENDED
 
 
 def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]:
+    """Lists the facts of a run for its page, without unknown values.
+
+    The postmortem `written` has the facts that a killed process could not write as events.
+    """
     start = run.start or EventRecord()
-    first = next((process.start for process in run.processes if process.start), None)
-    ends = [process.end for process in run.processes if process.end]
-    seconds = [process.seconds for process in run.processes if process.seconds is not None]
     versions = start.environment or {}
+    first: EventRecord | None = None
+    step_at_end = written.get("step")
+    seconds: list[float] = []
+    for process in run.processes:
+        if first is None:
+            first = process.start
+        if process.end:
+            step_at_end = process.end.step
+        if process.seconds is not None:
+            seconds.append(process.seconds)
+    duration = None
+    if seconds:
+        # A damaged event may have any number of seconds.
+        duration = timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))
+    faults: list[str] = []
+    for event in run.newest["fault"]:
+        faults.append(f"step {event.step}: {sentence(event).removeprefix('fault: ')}")
     framework = (start.framework, versions.get(start.framework or ""))
-    faults = [f"step {f.step}: {sentence(f).removeprefix('fault: ')}" for f in run.newest["fault"]]
+    last_good = run.last_good
+    if last_good is None:
+        last_good = written.get("last_good")
+    settings: list[str] = []
+    for name, value in run.settings.items():
+        if name != "policy":
+            settings.append(f"{name} {value}")
+    saved_every = None
+    if start.save_every is not None:
+        saved_every = f"{start.save_every} steps"
+    processes = start.world
+    if processes == 1:
+        processes = None
     facts = {
         "Ending": STATES[state],
         "Run": ", ".join(process.id for process in run.processes),
-        "Framework": " ".join(part for part in framework if part),
+        "Framework": " ".join(filter(None, framework)),
         "Mode": start.mode,
         "Started": _time_of(first),
         "Last event": _time_of(run.processes[-1].last),
-        "Duration": f"{timedelta(seconds=round(max(min(sum(seconds), 1e9), 0)))}"
-        if seconds
-        else None,
+        "Duration": duration,
         "Faults": "; ".join(faults),
-        "Step at the end": ends[-1].step if ends else written.get("step"),
-        "Steps not repeated": sum(each.steps_lost or 0 for each in run.rollbacks) or None,
-        "Last known-good": written.get("last_good") if run.last_good is None else run.last_good,
-        "Settings": ", ".join(f"{n} {v}" for n, v in run.settings.items() if n != "policy"),
-        "Saved every": None if start.save_every is None else f"{start.save_every} steps",
+        "Step at the end": step_at_end,
+        "Steps not repeated": sum(rollback.steps_lost or 0 for rollback in run.rollbacks) or None,
+        "Last known-good": last_good,
+        "Settings": ", ".join(settings),
+        "Saved every": saved_every,
         "Checkpoints": start.store,
         "Host": start.host,
-        "Processes": None if start.world == 1 else start.world,
+        "Processes": processes,
         "healcore": versions.get("healcore"),
         "Python": versions.get("python"),
     }
@@ -228,6 +327,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
 
 
 def _time_of(event: EventRecord | None) -> str | None:
+    """Formats the time of an event, or returns None if it is unknown."""
     if event is None or event.time is None:
         return None
     return f"{event.time[:10]} {event.time[11:19]} UTC"

@@ -33,8 +33,18 @@ _NO_LOG = (".events.jsonl", ".lock", ".py", ".sh", ".md", ".ipynb", ".toml", ".y
 
 
 def parse_columns(pairs: Sequence[str] | None) -> dict[str, str]:
-    """Parses `SIGNAL=NAME` pairs to signal -> name of its column. Raises TraceError."""
-    columns = {}
+    """Parses the values of the option `--column`.
+
+    Args:
+        pairs: texts such as "loss=train/ce", or None.
+
+    Returns:
+        Signal -> name of its column, for `open_traces`.
+
+    Raises:
+        TraceError: a text is not SIGNAL=NAME.
+    """
+    columns: dict[str, str] = {}
     for pair in pairs or ():
         signal, _, name = pair.partition("=")
         if not (signal and name):
@@ -50,6 +60,13 @@ def open_traces(
     join: bool = False,
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
+
+    The format of each file is detected by its content. One log that cannot be read does not stop
+    the others.
+
+    Example:
+        traces, unreadable = open_traces(["run.csv", "logs/"])
+        print([trace.name for trace in traces], [failure.problem for failure in unreadable])
 
     Args:
         paths: a path or several, of files or of directories: of a run (such as a Healer's store),
@@ -90,11 +107,18 @@ def open_traces(
                 elif not several and (is_one_run or len(logs) == 1):
                     runs.append((folder, logs))
                 else:
-                    runs += [(log.path + (f"#{log.run}" if log.run else ""), [log]) for log in logs]
+                    for log in logs:
+                        name = log.path
+                        if log.run:
+                            name += f"#{log.run}"
+                        runs.append((name, [log]))
         except Exception as error:  # damaged bytes may raise any error
             failed.append(Unreadable(path, _reason(error), isinstance(error, NotJudgedError)))
     if parts:
-        runs.append((names[0] + (f" (+{len(names) - 1})" if names[1:] else ""), parts))
+        name = names[0]
+        if len(names) > 1:
+            name += f" (+{len(names) - 1})"
+        runs.append((name, parts))
     traces: list[Trace] = []
     for name, logs in runs:
         try:
@@ -105,6 +129,7 @@ def open_traces(
 
 
 def _reason(error: Exception) -> str:
+    """Describes why a path could not be read."""
     if isinstance(error, TraceError):
         return str(error)
     if isinstance(error, OSError):
@@ -148,7 +173,10 @@ def _read_path(
     except TraceError as error:
         no_log = error
     found: list[_Found] = []
-    for name in sorted(os.listdir(path), key=_natural) if depth else ():
+    names: list[str] = []
+    if depth:
+        names = sorted(os.listdir(path), key=_natural)
+    for name in names:
         folder = os.path.join(path, name)
         if not os.path.isdir(folder) or os.path.islink(folder) or _IS_NO_RUN.fullmatch(name):
             continue
@@ -179,7 +207,8 @@ def _read_directory(
     for name in sorted(os.listdir(path), key=_natural):
         file = os.path.join(path, name)
         state = os.path.join(file, _TRAINER_STATE)
-        if (match := _CHECKPOINT.match(name)) and os.path.isfile(state):
+        match = _CHECKPOINT.match(name)
+        if match and os.path.isfile(state):
             states.append((int(match[1]), state))
         if name.startswith(".") or name.endswith(_NO_LOG) or not os.path.isfile(file):
             has_events = has_events or name.endswith(_NO_LOG[0])
@@ -200,7 +229,9 @@ def _read_directory(
         raise _NoLogError(reasons or "it is a directory without a file of a known format")
     by_format = by_format or {_DOCUMENT.name: [max(states)[1]]}
     is_log = False
-    for form in (form for form in FORMATS if form.name in by_format):
+    for form in FORMATS:
+        if form.name not in by_format:
+            continue
         logs: list[RawLog] = []
         for file in by_format[form.name]:
             try:
@@ -218,11 +249,20 @@ def _read_directory(
             return logs, form.is_one_run
     if any(os.path.dirname(each.path) == path.rstrip(os.sep) for each in failed):
         return [], False
-    raise (TraceError if is_log else _NoLogError)("; ".join(unusable))
+    if is_log:
+        raise TraceError("; ".join(unusable))
+    raise _NoLogError("; ".join(unusable))
 
 
-def _natural(name: str) -> list[Any]:
-    return [int(part) if at % 2 else part for at, part in enumerate(re.split(r"(\d+)", name))]
+def _natural(name: str) -> list[str | int]:
+    """Key that sorts numbers in names by value: log-2 before log-10."""
+    key: list[str | int] = []
+    for at, part in enumerate(re.split(r"(\d+)", name)):
+        if at % 2:  # re.split returns text and numbers in turn
+            key.append(int(part))
+        else:
+            key.append(part)
+    return key
 
 
 def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], bool]:
@@ -240,14 +280,18 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
     ]
     if usable:
         return usable, form.is_one_run
-    if problems := logs[-1].problems:
+    problems = logs[-1].problems
+    if problems:
         line, text, _ = problems[0]
         raise TraceError(f"no usable row: {len(problems):,} problems, line {line}: {text}")
     raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
 
 class Format(NamedTuple):
-    """A format of logs."""
+    """A format of logs.
+
+    A new format is an entry in `FORMATS` and a test in `detect_format`.
+    """
 
     name: str
     read: Callable[[str, list[Problem]], printed.Records] | None = None
@@ -271,7 +315,17 @@ FORMATS = (_TYPED, _DOCUMENT, _TABLE, _PLAIN, _TENSORBOARD, _CONSOLE, _NAMED)
 
 
 def detect_format(start: bytes) -> Format:
-    """Detects the format by the first megabyte. Raises TraceError for an unknown format."""
+    """Detects the format of a file by its start, whatever its name.
+
+    Args:
+        start: the first megabyte of the file.
+
+    Returns:
+        The format. Text that is nothing else is taken for a table.
+
+    Raises:
+        TraceError: the file is empty, binary, or JSON without a log.
+    """
     if not start.strip():
         raise TraceError("it is empty")
     if b"brain.Event:" in start[:64]:
@@ -287,7 +341,9 @@ def detect_format(start: bytes) -> Format:
         return _DOCUMENT
     found = [record for line in text.splitlines()[:200] if (record := _parse(line)) is not None]
     if found:
-        return _TYPED if any(map(formats.is_typed_step, found)) else _PLAIN
+        if any(map(formats.is_typed_step, found)):
+            return _TYPED
+        return _PLAIN
     if text.startswith("{"):
         raise TraceError(f"it is JSON, but has no 'log_history' and is not {KNOWN_FORMATS}")
     if not is_table and any(map(printed.named_numbers, text.splitlines())):
