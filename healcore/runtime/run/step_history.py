@@ -142,8 +142,8 @@ class StepHistory:
             self._norms[name].add(largest)
         self._rates.clear()
         self._losses = _LastValues(REGULAR_INTERVAL)
-        self._newest: deque[tuple[int, float]] = deque(maxlen=REGULAR_INTERVAL)
-        """Step and loss of the last steps, for `digest`."""
+        self._newest: deque[tuple[int, float, float]] = deque(maxlen=REGULAR_INTERVAL)
+        """Step, loss and largest gradient norm of the last steps, for `digest`."""
         self._usual = _LastValues(REGULAR_INTERVAL)
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -232,7 +232,7 @@ class StepHistory:
         first_alarm = alarm and step.index - self._last_alarm > STEPS_AFTER_SIGN
         if alarm:
             self._last_alarm = step.index
-        self._newest.append((step.index, loss))
+        self._newest.append((step.index, loss, max(step.norms.values(), default=math.nan)))
         self._add_loss(loss, high=is_bad)
         if first:
             self._windows.append(_Window(step.index, [*self._last]))
@@ -341,9 +341,10 @@ class StepHistory:
         return self._newest[-1][0] if self._newest else -1
 
     def digest(self, first: int) -> str:
-        """Digest of the last `REGULAR_INTERVAL` losses, not before step `first`.
+        """Digest of the last `REGULAR_INTERVAL` losses and norms, not before step `first`.
 
-        Two passes over the same steps have the same digest if their losses are equal bit for bit.
+        Two passes over the same steps have the same digest if their losses and gradient norms are
+        equal bit for bit. Norms count because a loop need not report its losses.
         """
         kept = [number for each in self._newest if each[0] >= first for number in each]
         return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()

@@ -120,7 +120,7 @@ def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "scan", killed)
-        patch.setattr(Shutdown, "close", lambda self: self.loop.claims[0].release())
+        patch.setattr(Shutdown, "close", lambda self: self.run.claims[0].release())
         with pytest.raises(Killed):
             scanned(tmp_path)
     state, outputs, healer = scanned(tmp_path, every=every)
