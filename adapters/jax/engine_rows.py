@@ -135,9 +135,10 @@ def current_row(rows: Any) -> Any:
 def with_row(rows: jax.Array, row: jax.Array, step: jax.Array) -> jax.Array:
     """The rows after a step: `row` is the current one, and the one of its step in the ring."""
     update = lax.expand_dims(row, (0,))
-    rows = lax.dynamic_update_slice(rows, update, (0, 0))
+    zero = np.int32(0)  # a Python number would be an int64 where the program has enabled x64
+    rows = lax.dynamic_update_slice(rows, update, (zero, zero))
     place = lax.rem(step - 1, np.int32(len(rows) - 1)) + 1
-    return lax.dynamic_update_slice(rows, update, (place, 0), allow_negative_indices=False)
+    return lax.dynamic_update_slice(rows, update, (place, zero), allow_negative_indices=False)
 
 
 def steps_judged(rows: Any) -> Any:
