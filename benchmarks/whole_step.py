@@ -51,21 +51,13 @@ def bench_torch(rounds: int, warmup: int) -> list[Timing]:
         inputs, labels = batch
         return nn.functional.cross_entropy(model(inputs), labels)
 
-    def plain() -> Program:
+    def trained(*, clips: bool) -> Program:
         model, optimizer = made()
-        for number, batch in enumerate(_endless(batches), 1):
+        for number, batch in enumerate(_EndlessLoader(batches), 1):
             optimizer.zero_grad()
             loss_of(model, batch).backward()
-            optimizer.step()
-            if number % STEPS == YIELD_AT:
-                yield
-
-    def clipped() -> Program:
-        model, optimizer = made()
-        for number, batch in enumerate(_endless(batches), 1):
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if number % STEPS == YIELD_AT:
                 yield
@@ -73,7 +65,7 @@ def bench_torch(rounds: int, warmup: int) -> list[Timing]:
     def attached() -> Program:
         model, optimizer = made()
         heal = healcore.torch.attach(optimizer, "default")
-        for number, batch in enumerate(_endless(batches), 1):
+        for number, batch in enumerate(_EndlessLoader(batches), 1):
             optimizer.zero_grad()
             loss = loss_of(model, batch)
             loss.backward()
@@ -86,7 +78,7 @@ def bench_torch(rounds: int, warmup: int) -> list[Timing]:
         model, optimizer = made()
         state = {"model": model, "optimizer": optimizer}
         with healcore.Healer("default", state=state, **options) as healer:
-            for number, batch in enumerate(healer.batches(_endless(batches)), 1):
+            for number, batch in enumerate(healer.batches(_EndlessLoader(batches)), 1):
                 optimizer.zero_grad()
                 loss = loss_of(model, batch)
                 loss.backward()
@@ -97,8 +89,8 @@ def bench_torch(rounds: int, warmup: int) -> list[Timing]:
 
     return _interleaved(
         {
-            "plain": plain,
-            "clip_grad_norm_": clipped,
+            "plain": lambda: trained(clips=False),
+            "clip_grad_norm_": lambda: trained(clips=True),
             "attach": attached,
             "Healer in memory": healed,
             "Healer with a store": lambda: healed(store=tempfile.mkdtemp()),
@@ -150,7 +142,7 @@ def bench_jax(rounds: int, warmup: int) -> list[Timing]:
         tx = optax.with_extra_args_support(tx)
         step, params = step_of(tx), started()
         state = params, tx.init(params)
-        for number, batch in enumerate(_endless(batches), 1):
+        for number, batch in enumerate(_EndlessLoader(batches), 1):
             state, _ = step(state, batch)
             if number % STEPS == YIELD_AT:
                 jax.block_until_ready(state)
@@ -161,7 +153,7 @@ def bench_jax(rounds: int, warmup: int) -> list[Timing]:
         step, params = step_of(tx), started()
         state = params, tx.init(params)
         with healcore.Healer("default", state=state, **options) as healer:
-            for number, batch in enumerate(healer.batches(_endless(batches)), 1):
+            for number, batch in enumerate(healer.batches(_EndlessLoader(batches)), 1):
                 state, _ = step(healer.state, batch)
                 healer.update(state)
                 if number % STEPS == YIELD_AT:
@@ -185,13 +177,8 @@ def bench_jax(rounds: int, warmup: int) -> list[Timing]:
     )
 
 
-def _endless(batches: Sequence[Any]) -> Any:
-    """A loader without an end, which a Healer can rewind: its position is its index."""
-    return _Cycle(batches)
-
-
-class _Cycle:
-    """Batches that repeat without an end."""
+class _EndlessLoader:
+    """Batches that repeat without an end. A Healer can rewind it by its `state_dict`."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self._batches = batches

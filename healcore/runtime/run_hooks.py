@@ -13,7 +13,7 @@ from healcore.runtime.run.run import Run
 
 
 class RunHooks:
-    """What a trainer needs of an open run beside the public methods of `Healer`.
+    """What a trainer needs of an open run in addition to the public methods of `Healer`.
 
     A trainer owns its loop: it counts the steps, saves and ends by itself, and calls user code
     after each step. A program that owns its loop needs none of this. The integrations for Hugging
@@ -141,7 +141,12 @@ class RunHooks:
         return self._run.loop.is_trial
 
     def set_trial(self, is_trial: bool) -> None:
-        """Sets `is_trial`. A resumed run is none."""
+        """Sets `is_trial`.
+
+        Args:
+            is_trial: whether the trainer may begin again. Ignored for a resumed run, whose steps
+                must not be lost: it is never a trial.
+        """
         self._run.loop.is_trial = is_trial and not self._run.data.resumed_here
 
     # -- the end --------------------------------------------------------------------------------

@@ -63,12 +63,15 @@ class Run:
     schedule: SaveSchedule = field(init=False)
     """When a regular save is due."""
     monitor: IncidentMonitor = field(init=False)
+    """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     comparisons: Comparisons = field(init=False)
     """Compares the weights with earlier ones."""
     known: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
+    """Saves checkpoints, and deletes those that are not needed any more."""
     restorer: Restorer = field(init=False)
+    """Restores a checkpoint, for a rollback and at a start."""
     reader: DelayedReader = field(init=False)
     """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
@@ -76,8 +79,11 @@ class Run:
     recovery: Recovery = field(init=False)
     """Answers the records of steps with rollbacks and stops."""
     guard: HangGuard = field(init=False)
+    """Reports a step that never returns."""
     out_of_memory: OutOfMemory = field(init=False)
+    """Splits batches that do not fit into memory."""
     loop: Loop = field(init=False)
+    """The work between two steps."""
 
     @property
     def ledger(self) -> Ledger:
