@@ -440,7 +440,10 @@ class Cursor:
         self._error = None
         if self.limit is not None and which.index >= self.limit(which.epoch) > 0:
             self._last_end = which
-            self.abandon()
+            if isinstance(self.loader, Iterator):  # the next epoch continues in the same stream
+                self.next_id = BatchId(which.epoch + 1, 0)
+            else:
+                self.abandon()
             raise StopIteration
         try:
             batch = next(batches)
@@ -460,9 +463,11 @@ class Cursor:
 
     def _end(self) -> None:
         epoch, index = self.next_id
-        if index == 0 and not self._epoch_restored:
+        is_iterator = isinstance(self.loader, Iterator)
+        ends_at_limit = is_iterator and self.limit is not None and epoch > 0
+        if index == 0 and not self._epoch_restored and not ends_at_limit:
             raise EmptyLoader(epoch, self._name)
-        if isinstance(self.loader, Iterator):
+        if is_iterator:
             self._exhausted = True
             return
         # A state between two epochs may restore the end of the first. Then this epoch begins again.
