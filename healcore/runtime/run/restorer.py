@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause
-from healcore.runtime.data.loader_adapters import position_of_other_ranks
+from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.dead_run import Attempt, attempts_at
