@@ -14,7 +14,7 @@ from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
-from healcore.runtime.driver import trainer_limit
+from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
