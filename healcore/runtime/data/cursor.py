@@ -122,7 +122,11 @@ class Cursor(BatchStream):
 
     @property
     def length(self) -> int | None:
-        """Number of batches in the epoch, or None if the loader has no length."""
+        """Number of batches in the epoch, or None if the loader has no length.
+
+        The smaller one of the loader's length and `limit`. It is asked anew each time, because a
+        program may change its loader between two epochs.
+        """
         limit = None
         if self.limit is not None:
             limit = self.limit(self.next_id.epoch)

@@ -51,21 +51,43 @@ class EarlierLoaders:
         self.count = 0
 
     def load(self, position: Mapping[str, Any]) -> int:
-        """Takes the positions of a checkpoint. Returns the epoch of the program's own loop."""
+        """Takes the positions of a checkpoint.
+
+        Args:
+            position: result of `LoaderRegistry.position` in an earlier process.
+
+        Returns:
+            The epoch of the program's own loop.
+        """
         self.positions = dict(position)
         self.count = int(self.positions.pop(COUNT, 0))  # type: ignore[arg-type]
         return int(self.positions.pop(EPOCH, 0))  # type: ignore[arg-type]
 
     def forget_before(self, number: int) -> None:
-        """Forgets loaders below a number: those of earlier epochs, which are not made again."""
+        """Forgets the loaders of earlier epochs, which the program does not make again.
+
+        Args:
+            number: number of the first loader that it makes again.
+        """
         self.positions = {key: at for key, at in self.positions.items() if int(key) >= number}
 
     def has_ended(self, number: int) -> bool:
-        """Whether an earlier process has read all epochs of a loader."""
+        """Whether an earlier process has read all epochs of a loader.
+
+        Its number was used, and no position of it was saved.
+
+        Args:
+            number: number of the loader.
+        """
         return self.count > number and str(number) not in self.positions
 
     def has_trained(self, number: int) -> bool:
-        """Whether an earlier process has read batches of a loader."""
+        """Whether an earlier process has read batches of a loader.
+
+        Args:
+            number: number of the loader. One without a position has ended if its number was used,
+                and is new otherwise.
+        """
         saved = self.positions.get(str(number))
         if saved is None:  # an earlier process has read all of its batches, or it is new
             return number < self.count

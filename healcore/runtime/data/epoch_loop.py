@@ -55,7 +55,11 @@ class EpochLoop:
         """Number of loaders that were first used since the epoch has begun."""
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begins an epoch of a loop over `Healer.epochs`."""
+        """Begins an epoch of a loop over `Healer.epochs`.
+
+        Args:
+            epoch: number of the epoch. After a return it is an earlier one.
+        """
         self.next_epoch = epoch
         self.can_return = True
         if epoch != self._returned.get(EPOCH):  # the positions are of that epoch only

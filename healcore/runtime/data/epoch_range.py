@@ -45,12 +45,20 @@ class EpochRange:
             self.end += epochs
 
     def select(self, epoch: int) -> None:
-        """Makes one epoch the only one: reading begins and ends with it."""
+        """Makes one epoch the only one: reading begins and ends with it.
+
+        Args:
+            epoch: the epoch, for which the user's loop has called `set_epoch` already.
+        """
         self.requested = epoch
         self.end = epoch + 1
 
     def end_before(self, epoch: int) -> None:
-        """Makes reading end before an epoch, unless it has no end."""
+        """Makes reading end before an epoch, unless it has no end.
+
+        Args:
+            epoch: the epoch at which the program's own loop goes on.
+        """
         if self.has_end:
             self.end = epoch
 
@@ -75,12 +83,22 @@ class PositionHistory:
         """The positions with the ids of their next batches, oldest first."""
 
     def add(self, batch: BatchId, position: SavedPosition) -> None:
-        """Adds a position, whose next batch is `batch`. The oldest may be forgotten."""
+        """Adds a position. The oldest one may be forgotten.
+
+        Args:
+            batch: the next batch.
+            position: the position before it.
+        """
         self.newest = batch
         self._taken.append((batch, position))
 
     def restart_at(self, batch: BatchId, position: SavedPosition) -> None:
-        """Forgets all positions but this one, after a rewind: the others may lie in the future."""
+        """Forgets all positions but one, after a rewind: the others may lie in the future.
+
+        Args:
+            batch: the next batch.
+            position: the position before it, to which the loader was moved.
+        """
         self._taken.clear()
         self.add(batch, position)
 

@@ -74,7 +74,11 @@ class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
         """The random states before the function was called for this epoch."""
 
     def start(self, epoch: int) -> Batches:
-        """Calls the function, and begins an epoch of what it returns."""
+        """Calls the function, and begins an epoch of what it returns.
+
+        Keeps the random states of before the call, so that a rewind can call the function with the
+        same states.
+        """
         self._random = random_states()
         self._make()
         self._batches = self._inner.start(epoch)

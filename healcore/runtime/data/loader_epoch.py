@@ -32,7 +32,11 @@ T = TypeVar("T")
 
 
 class ReadRetries(Protocol):
-    """The attempts to read a batch, which `healcore.runtime.faults.retry.Retries` implements."""
+    """The attempts to read a batch after failures in the network.
+
+    `healcore.runtime.faults.retry.Retries` implements it with the policy's `[retry]`. The data
+    layer knows only these two methods.
+    """
 
     def wait_after(self, error: BaseException) -> bool:
         """Waits after a failed attempt.
@@ -128,7 +132,11 @@ class LoaderEpoch:
 
     @functools.cached_property
     def adapter(self) -> LoaderAdapter:
-        """Saves and restores the loader's state. Made on first use, which may begin an epoch."""
+        """Saves and restores the loader's state.
+
+        Made on first use, and not with this object: to find out what an iterator can do, it may
+        have to be made, and that begins an epoch and draws its order.
+        """
         loader = self.loader
         if self._is_function:
             return FunctionLoader(loader)
@@ -175,18 +183,30 @@ class LoaderEpoch:
         return self.batches
 
     def end(self) -> None:
-        """Ends the epoch after its last batch."""
+        """Ends the epoch after its last batch.
+
+        The iterator is released, so that workers of the epoch end. An iterator that is the loader
+        itself is kept: it cannot begin another epoch.
+        """
         if isinstance(self.loader, Iterator):
             self.phase = EpochPhase.EXHAUSTED
         else:
             self.batches, self.phase = None, EpochPhase.BETWEEN
 
     def drop(self) -> None:
-        """Drops the rest of the epoch. The next batch begins an epoch."""
+        """Drops the rest of the epoch. The next batch begins an epoch.
+
+        Unlike after `end`, the state of the loader still belongs to the epoch that was dropped,
+        and is not taken before the next epoch has begun.
+        """
         self.batches, self.phase = None, EpochPhase.NOT_BEGUN
 
     def close(self) -> None:
-        """Releases the loader's iterator with its workers."""
+        """Releases the loader's iterator with its workers.
+
+        Otherwise they would live as long as the Healer, which a program may keep for its report.
+        The loader cannot be rewound afterwards.
+        """
         self.batches = None
         self.forget_state(f"{self.name} is closed")
 
@@ -216,7 +236,11 @@ class LoaderEpoch:
         return self.adapter.state(ended=self.is_between_epochs)
 
     def forget_state(self, why_not: str) -> None:
-        """Makes the loader one that cannot be rewound from now on, for this reason."""
+        """Makes the loader one that cannot be rewound from now on.
+
+        Args:
+            why_not: the reason, for `Cursor.why_not`.
+        """
         self.adapter = LoaderAdapter(self.loader, why_not=why_not)
 
     def restore(self, target: Position) -> int:

@@ -71,11 +71,23 @@ class StatefulLoader(Protocol):
     """
 
     def state_dict(self) -> LoaderState:
-        """The position, as numbers, texts, bytes, containers and arrays."""
+        """The position after the batch that was yielded last.
+
+        Called between two batches. It must count the batches that were yielded, and not those that
+        workers have read ahead.
+
+        Returns:
+            Numbers, texts, bytes, containers and arrays. It may be a live object: it is copied.
+        """
         ...
 
     def load_state_dict(self, state: LoaderState, /) -> None:
-        """Moves to a position that `state_dict` has returned in this or in an earlier process."""
+        """Moves to a position. The next `iter` begins there.
+
+        Args:
+            state: what `state_dict` has returned, in this or in an earlier process. The object may
+                be further on or further back than that position.
+        """
         ...
 
 
@@ -87,11 +99,20 @@ class StatefulIterator(Protocol):
     """
 
     def get_state(self) -> LoaderState:
-        """The position, as numbers, texts, bytes, containers and arrays."""
+        """The position after the batch that was yielded last.
+
+        Returns:
+            Numbers, texts, bytes, containers and arrays. It may be a live object: it is copied.
+        """
         ...
 
     def set_state(self, state: LoaderState, /) -> None:
-        """Moves to a position that `get_state` has returned in this or in an earlier process."""
+        """Moves to a position. The next `next` reads the batch that followed it.
+
+        Args:
+            state: what `get_state` has returned, in this or in an earlier process, also of another
+                iterator of the same loader.
+        """
         ...
 
 
@@ -117,7 +138,11 @@ class SetsEpoch(Protocol):
     """The number, if the object keeps it under this name. Accelerate's loaders use `iteration`."""
 
     def set_epoch(self, epoch: int, /) -> None:
-        """Sets the number of the next epoch."""
+        """Sets the number of the next epoch, before the epoch begins.
+
+        Args:
+            epoch: the number, from 0. The same number must give the same order.
+        """
         ...
 
 
@@ -130,11 +155,19 @@ class RandomGenerator(Protocol):
     """
 
     def get_state(self) -> Any:
-        """The state, as a tensor of torch or an array of NumPy."""
+        """The state of the generator, which is not changed by the call.
+
+        Returns:
+            A tensor of torch, an array of NumPy, or containers of these.
+        """
         ...
 
     def set_state(self, state: Any, /) -> None:
-        """Sets a state that `get_state` has returned."""
+        """Sets a state, so that the next draws are those that followed it.
+
+        Args:
+            state: what `get_state` has returned, in this or in an earlier process.
+        """
         ...
 
 

@@ -103,19 +103,41 @@ class LoaderRegistry(EpochLoop):
         return BatchId(epoch, 0)
 
     def find(self, loader: AnyLoader) -> RunLoader | None:
-        """The cursor of a loader, or None before its first use."""
+        """Finds the cursor of a loader.
+
+        Args:
+            loader: the user's loader, which is compared by identity.
+
+        Returns:
+            The cursor, or None before its first use in this process.
+        """
         for known in self._loaders:
             if known.loader is loader:
                 return known
         return None
 
     def count_from(self, number: int) -> None:
-        """Sets the next new loader's number, if no loader of an earlier epoch is made again."""
+        """Sets the number of the next new loader.
+
+        For a loop that begins at a later epoch after a restart, and makes no loader of an earlier
+        epoch again. A number is never lowered.
+
+        Args:
+            number: the least number of the next new loader.
+        """
         self._next_number = max(self._next_number, number)
         self._earlier.forget_before(number)
 
     def saved_position(self, loader: AnyLoader, epoch: int | None = None) -> SavedPosition | None:
-        """The position that an earlier process has saved for this loader in `epoch`, or None."""
+        """The position that an earlier process has saved for a loader.
+
+        Args:
+            loader: the user's loader.
+            epoch: the epoch of the program's own loop, or None if the loop does not name it.
+
+        Returns:
+            The position, or None for a new loader, and for one that has taken over its position.
+        """
         known = self.find(loader)
         if known is None:
             number = self._number_in(epoch)
@@ -124,7 +146,15 @@ class LoaderRegistry(EpochLoop):
         return self._earlier.positions.get(str(number))
 
     def is_of_completed_run(self, loader: AnyLoader, epoch: int | None = None) -> bool:
-        """Whether a completed run has trained with this loader, which is numbered as in `begin`."""
+        """Whether a completed run has trained with this loader.
+
+        A program that is started again after its end then skips the loop over the loader, but not
+        a loop that evaluates. The loader gets its number here, as in `begin`.
+
+        Args:
+            loader: the user's loader.
+            epoch: the epoch of the program's own loop, or None if the loop does not name it.
+        """
         known = self.find(loader)
         if known is not None:
             return known.trains
@@ -247,7 +277,13 @@ class LoaderRegistry(EpochLoop):
         return None
 
     def return_to_epoch(self) -> int:
-        """Ends the passes of the loaders, and returns the epoch to which the loop returns."""
+        """Ends the passes of the loaders in a loop that returns to an earlier epoch.
+
+        Call it when the body of the current epoch has ended.
+
+        Returns:
+            The epoch that the loop yields next.
+        """
         epoch = self._end_return()
         for loader in self:
             if loader.trains:
@@ -278,7 +314,11 @@ class LoaderRegistry(EpochLoop):
 
     @property
     def at_epochs(self) -> bool:
-        """Whether all saved positions are in use, and no loader stands within a later epoch."""
+        """Whether the loop has caught up with the loops of earlier processes.
+
+        It has if all saved positions are in use, and no loader stands within an epoch that the
+        loop does not reach. Only then do random states of the end of a pass apply.
+        """
         if self._earlier.positions or self._is_short:
             return False
         return not any(each.beyond_last_epoch for each in self)
@@ -324,7 +364,11 @@ class LoaderRegistry(EpochLoop):
         return {**self.position(), **before}
 
     def forward_positions(self) -> Positions:
-        """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
+        """The positions of loaders that cannot be rewound, JSON-safe.
+
+        A rollback keeps them, while it moves all other loaders back: a restart after it has to
+        continue where such a loader really is.
+        """
         forward = [each for each in self if each.trains and not each.can_rewind]
         return {str(loader.number): loader.position() for loader in forward}
 
@@ -337,7 +381,11 @@ class LoaderRegistry(EpochLoop):
         return frozenset().union(*self._skipped.values())
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Checks positions of an earlier process before `resume`. Raises DataError."""
+        """Checks positions of an earlier process before `resume`.
+
+        Raises:
+            DataError: a part of them cannot be read. Nothing was changed.
+        """
         check_positions(position)
 
     def resume(

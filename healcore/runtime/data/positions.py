@@ -37,7 +37,11 @@ Division = list[Any]
 
 
 class DataError(HealcoreError, RuntimeError):
-    """The data cursor cannot do what was requested. Exceptions of the loader stay unchanged."""
+    """The data cursor cannot do what was requested.
+
+    Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
+    tell a bad batch from a wrong use of healcore.
+    """
 
 
 class UnusableLoader(DataError, TypeError):

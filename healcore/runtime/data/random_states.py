@@ -114,7 +114,11 @@ _numpy = _NumpyState()
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators, except those whose state is None."""
+    """Sets the global generators.
+
+    Args:
+        states: result of `random_states`. A generator whose state is None or empty stays as it is.
+    """
     if states["python"] is not None:
         random.setstate(states["python"])
     if states["numpy"] is not None:

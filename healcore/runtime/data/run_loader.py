@@ -138,9 +138,17 @@ class RunLoader(Cursor):
             self.use = BatchUse.WAITING
 
     def leave_by_break(self) -> None:
-        """Notes that a `break` has ended the loop body."""
+        """Notes that a `break` has ended the loop body.
+
+        What the program does after the loop may still belong to the batch. And batches of an
+        evaluation that ends so are of no step.
+        """
         self.use = BatchUse.LEFT_BY_BREAK
 
     def leave_loop(self) -> None:
-        """Notes that no loop reads the loader: the next loop continues where the loader is."""
+        """Notes that no loop reads the loader: the next loop continues where the loader is.
+
+        After the last batch, and after a rollback, whose position a `break` before it must not
+        change. Without this, the next loop would drop the rest of the epoch.
+        """
         self.in_loop = False

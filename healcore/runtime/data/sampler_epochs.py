@@ -79,7 +79,14 @@ class SamplerEpochs:
         self.restore(epoch, number)
 
     def number(self, epoch: int) -> int | None:
-        """The number of an epoch that has begun or is next, or None if unknown."""
+        """The argument of `set_epoch` for an epoch.
+
+        Args:
+            epoch: number of the epoch for the cursor, from 0.
+
+        Returns:
+            The number, of an epoch that has begun or is next. None if it is unknown.
+        """
         if epoch in self._numbers:
             return self._numbers[epoch]
         before = self._numbers.get(epoch - 1)

@@ -68,7 +68,11 @@ def without_fabric(loader: AnyLoader) -> AnyLoader:
 
 
 def base_of(loader: AnyLoader) -> AnyLoader:
-    """The DataLoader inside a loader of Accelerate, otherwise the loader."""
+    """The DataLoader inside a loader of Accelerate, otherwise the loader.
+
+    Accelerate's loader iterates over the inner one, and reads one batch ahead of it to notice the
+    last one.
+    """
     if is_type(loader, "accelerate.data_loader", "DataLoaderShard"):
         return loader.base_dataloader
     return loader
@@ -147,7 +151,11 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
         """Whether the samplers draw the order before `iter` is called."""
 
     def start(self, epoch: int) -> Batches:
-        """Begins an epoch when its first batch is read."""
+        """Begins an epoch, whose order is drawn when its first batch is read.
+
+        A trainer may have begun the epoch itself, see `BEGUN`; then the order is drawn before
+        `iter`.
+        """
         self._copy_settings()
         self._order.begin()
         self._reading, self._index = None, 0
@@ -447,7 +455,11 @@ class _Order:
         return [get() for get, _ in self._sources]
 
     def set_states(self, states: GeneratorStates) -> None:
-        """Sets random states: all, or the states of the generators alone."""
+        """Sets random states.
+
+        Args:
+            states: result of `states`, or only its last part: then the global generators stay.
+        """
         first = len(self._sources) - len(states)
         for (_, set_state), state in zip(self._sources[first:], states, strict=True):
             set_state(state)

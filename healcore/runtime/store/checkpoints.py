@@ -18,7 +18,11 @@ from healcore.core.errors import HealcoreError
 
 
 class StoreError(HealcoreError, RuntimeError):
-    """Base class of all errors of checkpoint stores."""
+    """Base class of all errors of checkpoint stores.
+
+    A store raises it before it changes anything that is live. So the training can go on, or can use
+    another checkpoint.
+    """
 
 
 class NoGoodCheckpoint(StoreError):
@@ -38,7 +42,12 @@ class UnsavableState(StoreError, TypeError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
-    """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint."""
+    """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint.
+
+    A disk may return other bytes than were written, and a file may be cut off. Without digests, the
+    run would continue with wrong weights. A restore tries the other directories of the run and then
+    older checkpoints.
+    """
 
     step: int
     """Step of the checkpoint."""
@@ -58,7 +67,10 @@ class CheckpointDamaged(StoreError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointNotFound(StoreError):
-    """The store has no complete checkpoint of the requested step."""
+    """The store has no complete checkpoint of the requested step.
+
+    A directory that has the name of a checkpoint but is not complete raises `CheckpointDamaged`.
+    """
 
     step: int
     """The requested step."""
@@ -77,7 +89,11 @@ class CheckpointNotFound(StoreError):
 
 @dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
-    """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
+    """A checkpoint could not be copied or written. Earlier checkpoints are unchanged.
+
+    The cause is mostly a full disk or a lost file system. The run reports the error and tries again
+    at the next save; you lose at most the steps since the newest checkpoint.
+    """
 
     step: int
     """Step of the checkpoint."""
@@ -104,7 +120,11 @@ class SaveFailed(StoreError):
 
 @dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
-    """The saved state does not fit the live state."""
+    """The saved state does not fit the live state.
+
+    The program has changed since the save: another model, another optimizer, or a parameter that is
+    added during the run and not yet here. The live state is unchanged.
+    """
 
     step: int | None
     """Step of the checkpoint, or None for a state that is not of a checkpoint."""
@@ -166,7 +186,13 @@ class SavedState(Protocol):
 
 
 class CheckpointInfo(NamedTuple):
-    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it."""
+    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it.
+
+        for saved in store.checkpoints():
+            print(saved.step, saved.status, saved.finite)
+
+    The list says what a rollback may restore; nothing of the arrays is read for it.
+    """
 
     step: int
     """Number of optimizer steps that the saved state has had."""
@@ -226,7 +252,10 @@ def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[s
 
 
 class Restored(NamedTuple):
-    """The result of `restore`, in fresh memory."""
+    """The result of `restore`, in fresh memory.
+
+    Changing it changes no checkpoint, not even one in memory. `Driver.load` takes `state`.
+    """
 
     state: dict[str, Any]
     """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
@@ -245,7 +274,15 @@ class CommonState(NamedTuple):
 
 
 class AttemptHistory(NamedTuple):
-    """The attempts of a run, and the step up to which its checkpoints are known-good."""
+    """The attempts of a run, and the step up to which its checkpoints are known-good.
+
+        step      0 ──────── 100 ─────── 200 ─── 230   attempt 1 begins at step 0
+                              └───────────────────── 250   a rollback: attempt 2 begins at 100
+
+    The checkpoint of step 200 of attempt 1 is abandoned, and the one of step 100 is not. A
+    checkpoint of step 200 that attempt 2 saves is not abandoned either, because no later attempt
+    began below it.
+    """
 
     starts: tuple[int, ...] = ()
     """First step of each attempt, oldest first. Attempts are numbered from 1."""

@@ -32,7 +32,11 @@ _LENGTH = 300
 
 @dataclass(eq=False, repr=False)
 class StoreInUse(StoreError):
-    """Another run uses the directory."""
+    """Another run uses the directory.
+
+    The kernel says so, not the file: a lock file that a killed process has left behind locks
+    nothing. So this error is never wrong after a crash.
+    """
 
     root: Path
     """The directory."""

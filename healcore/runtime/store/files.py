@@ -43,7 +43,15 @@ B = TypeVar("B")
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file, never an existing file or a link, and waits until it is on disk."""
+    """Writes a new file, and waits until its content is on disk.
+
+    Args:
+        path: path of the file, which must not exist, not even as a link.
+        data: its content.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -51,7 +59,15 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file in an existing directory. A crash leaves the old or the new content."""
+    """Replaces a file in an existing directory. A crash leaves the old or the new content.
+
+    Args:
+        path: path of the file, which may not exist yet.
+        data: the new content.
+
+    Raises:
+        OSError: the file cannot be written. The old content is unchanged.
+    """
     temporary = path.with_name(new_temporary())
     try:
         write_new(temporary, data)
@@ -119,7 +135,11 @@ def discard(path: Path) -> bool:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """The sorted entries of a directory; empty if it cannot be read."""
+    """The sorted entries of a directory.
+
+    Returns:
+        Paths, or an empty list if the directory cannot be read. For work that can be left undone.
+    """
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -31,6 +31,7 @@ from healcore.runtime.store.checkpoints import (
     StoreError,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.structure import is_stateful, mismatches
 
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
@@ -62,7 +63,11 @@ for an object with `state_dict`, {"leaves": [[path, node], …]} for a pytree.""
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a state."""
+    """One array of a state.
+
+    A sharded array has a part for each shard that this process has. A process saves only its own
+    parts, and the ranks together save the whole array.
+    """
 
     name: str
     """Name of the array in the whole state, such as `optimizer.state.0.exp_avg`."""
@@ -77,7 +82,11 @@ class Leaf:
 
 
 class FlatState:
-    """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects."""
+    """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects.
+
+    The structures go into a JSON file, and the arrays into files of the framework. A name connects
+    the two: the structure has it in place of the array.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
@@ -121,13 +130,21 @@ def parts_of(flat: FlatState | None) -> list[Part]:
 
 
 def raw(part: Part) -> np.ndarray:
-    """The bytes of a part in host memory, uint8 (n,), not copied."""
+    """The bytes of a part in host memory.
+
+    Returns:
+        The bytes, uint8 (n,). They share the memory of the part if its elements are in order.
+    """
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A copy of the state after one step in host memory."""
+    """A copy of the state after one step in host memory.
+
+    The training changes its arrays at the next step, while the copy is inspected and written in the
+    background. With the copy, a save costs the training only the time of one copy.
+    """
 
     step: int
     """Number of optimizer steps that the state has had."""
@@ -176,7 +193,11 @@ class HostCopy:
 
 
 class Target(NamedTuple):
-    """Saved entries, and the live values that they are restored into."""
+    """Saved entries, and the live values that they are restored into.
+
+    The saved side says what to read, and the live side says where the arrays belong: on which
+    device, and how they are sharded. Both may differ from what they were at the save.
+    """
 
     entries: dict[str, Any]
     """Name -> saved structure, see `Entries`."""
@@ -285,7 +306,15 @@ class ArrayFormat(ABC):
         """
 
     def flatten(self, state: LiveState) -> FlatState:
-        """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
+        """Separates a state into its structure and its arrays, which are not copied.
+
+        Args:
+            state: name -> value.
+
+        Raises:
+            StoreError: the state is empty or no mapping, or a name is no string.
+            UnsavableState: a value cannot be saved.
+        """
         if not isinstance(state, Mapping) or not state:
             raise StoreError(
                 f"the state to save is a non-empty mapping of names to values, not {state!r:.60}"
@@ -321,7 +350,11 @@ class ArrayFormat(ABC):
         return whole, local
 
     def copy(self, step: int, state: LiveState, record: Record | None) -> HostCopy:
-        """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
+        """Copies a state to host memory, in the memory of the last released copy if that fits.
+
+        The copies from an accelerator are still running when it returns; `inspect` waits for them.
+        Arguments and errors are those of `CheckpointStore.save`.
+        """
         step = checked_step(step)
         sealed = None
         if record is not None:
@@ -380,7 +413,11 @@ class ArrayFormat(ABC):
         return tuple(nonfinite)
 
     def check(self, copy: HostCopy) -> None:
-        """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
+        """Recomputes the digests of an inspected copy in memory.
+
+        Raises:
+            CheckpointDamaged: a digest differs from the one of the inspection.
+        """
         for leaf in copy.flat.leaves.values():
             for place, part in leaf.parts.items():
                 digest, _ = host_memory.digest(raw(part))
@@ -429,7 +466,7 @@ class ArrayFormat(ABC):
             ]
             for name, entry in flat.entries.items():
                 if name in saved:
-                    wrong += _mismatches(name, saved[name], entry)
+                    wrong += mismatches(name, saved[name], entry)
         if wrong:
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)
@@ -446,7 +483,7 @@ class ArrayFormat(ABC):
         """
         state: dict[str, Value] = {}
         for name, entry in target.entries.items():
-            is_loaded = _is_stateful(entry) or hasattr(target.live[name], "state_dict")
+            is_loaded = is_stateful(entry) or hasattr(target.live[name], "state_dict")
             live: Mapping[str, Leaf] = {}
             if not is_loaded:
                 live = target.flat.leaves
@@ -534,59 +571,3 @@ def sealed_record(record: Record) -> bytes:
         raise StoreError(
             f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"
         ) from None
-
-
-def _is_stateful(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is the state of an object with `state_dict`."""
-    return entry.get("stateful", "tree" in entry)
-
-
-def _mismatches(name: str, saved: Mapping[str, Any], live: Mapping[str, Any]) -> list[str]:
-    """How a saved and a live entry of the same name differ, as texts."""
-    if _is_stateful(live):
-        if "identity" in live and "identity" in saved:
-            return _differences(saved["identity"], live["identity"])
-        return []
-    if "leaves" in live:
-        if "leaves" not in saved:
-            return [f'"{name}" was an object with state_dict']
-        return _differences(_array_types(name, saved), _array_types(name, live))
-    # A program's dictionaries and lists may grow and shrink: only common arrays are compared.
-    before, now = _array_types(name, saved), _array_types(name, live)
-    common = before.keys() & now
-    return _differences({key: before[key] for key in common}, {key: now[key] for key in common})
-
-
-def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Place -> dtype and shape, which must be equal in a saved and a live entry.
-
-    JAX and NumPy arrays may replace each other; random keys may not.
-    """
-    if "leaves" in entry:
-        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
-    return {node["name"]: _array_type({"array": node}) for node in values.arrays_of(entry)}
-
-
-def _array_type(node: values.Node) -> str:
-    """Dtype and shape of a node, and the kind of a random key; "no array" for another value."""
-    array = None
-    if isinstance(node, dict):
-        array = node.get("array")
-    if array is None:
-        return "no array"
-    text = f"{array['dtype']}{tuple(array['shape'])}"
-    if array["kind"] == "key":
-        text += f" {array['impl']} key"
-    return text
-
-
-def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-    """What a saved and a live mapping do not have in common, as sorted texts."""
-    wrong: list[str] = []
-    for key, now in live.items():
-        if key not in saved:
-            wrong.append(f"{key} is missing in the saved state")
-        elif saved[key] != now:
-            wrong.append(f"{key} is {saved[key]} in the saved and {now} in the live state")
-    wrong += [f"{key} is missing in the live state" for key in saved if key not in live]
-    return sorted(wrong)

@@ -94,7 +94,11 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 class StoredCheckpoint(NamedTuple):
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk.
+
+    Complete means: the digests of manifest and record are right, and every file has its size. That
+    the content of the files is right is checked before a restore, by `find_damage`.
+    """
 
     folder: Path
     """Its directory."""
@@ -145,7 +149,11 @@ class StoredCheckpoint(NamedTuple):
 
     @contextmanager
     def only_written_by_healcore(self) -> Iterator[None]:
-        """Raises CheckpointDamaged for content with the right digests that no store has written."""
+        """Raises CheckpointDamaged for content with the right digests that no store has written.
+
+        Digests are no signature: another program may have written the files. Whatever reading such
+        a file raises becomes one error with the name of the file.
+        """
         try:
             yield
         except StoreError:
@@ -271,7 +279,14 @@ def sweep(root: Path) -> list[str]:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a directory's name, or None for any other name."""
+    """The step in the name of a checkpoint's directory.
+
+    Args:
+        folder: any path. Nothing is read.
+
+    Returns:
+        The step, or None for any other name.
+    """
     match = _STEP.fullmatch(folder.name)
     if match is None:
         return None
@@ -279,7 +294,11 @@ def step_of(folder: Path) -> int | None:
 
 
 class Scan(NamedTuple):
-    """What a directory of checkpoints holds. The content of the files is not read."""
+    """What a directory of checkpoints holds. The content of the files is not read.
+
+    A scan is made for each list and each restore, because other programs may change the directory.
+    It reads the manifests and the records, which are small, and the sizes of the files.
+    """
 
     complete: dict[int, StoredCheckpoint]
     """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
@@ -293,7 +312,11 @@ class Scan(NamedTuple):
     """The same saves as in `complete` in other directories of the run; see `merge`."""
 
     def copies_of(self, step: int) -> list[StoredCheckpoint]:
-        """The save of a step in each directory that has it, in the order in which to try them."""
+        """The save of a step in each directory that has it.
+
+        Returns:
+            The equal saves, in the order in which to try them. Empty without a complete checkpoint.
+        """
         if step not in self.complete:
             return []
         return [self.complete[step], *self.twins.get(step, ())]

@@ -15,7 +15,11 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes of a run, which exchange small items."""
+    """The processes of a run, which exchange small items.
+
+    Implemented by the adapters, over a process group of torch or the coordination service of JAX;
+    `Alone` is the implementation for one process. Used by one thread at a time.
+    """
 
     rank: int
     """Number of this process. Rank 0 names directories and writes the manifest."""
@@ -52,7 +56,15 @@ class RankFailed(HealcoreError, OSError):
 
 
 def broadcast(ranks: Ranks, mine: Any) -> Any:
-    """Rank 0's item, on every rank."""
+    """Sends the item of rank 0 to every rank. Collective.
+
+    Args:
+        ranks: the ranks.
+        mine: the item of this rank, which is used on rank 0 only.
+
+    Returns:
+        Rank 0's item.
+    """
     return ranks.gather(mine)[0]
 
 
@@ -96,14 +108,30 @@ def _picklable(failure: Exception | None, rank: int) -> Exception | None:
 
 
 def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on every rank; returns this rank's result, or raises on all ranks."""
+    """Runs an action on every rank, whose result need not be exchanged. Collective.
+
+    Args:
+        ranks: the ranks.
+        action: what to do on this rank. It does not exchange anything itself.
+
+    Returns:
+        This rank's result. If a rank fails, all ranks raise, see `gather_results`.
+    """
     results: list[T] = []
     gather_results(ranks, lambda: results.append(action()))
     return results[0]
 
 
 def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on rank 0; returns its result, or raises its error, on every rank."""
+    """Runs an action on rank 0 only, such as a change of the directory. Collective.
+
+    Args:
+        ranks: the ranks.
+        action: what to do on rank 0. Its result is picklable.
+
+    Returns:
+        Its result, on every rank. If it fails, all ranks raise, see `gather_results`.
+    """
 
     def act() -> T | None:
         if ranks.rank == 0:

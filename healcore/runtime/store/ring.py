@@ -87,7 +87,14 @@ class Ring:
         self.copies = copies
 
     def listed(self, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
-        """The entries of the copies in a list of checkpoints, without a status."""
+        """The entries of the copies in a list of checkpoints.
+
+        Args:
+            nonfinite_ok: patterns of array names where NaN and Inf are allowed.
+
+        Returns:
+            An entry for each copy, whose status is not set yet.
+        """
         return [CheckpointInfo.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
 
     def records(self) -> dict[int, dict[str, Any]]:

@@ -70,7 +70,14 @@ def checked_places(given: Any) -> Any:
 
 
 def root_of(place: Any) -> Path | None:
-    """The real path of a place, or of the first place of a list. None without a directory."""
+    """The directory of a place, to compare places with each other.
+
+    Args:
+        place: a path, a store, a list of these, or None.
+
+    Returns:
+        The real path, of the first place of a list. None without a directory.
+    """
     if isinstance(place, list | tuple) and place:
         place = place[0]
     root = place

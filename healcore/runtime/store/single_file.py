@@ -68,7 +68,11 @@ class ArrayType(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a file, parsed."""
+    """The header of a file, parsed.
+
+    Reading it tells step, attempt and record of a checkpoint without reading the arrays. A list of
+    checkpoints needs no more.
+    """
 
     manifest: str
     """The sealed manifest."""
@@ -131,7 +135,11 @@ class Content:
             self._parts.append(raw.data)
 
     def digest(self) -> Digest:
-        """The size and the digest of everything but the manifest."""
+        """The size and the digest of everything but the manifest.
+
+        The manifest holds this digest, so it cannot be part of what is digested. It has a digest
+        of its own, see `files.seal`.
+        """
         return _digest(self._header, self._parts)
 
     def with_manifest(self, manifest: bytes) -> bytes:

@@ -358,7 +358,11 @@ class CheckpointStore(Writer):
         self._change_each(f"step {step} cannot be deleted", stored, manifest.remove)
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays."""
+        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
+
+        For a message at the start of a run: a step that is missing in the list without a reason
+        would look like one that was never saved.
+        """
         return self._scan().damaged
 
     def _wait_for_inspection(self) -> None:

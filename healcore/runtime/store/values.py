@@ -224,7 +224,14 @@ def decode(node: Node, fetch: Fetch) -> Any:
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
-    """The content of every array node in a node or in some entries, in order."""
+    """The content of every array node in a node or in some entries, in order.
+
+    Args:
+        node: a node, or a mapping or list of nodes at any depth.
+
+    Yields:
+        The content of each `{"array": content}`: name, dtype, shape and kind.
+    """
     if isinstance(node, dict):
         for tag, content in node.items():
             if tag == "array":
@@ -317,7 +324,14 @@ def decode_other(tag: str, content: Any) -> Any:
 
 
 def bytes_of(content: Mapping[str, Any]) -> np.ndarray:
-    """The bytes in the content of an array's node, uint8 (n,)."""
+    """The bytes of an array in its node.
+
+    Args:
+        content: content of the node, whose bytes are an array or text of `base64_text`.
+
+    Returns:
+        The bytes, uint8 (n,), not copied if they are an array.
+    """
     data = content["bytes"]
     if isinstance(data, str):
         return base64_bytes(data)
