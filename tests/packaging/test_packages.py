@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_the_versions_of_the_evidence_are_the_pinned_ones():
     page = (ROOT / "docs" / "evidence.md").read_text()
     table = re.findall(r"^([\w-]+) \| ([\d.]+) \| ([\d.]+)$", page, flags=re.M)
-    (others,) = re.findall(r"^Also run: (.*)\.$", page, flags=re.M)
+    (others,) = re.findall(r"^Tests use these packages too: (.*)\.$", page, flags=re.M)
     pins = {}
     for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):
         pins |= dict(re.findall(r"^([\w-]+)==([^\s\\;]+)", (ROOT / file).read_text(), flags=re.M))
