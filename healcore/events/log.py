@@ -104,12 +104,15 @@ def _shortened(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
-def _encode_value(value: object) -> str:
+def _encoded(value: object) -> tuple[JsonValue, str]:
+    """The JSON value of a field, and its text. A value that cannot be encoded says so instead."""
     try:
-        return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
+        json_value = to_json(value)
+        return json_value, json.dumps(json_value, allow_nan=False, separators=(",", ":"))
     # `item` and `__repr__` of a value are the user's code, which may raise any exception.
     except Exception as error:
-        return json.dumps(f"(could not be written: {type(error).__name__})")
+        reason = f"(could not be written: {type(error).__name__})"
+        return reason, json.dumps(reason)
 
 
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
@@ -290,7 +293,7 @@ class Log:
         with self._lock:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
-            line = self._line(seq, kind, step, fields)
+            event, line = self._build(seq, kind, step, fields)
             lost = self.lost
             if self.path is not None:
                 durable = has(kind, Trait.DURABLE)
@@ -301,11 +304,17 @@ class Log:
                     if not self.lost:
                         warn_of_loss("events", self.path, error)
                     self.lost += 1
-            return json.loads(line)
+            return event
 
-    def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, object]) -> bytes:
-        """The event as a line in ASCII, so that a torn line does not end inside a character."""
-        event: dict[str, object] = {
+    def _build(
+        self, seq: int, kind: str, step: int | None, fields: dict[str, object]
+    ) -> tuple[Event, bytes]:
+        """Builds an event, and its line in ASCII.
+
+        Both have the same values, so the caller of `write` sees what a reader of the file sees, and
+        nobody parses the line again. ASCII, so that a torn line does not end inside a character.
+        """
+        values: dict[str, object] = {
             "schema": SCHEMA,
             "seq": seq,
             "run": self.run,
@@ -315,16 +324,21 @@ class Log:
             "step": step,
         }
         if kind == "start":
-            event |= current_process()._asdict()
-            event["environment"] = environment()
+            values |= current_process()._asdict()
+            values["environment"] = environment()
         for name, value in fields.items():
             if value is not None:
-                event[name] = value
+                values[name] = value
         if self.lost > self._reported:
-            event["lost"] = self.lost - self._reported
-        # Each value is encoded by itself, so that a value that cannot be encoded loses no other.
-        pairs = [f"{json.dumps(name)}:{_encode_value(value)}" for name, value in event.items()]
-        return f"{{{','.join(pairs)}}}\n".encode("ascii")
+            values["lost"] = self.lost - self._reported
+        event: Event = {}
+        pairs: list[str] = []
+        for name, value in values.items():
+            # Each value is encoded by itself, so that one that cannot be encoded loses no other.
+            event[name], text = _encoded(value)
+            pairs.append(f"{json.dumps(name)}:{text}")
+        line = f"{{{','.join(pairs)}}}\n"
+        return event, line.encode("ascii")
 
 
 def warn_of_loss(what: str, path: Path, error: Exception) -> None:
