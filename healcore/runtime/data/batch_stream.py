@@ -93,11 +93,10 @@ class BatchStream:
 
     def _begin(self) -> Batches:
         """The batches of the epoch; begins the epoch if necessary."""
-        batches = self._epoch.batches
-        if batches is None:
-            epoch = self.next_id.epoch
-            batches = self._epoch.begin(epoch, by_user=epoch == self._range.requested)
-        return batches
+        if self._epoch.batches is not None:
+            return self._epoch.batches
+        epoch = self.next_id.epoch
+        return self._epoch.begin(epoch, by_user=epoch == self._range.requested)
 
     def _read(self) -> AnyBatch:
         """Reads the next batch.
@@ -106,7 +105,10 @@ class BatchStream:
             StopIteration: the epoch has ended.
             EmptyLoader: the epoch had no batch.
         """
-        batches = self._begin()
+        epoch = self._epoch
+        batches = epoch.batches
+        if batches is None:
+            batches = self._begin()
         which = self.next_id
         following = BatchId(which.epoch, which.index + 1)
         self._error = None
@@ -121,11 +123,11 @@ class BatchStream:
             self._end()
             raise
         except Exception as error:
-            which.rows = self._epoch.adapter.rows()
+            which.rows = epoch.adapter.rows()
             error.add_note(f"healcore: reading {which}")
             self._error, self.next_id = error, following  # torch loaders continue after it
             raise
-        which.rows = self._epoch.adapter.rows()
+        which.rows = epoch.adapter.rows()
         self.next_id = following
         return batch
 

@@ -9,7 +9,7 @@ from typing import Any
 from healcore.console import counted
 from healcore.core.errors import error_text
 from healcore.runtime.data.batch_stream import BatchStream
-from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.loader_epoch import EpochPhase, ReadRetries
 from healcore.runtime.data.loader_protocols import AnyBatch, Loader
 from healcore.runtime.data.positions import (
     BatchId,
@@ -191,8 +191,10 @@ class Cursor(BatchStream):
             EmptyLoader: an epoch has no batch.
         """
         self.unreadable = None
-        while self.next_id.epoch < self._range.end and not self._epoch.is_exhausted:
-            self._begin()  # an exception of iter() belongs to no batch
+        epoch = self._epoch
+        while self.next_id.epoch < self._range.end and epoch.phase is not EpochPhase.EXHAUSTED:
+            if epoch.batches is None:
+                self._begin()  # an exception of iter() belongs to no batch
             which = self.next_id
             error = self._error
             try:

@@ -154,11 +154,6 @@ class LoaderEpoch:
         """Whether the epoch may end without a batch: it was restored from a state at its end."""
         return self.phase is EpochPhase.RESTORED
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the only epoch of an iterator has ended."""
-        return self.phase is EpochPhase.EXHAUSTED
-
     # -- begin and end --------------------------------------------------------------------------
 
     def begin(self, epoch: int, *, by_user: bool) -> Batches:
