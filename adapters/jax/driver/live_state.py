@@ -291,7 +291,10 @@ def live_state_of(state: Any) -> LiveState:
 
 def array_of(leaf: Any) -> Any:
     """The array of a leaf of `LiveState.roots`, which may be an nnx.Variable."""
-    return leaf[...] if _is_variable(leaf) else leaf
+    nnx = sys.modules.get("flax.nnx")  # as in `_is_variable`, without a call: each step asks
+    if nnx is not None and isinstance(leaf, nnx.Variable):
+        return leaf[...]
+    return leaf
 
 
 def _arrays(tree: Any) -> Any:
