@@ -127,7 +127,7 @@ class LiveState:
 
         Raises HealStateError like `check`.
         """
-        self.check()
+        self.check_if_new()
         tree = self.read()
         whole, bare = map(tree_leaves_with_path, (tree, without_heal_state(tree)))
         kept = [(p, e) for p, e in bare if is_number(e) or _is_widened(p, e, self._first)]
