@@ -31,6 +31,8 @@ from tests.healer.killed_runs import STEP, Aim, Kind, Watched, run_ranks
 from tests.healer.training_loops import EVERY_5, rules
 from tests.torch.layouts import held, part, spread, whole
 
+pytestmark = pytest.mark.slow  # several processes; the ranks of test_ranks.py are in `make test`
+
 WORLD = 2
 BAD = (13, 14, 31)
 """Batches that are NaN, on rank 1 only."""

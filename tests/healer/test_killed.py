@@ -20,7 +20,9 @@ from healcore.jax.store import OrbaxStore
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
+
+pytestmark = pytest.mark.slow  # many processes; one kill is in test_restarts.py
 
 VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13, 33)}
 """Whether the data can be put back, and the batches that are NaN each time."""
@@ -84,7 +86,7 @@ def main(framework: str, root: Path, kills: int) -> None:
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.stress)])
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_killed_again_and_again(framework, kills, tmp_path):
     program = "-m", "tests.healer.test_killed", framework, tmp_path, kills
     done = forked_programs.run(*program, timeout=600 * kills)

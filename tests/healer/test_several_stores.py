@@ -15,11 +15,18 @@ from healcore.runtime.store.manifest import scan
 from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.store import DCPStore, MemoryStore
 from tests.healer.run_directory import events, flip_a_bit, new_process
-from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 STEPS = 30
 """Batches. With a NaN the run takes one step less, because the rollback skips the bad batch."""
-either = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def places(folder: Path) -> list[Path]:
@@ -41,7 +48,7 @@ def records(root: Path) -> dict[int, Any]:
     return scan(root).records
 
 
-@either
+@BOTH_FRAMEWORKS
 def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tmp_path):
     expected = undisturbed(framework, tmp_path)
     local, shared = places(tmp_path)
@@ -64,7 +71,7 @@ def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tm
         assert same(again.weights(), expected)
 
 
-@either
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("lost", ["first", "second", "a bit of the first", "newest of the first"])
 def test_a_killed_run_continues_from_the_newest_intact_checkpoint(framework, lost, tmp_path):
     local, shared = places(tmp_path)
@@ -113,7 +120,10 @@ class FailingDisk:
 
 
 @pytest.mark.parametrize("full", [0, 1])
-@pytest.mark.parametrize(("framework", "kind"), [("torch", DCPStore), ("jax", OrbaxStore)])
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [("torch", DCPStore), pytest.param("jax", OrbaxStore, marks=pytest.mark.slow)],
+)
 def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
     framework, kind, full, tmp_path, monkeypatch
 ):

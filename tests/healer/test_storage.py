@@ -30,7 +30,17 @@ from tests.healer.run_directory import (
     postmortems,
     remove_a_file,
 )
-from tests.healer.training_loops import SKIPS, Faults, at, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    SKIPS,
+    Faults,
+    at,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 
 def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
@@ -171,7 +181,7 @@ def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path)
     assert all(folder.is_dir() for folder in newest)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framework, tmp_path):
     """The events are kept somewhere else. The disk is still gone at the end: no status 0."""
     weights: list[Any] = []

@@ -27,13 +27,22 @@ from tests.core.random_policies import BOUNDED, engine_configs
 from tests.parity import lockstep
 
 STEPS, LANES = 150, 100
+SLOW = ("zclip-mean", "zclip-max", "catalogue")
+"""Policies that `make test-slow` compares: two forms of a rule that `make test` has, and the
+detectors of the catalogue."""
 
 
 def groups_of(clip: str | None) -> int:
     return policies.GROUPS if clip == "adagc" else 0
 
 
-@pytest.mark.parametrize("name", [*policies.CLIPS, "catalogue"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in policies.CLIPS if name not in SLOW),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
+)
 def test_the_same_bits_in_numpy_jax_and_torch(name):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
@@ -55,6 +64,7 @@ def test_backends_agree_on_long_random_traces(name, seed):
     lockstep.steps_equal(config, [trace], against, groups=groups, lanes=lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_lane_is_a_run_of_its_own(clip):
     """In NumPy, recorded and in torch with 0-d arrays; JAX is further down."""
@@ -73,6 +83,7 @@ def test_a_lane_is_a_run_of_its_own(clip):
     lockstep.steps_equal(config, one, ("torch",), groups=groups, reference="recorded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "backend"),
     [
@@ -90,6 +101,7 @@ def test_compiled_by_torch_as_one_graph(config, backend):
     lockstep.steps_equal(config, [trace], (backend,), reference="recorded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "steps", "lanes", "against"),
     [
@@ -120,6 +132,7 @@ LEGS = ("jax", "torch", "numpy", "recorded", "jax", "recorded", "torch")
 CHUNK = 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_from_jax_to_torch_to_numpy_and_on(clip):
     groups, engine = groups_of(clip), Engine(policies.covering(clip))

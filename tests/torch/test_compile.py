@@ -12,10 +12,13 @@ from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, host_and_device
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="torch.compile needs a C++ compiler on a CPU, and there is none",
-)
+pytestmark = [
+    pytest.mark.slow,  # torch.compile takes most of the time
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++", "c++"))),
+        reason="torch.compile needs a C++ compiler on a CPU, and there is none",
+    ),
+]
 CASES = [
     *(case for case in FUSED if case.name in ("AdamW-fused", "SGD-fused-momentum")),
     Case("SGD", torch.optim.SGD, {"foreach": True}),

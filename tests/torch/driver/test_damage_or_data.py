@@ -90,8 +90,10 @@ class OneBatchDamages(Run):
     ("loaders", "at"),
     [
         ([range(STEPS)], CHANGE),
-        ([range(CHANGE + 45)], CHANGE),
-        ([range(100 * i, 100 * i + 100) for i in range(4)], None),
+        pytest.param([range(CHANGE + 45)], CHANGE, marks=pytest.mark.slow),
+        pytest.param(
+            [range(100 * i, 100 * i + 100) for i in range(4)], None, marks=pytest.mark.slow
+        ),
         ([range(120), range(120, STEPS)], CHANGE - 120),
     ],
     ids=["long after", "at the end of the data", "over epochs", "past the start of a loader"],
