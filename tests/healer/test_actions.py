@@ -16,6 +16,7 @@ from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
 from healcore.runtime.run.termination import IncompleteRun
+from healcore.torch.trainers import healings_of
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
     BOTH_FRAMEWORKS,
@@ -439,7 +440,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
 
     def before(healer: Any, number: int) -> None:
         healers[:], step = [healer], healer.step - 1
-        decision = healer._run.driver.healings["optimizer"].last_decision()
+        decision = healings_of(healer)["optimizer"].last_decision()
         if decision is not None:  # after the first step
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)
 

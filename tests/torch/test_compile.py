@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from healcore.core.engine import Engine
-from healcore.torch import attach, engines
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, host_and_device
@@ -76,11 +76,12 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
     def missing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    def compiled(step: Any) -> Any:
-        return torch.compile(step, fullgraph=True, backend=missing)
+    def without_compiler(step: Any, **options: Any) -> Any:
+        return compile_step(step, fullgraph=True, backend=missing)
 
     case, engine = CASES[0], Engine(policies.SKIPS.config)
-    monkeypatch.setattr(engines, "_compiled", compiled)
+    compile_step = torch.compile
+    monkeypatch.setattr(torch, "compile", without_compiler)
     heal = attach(optimizer := case.build(), engine, engine="device", compile=True)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)
