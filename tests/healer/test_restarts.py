@@ -208,9 +208,9 @@ class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
         (22, 20, [2], 2, True),
         pytest.param(22, 20, [2], 2, False, marks=pytest.mark.slow),
         ("fails within 1", 20, [1, 2], 0, False),
-        ("fails within 1", 20, [1, 2], 0, True),
-        ("fails before 2", 20, [2], 0, False),
+        pytest.param("fails within 1", 20, [1, 2], 0, True, marks=pytest.mark.slow),
         ("fails before 2", 20, [2], 0, True),
+        pytest.param("fails before 2", 20, [2], 0, False, marks=pytest.mark.slow),
     ],
 )
 def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fresh, tmp_path):
@@ -388,8 +388,15 @@ def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp
     assert start(framework, tmp_path, program) == [*range(16, 30)]
 
 
-@pytest.mark.parametrize("kind", ["steps", "epochs"])
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError, "steps"),
+        (SystemExit, "epochs"),
+        pytest.param(ValueError, "epochs", marks=pytest.mark.slow),
+        pytest.param(SystemExit, "steps", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("end", [(0, 9), (7, 0), (7, 1), (7, 9)])
 def test_an_exception_in_a_body_without_batches(kind, error, end, tmp_path):
     """Before the update, within it, or (9) after it."""

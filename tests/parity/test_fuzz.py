@@ -27,9 +27,8 @@ from tests.core.random_policies import BOUNDED, engine_configs
 from tests.parity import lockstep
 
 STEPS, LANES = 150, 100
-SLOW = ("zclip-mean", "zclip-max", "catalogue")
-"""Policies that `make test-slow` compares: two forms of a rule that `make test` has, and the
-detectors of the catalogue."""
+SCALARS, KERNEL = ("jax-scalars", "torch"), ("jax-kernel", "torch")
+EVERY = ("jax-scalars", "jax-kernel", "torch")
 
 
 def groups_of(clip: str | None) -> int:
@@ -37,17 +36,25 @@ def groups_of(clip: str | None) -> int:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "against"),
     [
-        *(name for name in policies.CLIPS if name not in SLOW),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        # Each rule and each backend. Compiling takes most of the time, so all pairs are `slow`.
+        ("zclip", KERNEL),
+        ("fixed", (*SCALARS, "jax")),
+        ("autoclip", SCALARS),
+        ("adagc", KERNEL),
+        pytest.param("zclip", (*EVERY, "jax"), marks=pytest.mark.slow),
+        *(
+            pytest.param(name, EVERY, marks=pytest.mark.slow)
+            for name in (*policies.CLIPS, "catalogue")
+            if name != "zclip"
+        ),
     ],
 )
-def test_the_same_bits_in_numpy_jax_and_torch(name):
+def test_the_same_bits_in_numpy_jax_and_torch(name, against):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
     trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
-    against = ("jax-scalars", "jax-kernel", "torch", *(["jax"] if name == "zclip" else []))
     config = policies.covering(name) if name in policies.CLIPS else published
     compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
     assert compared == STEPS * LANES
@@ -171,8 +178,15 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
     )
 
 
-@pytest.mark.parametrize("externally_skipped", [False, True])
-@pytest.mark.parametrize("name", [*preset_names(), *recipe_names()])
+@pytest.mark.parametrize(
+    ("name", "externally_skipped"),
+    [
+        *((name, False) for name in recipe_names()),
+        *((name, True) for name in preset_names()),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in recipe_names()),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in preset_names()),
+    ],
+)
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
     state = mine = lockstep.start("recorded", engine.init(groups=policies.GROUPS))

@@ -254,7 +254,11 @@ def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes()
 
 @pytest.mark.parametrize(
     ("make_key", "uses_key"),
-    [(jax.random.key, False), (jax.random.key, True), (jax.random.PRNGKey, True)],
+    [
+        (jax.random.key, False),
+        (jax.random.key, True),
+        pytest.param(jax.random.PRNGKey, True, marks=pytest.mark.slow),
+    ],
 )
 def test_both_sides_have_the_same_key(make_key, uses_key):
     """The loss of the step had another key, so it stands for neither side."""

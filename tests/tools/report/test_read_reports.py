@@ -324,7 +324,10 @@ def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("width", WIDTHS.values())
-@RUNS
+@pytest.mark.parametrize(
+    "run",
+    ["healed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stopped", "resumed"))],
+)
 def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request):
     (report,) = read_reports(request.getfixturevalue(run))
     figure = Figure()
