@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from healcore import console, regular_file
 from healcore.core.decision import Cause, StepRecord, names
@@ -39,6 +39,10 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 """A value that `json` can encode."""
 ParseLine = Callable[[bytes], Event | str]
 """Parses a line into its object, or into the reason why the line has none."""
+
+
+_LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+"""Encodes the lines of all steps. `json.dumps` with these options would make one for each line."""
 
 
 # -- lines ----------------------------------------------------------------------------------------
@@ -95,6 +99,12 @@ def to_json(value: object) -> JsonValue:
     if isinstance(value, str | os.PathLike):
         return _shortened(str(value))
     return _shortened(repr(value))
+
+
+def _number(value: SupportsFloat) -> float | str:
+    """`to_json` of a number of each step, which is known to be a number."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
 
 
 def _shortened(text: str) -> str:
@@ -524,6 +534,8 @@ class Metrics:
             The fields of the line, without its head. None for a step without a line, unless
             `tracked`, and for a step that was not judged.
         """
+        if self.path is None and not self.tracked:
+            return None
         every = self._steps_per_line(step, record, steps_at_once)
         written = self.path is not None and step % every == 0
         if not record.judged or not (written or self.tracked):
@@ -572,7 +584,7 @@ class Metrics:
         if every > 1:
             line["every"] = every
         line |= fields
-        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+        return _LINE_ENCODER.encode(line) + "\n"
 
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -583,9 +595,9 @@ class Metrics:
         for name in (*NUMBERS, *COMPARED):
             value = getattr(record, name)
             if value is not None:
-                fields[name] = to_json(float(value))
+                fields[name] = _number(value)
         if record.lr not in (0.0, 1.0):  # either means that the rate is unknown
-            fields["lr"] = to_json(float(record.lr))
+            fields["lr"] = _number(record.lr)
         fields["skip"] = record.skip
         fields["cause"] = names(record.cause)
         fields["action"] = names(record.action)
@@ -599,11 +611,13 @@ class Metrics:
         The engine starts with zeros, so a signal that has always been 0 is not received.
         """
         value = getattr(record, name)
-        if value != 0 or record.cause & nonfinite:
-            self._received.add((record.engine, name))
-        if (record.engine, name) not in self._received:
+        is_nonfinite = bool(record.cause and record.cause & nonfinite)
+        signal = (record.engine, name)
+        if value != 0 or is_nonfinite:
+            self._received.add(signal)
+        elif signal not in self._received:
             return
-        if record.cause & nonfinite:
+        if is_nonfinite:
             fields[name] = "nan"
         else:
-            fields[name] = to_json(float(value))
+            fields[name] = _number(value)
