@@ -15,7 +15,7 @@ from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import SKIPS, Faults, breaks_off, loop_of, rules, same, train
 from tests.runtime.faults.test_page import assert_on_the_page

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.compare.comparisons import Comparisons
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 

@@ -11,10 +11,10 @@ from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.run_record import StructureChange
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import AlreadyCompleted, IncompleteRun
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -17,21 +17,22 @@ from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.better_weights import BetterWeights
-from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
+from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.ending.exits import EndRequested
+from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.steps import DelayedReader
-from healcore.runtime.run.termination import EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim

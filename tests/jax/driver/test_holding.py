@@ -11,7 +11,7 @@ import pytest
 
 from healcore import Healer, Logging
 from healcore.jax import protect
-from healcore.runtime.run import comparisons
+from healcore.runtime.run.compare import comparisons
 
 STEPS, BAD_STEPS = 360, range(220, 232)
 TX = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9))

@@ -13,14 +13,14 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,

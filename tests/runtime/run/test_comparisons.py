@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.evidence import (
+from healcore.runtime.run.compare.evidence import (
     CREDIT_STEPS,
     MAX_DEBT,
     RECENT,
@@ -27,9 +27,9 @@ from healcore.runtime.run.evidence import (
     ObservedBatch,
     TrainedStep,
 )
+from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.step_history import StepHistory
 from healcore.runtime.store.packed_values import PackedValues
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
-from healcore.runtime.run import comparisons
+from healcore.runtime.run.compare import comparisons
 from healcore.tools.report.run_report import read_reports
 
 STEPS, FIRST, LAST = 360, 305, 335

@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.comparisons import LASTING_STEPS
-from healcore.runtime.run.evidence import TrainedStep, Verdict
+from healcore.runtime.run.compare.comparisons import LASTING_STEPS
+from healcore.runtime.run.compare.evidence import TrainedStep, Verdict
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
+from healcore.runtime.run.engine_states import lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.orders import (
-    MAX_ACCEPTED,
-    Order,
-    RollbackRecord,
-    Trial,
-    TroubleFacts,
-    next_trial,
-)
-from healcore.runtime.run.rollback_rates import lr_states, with_lr_states
-from healcore.runtime.run.step_history import STEPS_BEFORE_SIGN
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
@@ -36,7 +30,7 @@ INTENDED = f"the program has set this for more than {LASTING_STEPS} steps, so it
 
 
 class BetterWeights:
-    """Decides what to try where earlier weights are better, see `orders.next_trial`."""
+    """Decides what to try where earlier weights are better, see `next_trial`."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

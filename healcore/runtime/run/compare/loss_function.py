@@ -13,7 +13,7 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.faults.microbatches import clear_frames
-from healcore.runtime.run.evidence import TrainedStep
+from healcore.runtime.run.compare.evidence import TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

@@ -12,19 +12,19 @@ from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names, sentence
 from healcore.runtime.data.loader_registry import EPOCH_LOST
-from healcore.runtime.run.better_weights import INTENDED
-from healcore.runtime.run.dead_run import (
+from healcore.runtime.run.compare.evidence import TrainedStep
+from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.engine_states import lr_states
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.better_weights import INTENDED
+from healcore.runtime.run.rollback.dead_run import (
     STEPS_TO_REVIVE,
     Attempt,
     TrainedRates,
     attempts_at,
     next_attempt,
 )
-from healcore.runtime.run.evidence import TrainedStep
-from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.rollback_rates import lr_states
 from healcore.runtime.run.steps import HostRules, StepResult
-from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.store.checkpoints import (
     CheckpointInfo,
     NoGoodCheckpoint,

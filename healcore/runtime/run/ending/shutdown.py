@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause
@@ -19,8 +20,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
-from healcore.runtime.run.run import Run
-from healcore.runtime.run.termination import (
+from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
     IncompleteRun,
@@ -32,6 +32,9 @@ from healcore.runtime.run.termination import (
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, advice, last_line, lasting_text
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
 
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",

@@ -18,18 +18,19 @@ from healcore.core.decision import Cause
 from healcore.runtime.data.loader_adapters import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.faults.failures import classify
-from healcore.runtime.run.dead_run import Attempt, attempts_at
-from healcore.runtime.run.evidence import ComparisonState
-from healcore.runtime.run.healthy_ranges import Held
-from healcore.runtime.run.host_state import HOST_ITEM, HostParts
-from healcore.runtime.run.orders import Order, RollbackRecord, Trial
-from healcore.runtime.run.rollback_rates import (
+from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.engine_states import (
     compatible_states,
     engines_after_rollback,
     limit_norms,
-    limit_rates,
     with_lr_states,
 )
+from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.host_state import HOST_ITEM, HostParts
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.dead_run import Attempt, attempts_at
+from healcore.runtime.run.rollback.next_trial import Trial
+from healcore.runtime.run.rollback.rates import limit_rates
 from healcore.runtime.run.run_record import RunRecord
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from healcore.runtime.driver import LossFn, NumberRange
-from healcore.runtime.run.evidence import (
+from healcore.runtime.run.compare.evidence import (
     FIRST_PAUSE,
     FORWARD_PASS,
     RECENT,
@@ -30,16 +30,16 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
     Verdict,
 )
-from healcore.runtime.run.healthy_ranges import HealthyValues, Held
-from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
-from healcore.runtime.run.step_history import (
+from healcore.runtime.run.compare.loss_function import LossFunction
+from healcore.runtime.run.compare.step_history import (
     STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
     WINDOWS,
     StepHistory,
     Suspects,
 )
+from healcore.runtime.run.engine_states import limit_norms, with_lr_states
+from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store import values
 from healcore.runtime.store.packed_values import PackedValues
 from healcore.runtime.store.ranks import broadcast
