@@ -374,11 +374,11 @@ class Loop:
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read_and_act(all=True):
             return True
-        recovery = self.run.recovery
+        nonfinite = self.run.nonfinite
         verdict = self.run.comparisons.decide_at_end(self.run.data.step) if of_training else None
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
-        return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
+        return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class Loop:
         if self.read_and_act(all=True):
             return True
         if not self.run.schedule.delayed:
-            if self._note_rollback(self.run.recovery.roll_back_if_nonfinite()):
+            if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
                 return True
             self.run.saver.save("regular")
         return False

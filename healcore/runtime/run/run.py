@@ -20,6 +20,8 @@ from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import Ledger, RunRecord
 from healcore.runtime.run.steps import DelayedReader
@@ -37,7 +39,8 @@ class Run:
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, data, loaders, guard, end_requests     steps and batches
                         +- monitor, comparisons, reader                 what is seen
-                        +- recovery, better_weights, out_of_memory      what is decided
+                        +- recovery, better_weights, dead_run,          what is decided
+                        |  nonfinite, out_of_memory
                         +- schedule, known, saver, restorer             checkpoints
 
     `start` makes the parts in the order of the fields. A part may read the parts above it while it
@@ -76,6 +79,10 @@ class Run:
     """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
     """What to try where earlier weights are better."""
+    dead_run: DeadRun = field(init=False)
+    """What to try where no step is finite any more."""
+    nonfinite: NonfiniteState = field(init=False)
+    """What to do about NaN and Inf in the weights or in a save."""
     recovery: Recovery = field(init=False)
     """Answers the records of steps with rollbacks and stops."""
     guard: HangGuard = field(init=False)

@@ -29,6 +29,8 @@ from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.nonfinite import NonfiniteState
 from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import RunRecord
@@ -183,6 +185,8 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.restorer = Restorer(run)
     run.reader = DelayedReader()
     run.better_weights = BetterWeights(run)
+    run.dead_run = DeadRun(run)
+    run.nonfinite = NonfiniteState(run)
     run.recovery = Recovery(run)
     run.guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)

@@ -422,9 +422,9 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
             f"start begins at step {data.step}"
         )
     try:
-        run.recovery.stop_if_never_finite(at_end=True)
+        run.nonfinite.stop_if_never_finite(at_end=True)
         judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-        judges = judges and not run.recovery.weights_are_finite()
+        judges = judges and not run.nonfinite.weights_are_finite()
         if judges and (found := run.saver.nonfinite_in_state()):
             run.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not run.policy.observes and 2 * (untrained + skipped) > total:

@@ -1,22 +1,29 @@
-"""`BetterWeights`: compares weights, and answers the verdict that earlier weights are better."""
+"""`BetterWeights`: compares weights, and answers the verdict that earlier weights are better.
+
+    verdict --> trials at this place so far --> next_trial --> Order --> Recovery.roll_back
+                                                   |
+                                                ACCEPT: undo the trials, pause the comparisons
+
+Each trial repeats the steps since the better weights with one thing changed. If the damage comes
+back after all trials, the program itself causes it, and its values are accepted.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.compare.comparisons import LASTING_STEPS
 from healcore.runtime.run.compare.evidence import TrainedStep, Verdict
 from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN
-from healcore.runtime.run.engine_states import lr_states, with_lr_states
+from healcore.runtime.run.engine_states import LrState, lr_states, with_lr_states
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.rollback.next_trial import MAX_ACCEPTED, Trial, TroubleFacts, next_trial
+from healcore.runtime.run.rollback.report import INTENDED
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.store.ranks import broadcast
 
@@ -25,8 +32,6 @@ if TYPE_CHECKING:
 
 _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 """Causes that say nothing about damaged weights: no reason to compare at each of their alarms."""
-INTENDED = f"the program has set this for more than {LASTING_STEPS} steps, so it is intended"
-"""Why a number that was held is used, as a clause."""
 
 
 class BetterWeights:
@@ -36,15 +41,27 @@ class BetterWeights:
         self.run = run
 
     def compare(self, step: StepResult) -> Verdict | None:
-        """Compares the current weights with earlier ones, if there is a reason to."""
+        """Compares the current weights with earlier ones, if there is a reason to.
+
+        Args:
+            step: the newest step that was read. Its records are joined into one loss, one gradient
+                norm and one rate of each engine. A step that was not taken, or whose loss was not
+                finite, counts as a loss of NaN.
+
+        Returns:
+            The verdict that earlier weights are better, or None.
+        """
         records, taken = step.records, step.records[0].taken
-        if not self.run.comparisons.is_enabled or (
-            taken and not any(each.judged for each in records)
-        ):
+        comparisons = self.run.comparisons
+        if not comparisons.is_enabled:
             return None
-        self.run.comparisons.steps_are_windows = self.run.monitor.state.has_micro_steps
-        bad = not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records)
-        loss = math.nan if bad else sum(each.loss for each in records) / len(records)
+        if taken and not any(each.judged for each in records):
+            return None  # a micro-step of an accumulation
+        comparisons.steps_are_windows = self.run.monitor.state.has_micro_steps
+        if not taken or any(each.cause & Cause.NONFINITE_LOSS for each in records):
+            loss = math.nan
+        else:
+            loss = sum(each.loss for each in records) / len(records)
         norms: dict[str, float] = {}
         rates: dict[str, float] = {}
         for each in records:
@@ -53,7 +70,7 @@ class BetterWeights:
             if each.judged and not each.skip and each.lr not in (0.0, 1.0):  # else it is unknown
                 rate = float(each.lr) * float(each.lr_scale)
                 rates[each.engine] = max(rate, rates.get(each.engine, 0.0))
-        return self.run.comparisons.observe(
+        return comparisons.observe(
             TrainedStep(step.index, step.contents, norms, rates),
             loss,
             alarm=not taken or any(each.cause & ~_NO_REASON for each in records),
@@ -61,14 +78,26 @@ class BetterWeights:
         )
 
     def carry_out(self, verdict: Verdict, *, finite: bool = True) -> RollbackRecord | None:
-        """Carries out a verdict of `comparisons`. Returns the rollback, or None without one.
+        """Carries out a verdict of `comparisons`.
 
-        After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert. Weights that are
-        not `finite` cannot be accepted; then the method does nothing.
+        After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert: a program that
+        changes its weights at intervals would be repeated for ever.
+
+        Args:
+            verdict: which earlier weights are better, and since when.
+            finite: whether the current weights are finite. Others cannot be accepted; the method
+                then does nothing where it would accept them.
+
+        Returns:
+            The rollback, or None without one.
         """
-        rise, remembered = verdict.rise, verdict.rise_remembered
-        found = verdict.index, verdict.onset, "damage"
-        self.run.log.assessment(*found, rise=rise, rise_remembered=remembered)
+        self.run.log.assessment(
+            verdict.index,
+            verdict.onset,
+            "damage",
+            rise=verdict.rise,
+            rise_remembered=verdict.rise_remembered,
+        )
         ledger = self.run.ledger
         past = [each for each in ledger.same_trouble(verdict.onset) if each.trial]
         last_trial = max((each.step for each in ledger.rollbacks if each.trial), default=0)
@@ -76,7 +105,9 @@ class BetterWeights:
             ledger.accepted = 0  # the trials at the last place have helped
         order = self._order_of(verdict, past)
         if order.trial == Trial.ACCEPT:
-            return self._accept(order, verdict, past) if finite else None
+            if not finite:
+                return None
+            return self._accept(order, verdict, past)
         self.run.comparisons.expect_again(verdict)
         done = self.run.recovery.roll_back(order)
         if done is None and finite:
@@ -85,7 +116,6 @@ class BetterWeights:
 
     def _order_of(self, verdict: Verdict, past: Sequence[RollbackRecord]) -> Order:
         """The order for a verdict; `past` are the trials at this place that have not helped."""
-        ranks = self.run.ranks
         order = Order(
             # At the end of the data, the verdict has the number of steps done.
             index=min(verdict.index, self.run.data.step - 1),
@@ -99,46 +129,61 @@ class BetterWeights:
         tried = [Trial(each.trial) for each in past]
         if not tried and self.run.ledger.accepted >= MAX_ACCEPTED:
             return order
-        held, batches = self._newly_unusual(verdict, past) if tried else (Held(), ())
-        if tried and not (held or batches):
-            for older in self.run.comparisons.about_older_weights(verdict):
-                held, batches = self._newly_unusual(older, past)
-                if held or batches:
-                    verdict, order = older, replace(order, better_step=older.anchor)
-                    break
+        held, batches = Held(), tuple[BatchId, ...]()
+        if tried:
+            verdict, held, batches = self._with_unusual(verdict, past)
+            order = replace(order, better_step=verdict.anchor)
         policy = self.run.policy
-        cuts = policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0
         facts = TroubleFacts(
             rates=verdict.rates,
             healthy_rates=verdict.healthy_rates,
             from_start=verdict.anchor <= self.run.record.first_step,
             unusual=bool(held or batches),
-            may_limit=cuts,
+            may_limit=policy.engine.config.budget.lr_cuts if policy.engine.scales_lr else 0,
         )
-        trial = broadcast(ranks, next_trial(tried, facts))  # rates may differ by rank
+        trial = broadcast(self.run.ranks, next_trial(tried, facts))  # rates may differ by rank
         order = replace(order, trial=trial)
         if trial == Trial.LIMIT_RATE:
-            rates = verdict.rates[:1] if facts.from_start else verdict.rates
-            highest = {n: max(r[n] for r in rates if n in r) for n in {*chain(*rates)}}
-            highest = broadcast(ranks, highest)
-            states = lr_states(self.run.driver.engines())
-            if not policy.engine.limits_lr:  # the policy cuts the multiplier, whatever the rate is
-                highest = {name: float(state["scale"]) for name, state in states.items()}
-            order = replace(order, lr_at_fault=highest, lr_states=states)
-            held = self.run.comparisons.held
-            if facts.from_start:
-                held |= Held(start_rates=states, until=verdict.index + 1)
-            else:  # this limit lasts, and replaces a guess from the start of the run
-                held = replace(held, start_rates={})
-            return replace(order, held=held)
+            return self._with_rate_limit(order, verdict, from_start=facts.from_start)
         if trial == Trial.HOLD:
             both = self.run.comparisons.held | held
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
-                first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
-                last = min(verdict.found, *(each.index for each in past))  # the earliest evidence
-                both = replace(both, withheld=(first, max(first, last)))
+                both = replace(both, withheld=_steps_to_withhold(verdict, past))
             return replace(order, held=both, batches=batches)
         return order
+
+    def _with_unusual(
+        self, verdict: Verdict, past: Sequence[RollbackRecord]
+    ) -> tuple[Verdict, Held, tuple[BatchId, ...]]:
+        """What was unusual at the trouble and no trial has held or skipped yet. Collective.
+
+        Looks at older weights that are better too, until something is found: the newest better
+        weights may already have a part of the trouble. Returns the verdict about the weights at
+        which something was found, or the given verdict.
+        """
+        held, batches = self._newly_unusual(verdict, past)
+        if held or batches:
+            return verdict, held, batches
+        for older in self.run.comparisons.about_older_weights(verdict):
+            held, batches = self._newly_unusual(older, past)
+            if held or batches:
+                return older, held, batches
+        return verdict, held, batches
+
+    def _with_rate_limit(self, order: Order, verdict: Verdict, *, from_start: bool) -> Order:
+        """The order of a trial that limits the rates to the last healthy ones."""
+        engine = self.run.policy.engine
+        rates = verdict.rates[:1] if from_start else verdict.rates
+        highest = broadcast(self.run.ranks, _highest(rates))
+        states = lr_states(self.run.driver.engines())
+        if not engine.limits_lr:  # the policy cuts the multiplier, whatever the rate is
+            highest = {name: float(state["scale"]) for name, state in states.items()}
+        held = self.run.comparisons.held
+        if from_start:
+            held |= Held(start_rates=states, until=verdict.index + 1)
+        else:  # this limit lasts, and replaces a guess from the start of the run
+            held = replace(held, start_rates={})
+        return replace(order, lr_at_fault=highest, lr_states=states, held=held)
 
     def _newly_unusual(
         self, verdict: Verdict, past: Sequence[RollbackRecord]
@@ -149,16 +194,18 @@ class BetterWeights:
         unusual = broadcast(self.run.ranks, self.run.comparisons.unusual_batches(verdict))
         if not self.run.loaders.can_rewind:
             return new, ()
-        skipped = {batch for each in past for batch in each.batches}
-        batches = [
-            each for each in self.run.monitor.state.batches_of(unusual) if each not in skipped
-        ]
-        return new, tuple(batches)
+        skipped = {*_batches_of(past)}
+        batches = self.run.monitor.state.batches_of(unusual)
+        return new, tuple(each for each in batches if each not in skipped)
 
     def _accept(
         self, order: Order, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> RollbackRecord | None:
-        """Undoes the trials. No later rollback is for this trouble."""
+        """Undoes the trials. No later rollback is for this trouble.
+
+        The trials are undone by a last rollback if a repeat of the steps can differ without them;
+        otherwise the run continues where it is, with the program's own rates and numbers.
+        """
         ledger = self.run.ledger
         until = self.run.data.step + 1
         ledger.accepted += 1
@@ -176,22 +223,15 @@ class BetterWeights:
             if order.held is not None:
                 self.run.comparisons.hold(order.held, until)
         self.run.comparisons.pause_until(until)
-        if past:
-            times = "the rollback" if len(past) == 1 else f"each of the {len(past)} rollbacks"
-            why = f"the damage has come back after {times}, so the change is taken as intended"
-        else:
-            why = (
-                f"the last {MAX_ACCEPTED} changes came back after all trials, so this one is taken "
-                "as intended too"
-            )
-        changes = "; the trials are undone" if undone else ""
+        line = f"step {order.index}: "
         if done is None:  # otherwise the line of the rollback has said so
-            better = f"the weights of step {verdict.anchor} are better on the same batches"
-            why = f"{better}, since step {verdict.onset}; {why}"
-        self.run.log.warning(
-            f"step {order.index}: {why}{changes}; the run continues, without another rollback for "
-            "this change"
-        )
+            line += f"the weights of step {verdict.anchor} are better on the same batches, "
+            line += f"since step {verdict.onset}; "
+        line += _why_accepted(len(past))
+        if undone:
+            line += "; the trials are undone"
+        line += "; the run continues, without another rollback for this change"
+        self.run.log.warning(line)
         return done
 
     def accept_intended(self, index: int) -> RollbackRecord | None:
@@ -242,29 +282,72 @@ class BetterWeights:
         Empty if the steps since then are not repeated by a rollback, or if a later rollback was for
         other trouble.
         """
-        ledger, loaders = self.run.ledger, self.run.loaders
-        if not loaders.can_rewind:
+        ledger = self.run.ledger
+        if not self.run.loaders.can_rewind:
             return []
-        holds = [
-            each
-            for each in ledger.rollbacks
-            if each.held is not None and any(name in names for name in each.held.numbers)
-        ]
-        if not holds:
+        first = None
+        for each in ledger.rollbacks:
+            if each.held is not None and any(name in names for name in each.held.numbers):
+                first = each
+                break
+        if first is None:
             return []
-        trials = ledger.same_trouble(holds[0].onset)
+        trials = ledger.same_trouble(first.onset)
         if trials[-1] != ledger.rollbacks[-1] or not all(each.trial for each in trials):
             return []
         return trials
 
 
+def _highest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Engine name -> its highest rate."""
+    highest: dict[str, float] = {}
+    for each in rates:
+        for name, rate in each.items():
+            highest[name] = max(rate, highest.get(name, rate))
+    return highest
+
+
+def _steps_to_withhold(verdict: Verdict, past: Sequence[RollbackRecord]) -> tuple[int, int]:
+    """First and last step whose updates a second hold withholds.
+
+    From shortly before the onset up to the earliest evidence, of this verdict or of a past trial.
+    """
+    first = max(verdict.anchor, verdict.onset - STEPS_BEFORE_SIGN)
+    last = min(verdict.found, *(each.index for each in past))
+    return first, max(first, last)
+
+
+def _batches_of(past: Sequence[RollbackRecord]) -> tuple[BatchId, ...]:
+    """The batches that these rollbacks have skipped."""
+    batches: list[BatchId] = []
+    for each in past:
+        batches += each.batches
+    return tuple(batches)
+
+
+def _why_accepted(trials: int) -> str:
+    """Why a change by the program is accepted after a number of trials, as a clause."""
+    if not trials:
+        return (
+            f"the last {MAX_ACCEPTED} changes came back after all trials, so this one is taken "
+            "as intended too"
+        )
+    times = "the rollback" if trials == 1 else f"each of the {trials} rollbacks"
+    return f"the damage has come back after {times}, so the change is taken as intended"
+
+
 def _undone(order: Order, past: Sequence[RollbackRecord]) -> Order:
-    """The order with everything undone that these trials of one trouble have changed."""
-    limits = [each.lr_states for each in past if each.trial == Trial.LIMIT_RATE]
-    changed = [each for each in past if each.held is not None]
-    return replace(
-        order,
-        lr_states=limits[0] if limits else {},
-        read_again=tuple(batch for each in past for batch in each.batches),
-        held=past[0].held_before or Held() if changed else None,
-    )
+    """The order with everything undone that these trials of one trouble have changed.
+
+    Rates and held values return to what they were before the first trial, and the batches that a
+    trial has skipped are read again.
+    """
+    rates: Mapping[str, LrState] = {}
+    for each in past:
+        if each.trial == Trial.LIMIT_RATE:
+            rates = each.lr_states
+            break
+    held = None
+    if any(each.held is not None for each in past):
+        held = past[0].held_before or Held()
+    return replace(order, lr_states=rates, read_again=_batches_of(past), held=held)

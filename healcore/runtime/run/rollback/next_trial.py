@@ -35,31 +35,63 @@ class Trial(StrEnum):
 class TroubleFacts(NamedTuple):
     """What is known about the trouble that a comparison of weights has found."""
 
-    rates: Sequence[Mapping[str, float]]  # in force at the comparisons that found it, if known
-    healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
-    from_start: bool  # whether the better weights are the first of the run
-    unusual: bool  # whether anything is unusual at the trouble that no trial has held yet
-    may_limit: int  # number of times that the rate may be limited at one place
+    rates: Sequence[Mapping[str, float]]
+    """Learning rates in force at the comparisons that found the trouble, each by engine name; empty
+    if they are unknown."""
+    healthy_rates: Mapping[str, float]
+    """Engine name -> highest rate at which the run was healthy, where it is known."""
+    from_start: bool
+    """Whether the better weights are the first of the run, so that no rate is known as healthy."""
+    unusual: bool
+    """Whether anything is unusual at the trouble that no trial has held yet."""
+    may_limit: int
+    """Number of times that the rate may be limited at one place, by the policy."""
+
+    @property
+    def has_higher_rate(self) -> bool:
+        """Whether a rate at the trouble was above every healthy rate of its engine.
+
+        A rate without a known healthy rate counts as higher.
+        """
+        for rates in self.rates:
+            for name, rate in rates.items():
+                if rate > self.healthy_rates.get(name, 0.0) * RATE_TOLERANCE:
+                    return True
+        return False
 
 
 def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
-    """The next trial for a trouble where `tried` has not helped, in this order.
+    """The next trial for a trouble where `tried` has not helped.
 
-    * Limit the rate if it is above every healthy rate, or if the better weights are the run's
-      first.
-    * Repeat once with nothing changed.
-    * Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-      loss the better weights find unusual. Once more with what is newly unusual, and without the
-      updates of these steps.
-    * Limit a rate that is unknown, because nothing that is known has helped.
-    * Undo the trials.
+    The first of these whose condition holds:
+
+    1. Limit the rate if it is above every healthy rate, or if the better weights are the run's
+       first.
+    2. Repeat once with nothing changed.
+    3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
+       loss the better weights find unusual. Once more with what is newly unusual, and without the
+       updates of these steps.
+    4. Limit a rate that is unknown, because nothing that is known has helped.
+    5. Undo the trials.
+
+    Args:
+        tried: the trials so far for this trouble, oldest first.
+        facts: what is known about it.
+
+    Returns:
+        The trial. Each call with one more entry in `tried` comes closer to `Trial.ACCEPT`, so a
+        trouble has a bounded number of rollbacks: the limits of the rate, one repeat and
+        `MAX_HOLDS`.
+
+    Examples:
+        >>> facts = TroubleFacts([{"": 0.1}], {"": 0.1}, False, unusual=False, may_limit=2)
+        >>> next_trial([], facts)
+        <Trial.REPEAT: 'repeat'>
+        >>> next_trial([Trial.REPEAT], facts)
+        <Trial.ACCEPT: 'accept'>
     """
-    healthy = facts.healthy_rates
-    higher = (
-        r > healthy.get(n, 0.0) * RATE_TOLERANCE for rates in facts.rates for n, r in rates.items()
-    )
     may_limit = tried.count(Trial.LIMIT_RATE) < facts.may_limit
-    if may_limit and (facts.from_start or any(higher)):
+    if may_limit and (facts.from_start or facts.has_higher_rate):
         return Trial.LIMIT_RATE
     if not tried:
         return Trial.REPEAT

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from healcore.core.engine import Engine
+from healcore.core.engine import Engine, EngineState
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.healthy_ranges import HealthyValues
+
+
+class RatesAfterRollback(NamedTuple):
+    """The engine states after a rollback, and the numbers that its event reports."""
+
+    engines: Engines
+    """Engine name -> its state, as JSON-safe values."""
+    limits: dict[str, float]
+    """Engine name -> upper limit of its learning rate, as far as it is known and set."""
+    scales: dict[str, float]
+    """Engine name -> multiplier of its learning rate at the restored step, in (0, 1]."""
 
 
 def limit_rates(
@@ -19,7 +31,7 @@ def limit_rates(
     *,
     healthy: bool,
     learnt: HealthyValues,
-) -> tuple[Engines, dict[str, float], dict[str, float]]:
+) -> RatesAfterRollback:
     """Engine states with learning rates that fit the schedule at the restored step.
 
     With `at_fault`, and if the policy has a cut left, each optimizer whose rate at the fault was
@@ -38,28 +50,63 @@ def limit_rates(
             is above them all: a scheduler may have set the wrong rate before the checkpoint.
 
     Returns:
-        The states, the limits of the learning rates as far as they are known and set, and the
-        multipliers.
+        The states with their limits and multipliers.
     """
     states = {name: engine.from_dict(state) for name, state in engines.items()}
-    known = {name: np.float32(rate) for name, rate in rates.items() if rate is not None}
-    at = {name: known.get(name) if engine.limits_lr else None for name in states}
+    known: dict[str, np.float32] = {}  # rates at the restored step that the engine can limit
+    for name, rate in rates.items():
+        if rate is not None and engine.limits_lr and name in states:
+            known[name] = np.float32(rate)
     if at_fault is not None:
-        usable = {n: rate for n, rate in rates.items() if healthy and rate and at[n] is not None}
-        before = {
-            name: learnt.healthy_rate(name, rate * float(states[name].lr.scale))
-            for name, rate in usable.items()
-        }
-        factor = float(engine.config.lr.factor)
-        lower = {name: rate for name, rate in before.items() if rate < at_fault[name]}
-        for name, limit in (lower or {n: factor * at_fault[n] for n in states}).items():
-            states[name] = engine.limit_lr(states[name], np.float32(limit), at[name], xp=np)
-    limits = dict[str, float]()
-    for name, rate in at.items():
-        if rate is not None:
-            states[name] = engine.apply_rate(states[name], rate, xp=np)
-            lr, ceiling = states[name].lr, engine.config.lr.ceiling
-            limits[name] = float(lr.rate_after_cut if lr.hold else ceiling * lr.rate_at_cut)
+        last_healthy = _last_healthy(states, known, rates, learnt) if healthy else {}
+        for name, limit in _new_limits(engine, states, at_fault, last_healthy).items():
+            limited = engine.limit_lr(states[name], np.float32(limit), known.get(name), xp=np)
+            states[name] = limited
+    limits: dict[str, float] = {}
+    for name in states:
+        if name not in known:
+            continue
+        states[name] = engine.apply_rate(states[name], known[name], xp=np)
+        lr = states[name].lr
+        if lr.hold:
+            limit = float(lr.rate_after_cut)
+        else:
+            limit = float(engine.config.lr.ceiling * lr.rate_at_cut)
+        if limit > 0:
+            limits[name] = limit
     scales = {name: float(state.lr.scale) for name, state in states.items()}
-    set_limits = {name: limit for name, limit in limits.items() if limit > 0}
-    return {n: engine.to_dict(state) for n, state in states.items()}, set_limits, scales
+    saved = {name: engine.to_dict(state) for name, state in states.items()}
+    return RatesAfterRollback(saved, limits, scales)
+
+
+def _last_healthy(
+    states: Mapping[str, EngineState],
+    known: Mapping[str, np.float32],
+    rates: Rates,
+    learnt: HealthyValues,
+) -> dict[str, float]:
+    """Engine name -> the last healthy rate in force, where it is known and not 0."""
+    found = {}
+    for name in known:
+        rate = rates[name]
+        if rate:
+            found[name] = learnt.healthy_rate(name, rate * float(states[name].lr.scale))
+    return found
+
+
+def _new_limits(
+    engine: Engine,
+    states: Mapping[str, EngineState],
+    at_fault: Mapping[str, float],
+    last_healthy: Mapping[str, float],
+) -> dict[str, float]:
+    """Engine name -> the rate to which a rollback limits it.
+
+    The engines whose rate at the fault was above their last healthy rate; or, if there is no such
+    engine, all of them.
+    """
+    lower = {name: rate for name, rate in last_healthy.items() if rate < at_fault[name]}
+    if lower:
+        return lower
+    factor = float(engine.config.lr.factor)
+    return {name: factor * at_fault[name] for name in states}
