@@ -23,7 +23,7 @@ from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, ru
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
     *((Saver, name) for name in ("begin_attempt", "report_failures")),
-    *((Restorer, "_load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
+    *((Restorer, "load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]
 
 

@@ -19,6 +19,7 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteState
@@ -41,7 +42,7 @@ class Run:
                         +- monitor, comparisons, reader                 what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite, out_of_memory
-                        +- schedule, known, saver, restorer             checkpoints
+                        +- schedule, known, saver, stored, restorer     checkpoints
 
     `start` makes the parts in the order of the fields. A part may read the parts above it while it
     is made, and all parts afterwards. No part replaces another one.
@@ -73,6 +74,8 @@ class Run:
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
     """Saves checkpoints, and deletes those that are not needed any more."""
+    stored: StoredCheckpoints = field(init=False)
+    """Reads the checkpoints that all ranks can load."""
     restorer: Restorer = field(init=False)
     """Restores a checkpoint, for a rollback and at a start."""
     reader: DelayedReader = field(init=False)

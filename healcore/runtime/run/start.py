@@ -28,6 +28,7 @@ from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run.rollback.better_weights import BetterWeights
 from healcore.runtime.run.rollback.dead_run import DeadRun
 from healcore.runtime.run.rollback.nonfinite import NonfiniteState
@@ -182,6 +183,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
     run.known = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
+    run.stored = StoredCheckpoints(run)
     run.restorer = Restorer(run)
     run.reader = DelayedReader()
     run.better_weights = BetterWeights(run)
@@ -229,7 +231,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """
     log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
     stop_file = run.end_requests.stop_file
-    restorer = run.restorer
+    stored = run.stored
     events = log.events.path
     previous = None if events is None else postmortem.read_last_run(events)
     after_kill = False
@@ -238,7 +240,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
-    saves, newest = restorer.saves(), restorer.newest_record()
+    saves, newest = stored.listed(), stored.newest_record()
     settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
     saved = {} if newest is None else newest.settings
     changes = broadcast(ranks, run_settings.changes_since(saved, settings))
@@ -347,7 +349,7 @@ def _spent_before(run: Run) -> int:
 def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, data, record = run.saver, run.data, run.record
-    run.restorer.find_damage()
+    run.stored.find_damage()
     if resume:
         _resume(run, newest)
         run.monitor.continue_incidents()
@@ -377,14 +379,13 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:
-    restorer = run.restorer
     if newest is not None:
         run.store.nonfinite_ok += tuple(newest.nonfinite_ok)
-    saves = (newest or RunRecord()).attempt_history.with_status(restorer.saves())
+    saves = (newest or RunRecord()).attempt_history.with_status(run.stored.listed())
     usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
     wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
     try:
-        step, generators = restorer.resume(newest, usable[::-1])
+        step, generators = run.restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
