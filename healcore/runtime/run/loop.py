@@ -301,10 +301,10 @@ class Loop:
             self._note_structure()
             if self.read_and_act() or self._save_when_due():
                 return True
-            if self.run.comparisons.withholding_changes(data.step):
+            if self.run.holding.withholding_changes(data.step):
                 if self.read_and_act(all=True):
                     return True
-                self.run.comparisons.before_step(data.step)
+                self.run.holding.before_step(data.step)
             self.run.end_requests.vote_when_due(data.step, self.run.log)
             self.run.saver.poll()
         self.log_warnings()

@@ -14,6 +14,7 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
@@ -39,7 +40,7 @@ class Run:
 
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, data, loaders, guard, end_requests     steps and batches
-                        +- monitor, comparisons, reader                 what is seen
+                        +- monitor, comparisons, holding, reader        what is seen
                         +- recovery, better_weights, dead_run,          what is decided
                         |  nonfinite, out_of_memory
                         +- schedule, known, saver, stored, restorer     checkpoints
@@ -70,6 +71,8 @@ class Run:
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     comparisons: Comparisons = field(init=False)
     """Compares the weights with earlier ones."""
+    holding: Holding = field(init=False)
+    """Learns in which ranges the run is healthy, and holds what has left its range."""
     known: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)

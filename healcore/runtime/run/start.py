@@ -22,6 +22,7 @@ from healcore.runtime.run.checkpoints.known import KnownCheckpoints
 from healcore.runtime.run.checkpoints.saver import Saver
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop
@@ -181,6 +182,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+    run.holding = Holding(run)
     run.known = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
     run.stored = StoredCheckpoints(run)

@@ -152,11 +152,11 @@ class Process:
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
             state=ComparisonState(),
-            held=Held(),
             on_rollback=lambda target: None,
             batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
+        self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
         self.run.stored = StoredCheckpoints(self.run)
         self.restorer = self.run.restorer = Restorer(self.run)

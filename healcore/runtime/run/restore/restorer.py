@@ -107,7 +107,7 @@ class Restorer:
         self.run.ledger.on_rollback(done, saved_ledger)
         if saved.host is not None:  # after the loaders, which draw random numbers
             self.run.data.host.put_back(saved.host)
-        self.run.comparisons.held = self._held_after(order)
+        self.run.holding.held = self._held_after(order)
         self.run.comparisons.on_rollback(done.target)
         self.run.record.monitor.on_rollback(done.target)
         self.run.record.part_growth.on_rollback(done.target)
@@ -298,7 +298,7 @@ class Restorer:
     def _held_after(self, order: Order) -> Held:
         """What is held in its healthy range after the rollback of an order."""
         if order.held is None:
-            return self.run.comparisons.held
+            return self.run.holding.held
         return order.held
 
     def _commit_rollback(self, done: RollbackRecord) -> None:

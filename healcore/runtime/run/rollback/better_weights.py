@@ -124,7 +124,7 @@ class BetterWeights:
             by_host=True,
             better_step=verdict.anchor,
             trial=Trial.ACCEPT,
-            held_before=self.run.comparisons.held,
+            held_before=self.run.holding.held,
         )
         tried = [Trial(each.trial) for each in past]
         if not tried and self.run.ledger.accepted >= MAX_ACCEPTED:
@@ -146,7 +146,7 @@ class BetterWeights:
         if trial == Trial.LIMIT_RATE:
             return self._with_rate_limit(order, verdict, from_start=facts.from_start)
         if trial == Trial.HOLD:
-            both = self.run.comparisons.held | held
+            both = self.run.holding.held | held
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
                 both = replace(both, withheld=_steps_to_withhold(verdict, past))
             return replace(order, held=both, batches=batches)
@@ -178,7 +178,7 @@ class BetterWeights:
         states = lr_states(self.run.driver.engines())
         if not engine.limits_lr:  # the policy cuts the multiplier, whatever the rate is
             highest = {name: float(state["scale"]) for name, state in states.items()}
-        held = self.run.comparisons.held
+        held = self.run.holding.held
         if from_start:
             held |= Held(start_rates=states, until=verdict.index + 1)
         else:  # this limit lasts, and replaces a guess from the start of the run
@@ -189,9 +189,9 @@ class BetterWeights:
         self, verdict: Verdict, past: Sequence[RollbackRecord]
     ) -> tuple[Held, tuple[BatchId, ...]]:
         """What was unusual at the trouble, and is neither held nor skipped yet. Collective."""
-        held = self.run.comparisons.outside_ranges(verdict)
-        new = held.without(self.run.comparisons.held)
-        unusual = broadcast(self.run.ranks, self.run.comparisons.unusual_batches(verdict))
+        held = self.run.holding.outside_ranges(verdict)
+        new = held.without(self.run.holding.held)
+        unusual = broadcast(self.run.ranks, self.run.holding.unusual_batches(verdict))
         if not self.run.loaders.can_rewind:
             return new, ()
         skipped = {*_batches_of(past)}
@@ -221,7 +221,7 @@ class BetterWeights:
             driver = self.run.driver
             driver.load(None, with_lr_states(driver.engines(), order.lr_states))
             if order.held is not None:
-                self.run.comparisons.hold(order.held, until)
+                self.run.holding.hold(order.held, until)
         self.run.comparisons.pause_until(until)
         line = f"step {order.index}: "
         if done is None:  # otherwise the line of the rollback has said so
@@ -248,11 +248,11 @@ class BetterWeights:
         Returns:
             The rollback, or None without one.
         """
-        intended = self.run.comparisons.take_intended()
+        intended = self.run.holding.take_intended()
         if not intended:
             return None
         until = self.run.data.step + 1
-        held = self.run.comparisons.held
+        held = self.run.holding.held
         values = ", ".join(f"{name} of {value:.4g}" for name, value in intended.items())
         past = self._trials_that_hold(intended)
         done = None
@@ -271,7 +271,7 @@ class BetterWeights:
             self.run.ledger.accepted_until = until
             done = self.run.recovery.roll_back(_undone(order, past))
         if done is None:
-            self.run.comparisons.hold(held.without_numbers(intended), until)
+            self.run.holding.hold(held.without_numbers(intended), until)
             self.run.log.warning(f"step {index}: {values}: {INTENDED}, and is used from now on")
         self.run.comparisons.pause_until(until)
         return done

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from healcore.console import counted
 from healcore.core.decision import Cause, names
 from healcore.events.schema import flag_names, sentence
-from healcore.runtime.run.compare.comparisons import LASTING_STEPS
+from healcore.runtime.run.compare.holding import LASTING_STEPS
 from healcore.runtime.run.orders import Order, RollbackRecord
 
 if TYPE_CHECKING:
