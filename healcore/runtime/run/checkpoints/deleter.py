@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from healcore.runtime.store.checkpoints import (
+    AttemptHistory,
     CheckpointDamaged,
     CheckpointNotFound,
     Keep,
     superfluous,
 )
 from healcore.runtime.store.ranks import run_on_first
+from healcore.runtime.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -26,16 +30,28 @@ MAX_CANDIDATES = 8
 
 
 def default_keep(probation: int, every: int) -> Keep:
-    """The checkpoints to keep on disk by default: among others the candidates of one probation."""
+    """The checkpoints to keep on disk by default: among others the candidates of one probation.
+
+    Args:
+        probation: healthy steps after which a checkpoint is known-good.
+        every: steps between two saves.
+    """
     saves_per_probation = math.ceil(probation / every)
     return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
 
 
 class Deleter:
-    """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
+    """Deletes superfluous checkpoints each time that another checkpoint becomes known-good.
+
+    Before that the newest known-good one is the one from before, and a rollback may need all that
+    are newer.
+
+    Args:
+        run: the parts of the run.
+        keep: the checkpoints to keep on disk, or None for `default_keep`.
+    """
 
     def __init__(self, run: Run, keep: Keep | None) -> None:
-        """`keep` is None for the default."""
         self.run = run
         self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
         """The checkpoints to keep on disk."""
@@ -60,35 +76,28 @@ class Deleter:
         if record.known_good_up_to <= self._known_good_up_to:
             return
         self._known_good_up_to = record.known_good_up_to
-        attempts, region = record.attempt_history, self.run.policy.rollback.region
-        past = record.ledger.same_trouble(record.ledger.next_step, region)
-        target = past[-1].target if past else -1
         stay = store.ring.protected | self.run.known.newer_than_start
-
-        def choose() -> tuple[list[int], set[int], int | None]:
-            saves = attempts.with_status(store.checkpoints())
-            saves = [saved for saved in saves if saved.path or not store.durable]
-            if (step, len(attempts.starts)) not in {(s.step, s.attempt) for s in saves}:
-                return [], set(), None
-            good = [saved.step for saved in saves if saved.status == "good"]
-            older = [at for at in good if at < target][-1:]
-            surplus = superfluous(saves, self.keep, stay={*stay, target, *older})
-            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
-            return surplus, {*surplus} - abandoned, max(good, default=None)
+        choose = partial(_choose, store, record.attempt_history, step, self._last_target())
 
         def delete() -> None:
             try:
-                surplus, deleted, newest = run_on_first(store.ranks, choose)
-                if surplus and newest is not None:
-                    store.verify(newest)
-                for old in surplus:
+                chosen = run_on_first(store.ranks, partial(choose, self.keep, stay))
+                if chosen.surplus and chosen.newest_good is not None:
+                    store.verify(chosen.newest_good)
+                for old in chosen.surplus:
                     with suppress(CheckpointNotFound):
                         store.delete(old)
-                self._results.append(deleted)
+                self._results.append(chosen.known)
             except Exception as error:
                 self._results.append(error)
 
         store.submit(step, delete)
+
+    def _last_target(self) -> int:
+        """Target of the last rollback in this region of the run, or -1."""
+        ledger = self.run.record.ledger
+        past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
+        return past[-1].target if past else -1
 
     def read(self) -> None:
         """Reads the results of the background. Does not wait."""
@@ -101,3 +110,37 @@ class Deleter:
             else:
                 step = self.run.ledger.next_step
                 self.run.log.event("problem", step=step, problem=str(result))
+
+
+class _Chosen(NamedTuple):
+    """What to delete."""
+
+    surplus: list[int]
+    """Steps of the checkpoints to delete."""
+    known: set[int]
+    """Those of them that are not abandoned, which `KnownCheckpoints` lists."""
+    newest_good: int | None
+    """Step of the newest known-good checkpoint, which stays, or None."""
+
+
+def _choose(
+    store: CheckpointStore,
+    attempts: AttemptHistory,
+    step: int,
+    target: int,
+    keep: Keep,
+    stay: Collection[int],
+) -> _Chosen:
+    """Chooses what to delete after the save of `step`: nothing if this save is not in the store.
+
+    `target` is of the last rollback in this region; `stay` are steps that may be needed.
+    """
+    saves = attempts.with_status(store.checkpoints())
+    saves = [saved for saved in saves if saved.path or not store.durable]
+    if (step, len(attempts.starts)) not in {(saved.step, saved.attempt) for saved in saves}:
+        return _Chosen([], set(), None)
+    good = [saved.step for saved in saves if saved.status == "good"]
+    older = [at for at in good if at < target][-1:]
+    surplus = superfluous(saves, keep, stay={*stay, target, *older})
+    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
+    return _Chosen(surplus, {*surplus} - abandoned, max(good, default=None))
