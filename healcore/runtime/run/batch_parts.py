@@ -52,15 +52,26 @@ class BatchParts:
         self.largest_evaluated: int | None = None
 
     def number(self, batch: Any) -> int:
-        """The number of parts in which a step trains on a batch."""
+        """The number of parts in which a step trains on a batch: 1 while memory suffices.
+
+        Args:
+            batch: a batch of the loop. One that cannot be split has one part.
+        """
         return self._number(batch, self._record.part_limit)
 
     def gains_from(self, batch: Any, limit: int) -> bool:
-        """Whether a batch has fewer parts if they may have `limit` samples."""
+        """Whether a batch would have fewer parts if they could have `limit` samples."""
         return self._number(batch, limit) < self.number(batch)
 
     def to_evaluate(self, batch: Any) -> WeightedParts:
-        """The parts in which the `loss_fn` evaluates a batch, without parts of weight 0."""
+        """The parts in which the `loss_fn` evaluates a batch.
+
+        Args:
+            batch: a batch of the `loss_fn`.
+
+        Returns:
+            The parts and their weights, which sum to 1; without parts of weight 0.
+        """
         form = self.to_split(batch)
         parts = self._number(form, self._evaluation_limit)
         if parts == 1:
@@ -68,24 +79,35 @@ class BatchParts:
         pieces = split(form, parts)
         weights = part_weights(pieces, self.count)
         # A part without tokens has a mean loss of NaN, and so is 0 times NaN.
-        pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-        return [(self.to_evaluate_from(piece), weight) for piece, weight in pairs]
+        weighted = []
+        for piece, weight in zip(pieces, weights, strict=True):
+            if weight:
+                weighted.append((self.to_evaluate_from(piece), weight))
+        return weighted
 
     def size_to_evaluate(self, batch: Any) -> int:
         """Samples of the largest part of `to_evaluate`, or 1 if it cannot be split."""
+        if self.obstacle:
+            return 1
         form = self.to_split(batch)
         try:
-            samples = 1 if self.obstacle else count_samples(form)
+            samples = count_samples(form)
         except UnsplittableBatch:
             return 1
         return -(-samples // self._number(form, self._evaluation_limit))
 
     @property
     def _evaluation_limit(self) -> int | None:
-        limits = self._record.part_limit, self.largest_evaluated
-        return min((each for each in limits if each is not None), default=None)
+        """Samples at most in a part that the `loss_fn` evaluates, or None for no limit."""
+        of_steps, of_evaluations = self._record.part_limit, self.largest_evaluated
+        if of_steps is None:
+            return of_evaluations
+        if of_evaluations is None:
+            return of_steps
+        return min(of_steps, of_evaluations)
 
     def _number(self, batch: Any, limit: int | None) -> int:
+        """The smallest power of two (at most one part a sample) whose parts are within a limit."""
         if limit is None or self.obstacle:
             return 1
         try:
@@ -124,12 +146,16 @@ class PartGrowth:
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    since: _Count = 0  # step at which the size has last changed or was last tried
-    wait: _Count = FIRST_WAIT  # steps from `since` to the next trial
+    since: _Count = 0
+    """Step at which the size has last changed or was last tried."""
+    wait: _Count = FIRST_WAIT
+    """Steps from `since` to the next trial."""
     smaller: _Size | None = None
     """Size before the last trial, which fits; or None if memory ran out since the last trial."""
-    trying: bool = False  # whether `since` is a trial's step, whose end is not known yet
-    smallest: _Size | None = None  # smallest size of the run, or None if memory never ran out
+    trying: bool = False
+    """Whether `since` is the step of a trial, whose end is not known yet."""
+    smallest: _Size | None = None
+    """Smallest size of the run, or None if memory never ran out."""
 
     def is_due(self, step: int) -> bool:
         """Whether larger parts may be tried at a step."""
@@ -141,28 +167,48 @@ class PartGrowth:
 
     def begin_trial(self, step: int, size: int) -> int:
         """Begins a trial at a step of a run with parts of `size`. Returns the size to try."""
-        self.since, self.smaller, self.trying = step, size, True
+        self.since = step
+        self.smaller = size
+        self.trying = True
         return 2 * size
 
     def ends_trial(self, step: int) -> bool:
-        """Whether the trial is over at the begin of a step: its own step has fitted."""
-        ended = self.trying and step != self.since
-        self.trying = self.trying and not ended
-        return ended
+        """Whether a trial has just ended well at the begin of a step: its own step has fitted.
+
+        True once for each trial.
+        """
+        if not self.trying or step == self.since:
+            return False
+        self.trying = False
+        return True
 
     def go_back(self, step: int) -> int:
-        """Returns the size before the last trial, if a larger part has not fitted at a step."""
+        """Returns to the size before the last trial, because a larger part has not fitted.
+
+        Args:
+            step: the step at which memory ran out. If the larger size has lasted for less than the
+                wait, the next wait is twice as long.
+
+        Returns:
+            The size, in samples.
+        """
         assert self.smaller is not None
         has_lasted = step - self.since >= self.wait
         self.wait = FIRST_WAIT if has_lasted else 2 * self.wait
         size = self.smaller
-        self.since, self.smaller, self.trying = step, None, False
+        self.since = step
+        self.smaller = None
+        self.trying = False
         return size
 
     def shrink(self, step: int, size: int) -> None:
-        """Notes that the run continues with smaller parts than before."""
-        self.since, self.wait, self.smaller, self.trying = step, FIRST_WAIT, None, False
-        self.smallest = size if self.smallest is None else min(size, self.smallest)
+        """Notes that the run continues with smaller parts than before: of `size` samples."""
+        self.since = step
+        self.wait = FIRST_WAIT
+        self.smaller = None
+        self.trying = False
+        if self.smallest is None or size < self.smallest:
+            self.smallest = size
 
     def is_new(self, size: int) -> bool:
         """Whether a size is smaller than all sizes so far, so that it counts in the budget."""

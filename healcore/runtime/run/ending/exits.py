@@ -14,11 +14,16 @@ _newest_end: BaseException | None = None
 
 
 def newest_end() -> BaseException | None:
-    """The newest exception of healcore that ends the program, for a run without a block."""
+    """The newest exception of healcore that ends the program, or None.
+
+    A run without a block (`healcore.start`) closes when Python exits, and does not see the
+    exception that has ended the program.
+    """
     return _newest_end
 
 
 def _note(error: BaseException) -> None:
+    """Keeps an exception for `newest_end`."""
     global _newest_end
     _newest_end = error
 
@@ -36,7 +41,9 @@ class RunStopped(HealcoreError, SystemExit):
 
     def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
         super().__init__(diagnosis)
-        self.diagnosis, self.why, self.last_good = diagnosis, why, last_good
+        self.diagnosis = diagnosis
+        self.why = why
+        self.last_good = last_good
         _note(self)
 
     def __str__(self) -> str:
@@ -111,5 +118,11 @@ class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
 
 
 def exit_for(number: int) -> BaseException:
-    """The exception that ends the loop after a signal."""
-    return Interrupted() if number == signal.SIGINT else Terminated(number)
+    """The exception that ends the loop after a signal.
+
+    Args:
+        number: number of the signal.
+    """
+    if number == signal.SIGINT:
+        return Interrupted()
+    return Terminated(number)

@@ -52,7 +52,9 @@ class SignalWatch:
 
     Several runs of a process each install their handler, and each handler calls the previous one.
     The run that has begun last has to end first.
-    `propose` asks all ranks to end. None if this process ends alone.
+
+    Args:
+        propose: asks all ranks to end. None if this process ends alone.
     """
 
     def __init__(self, propose: Callable[[Proposal], object] | None = None) -> None:
@@ -69,13 +71,14 @@ class SignalWatch:
 
     def start(self) -> None:
         """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
-        if threading.current_thread() is threading.main_thread():
-            self._pid = os.getpid()
-            for number in _SIGNALS:
-                previous = signal.getsignal(number)
-                default = previous in (signal.default_int_handler, signal.SIG_DFL)
-                if number == signal.SIGTERM or default or _is_of_run(previous):
-                    self._install(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pid = os.getpid()
+        for number in _SIGNALS:
+            previous = signal.getsignal(number)
+            is_default = previous in (signal.default_int_handler, signal.SIG_DFL)
+            if number == signal.SIGTERM or is_default or _is_of_run(previous):
+                self._install(number, self._handle)
 
     def stop(self) -> None:
         """Stops watching, and restores the previous handlers.
@@ -83,10 +86,11 @@ class SignalWatch:
         A handler stays if it was replaced, or if another thread calls: it then has no effect.
         """
         self._pid = 0
-        if threading.current_thread() is threading.main_thread():
-            for number, (handler, previous) in self._replaced.items():
-                if signal.getsignal(number) == handler:
-                    signal.signal(number, previous)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, (handler, previous) in self._replaced.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, previous)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -99,26 +103,47 @@ class SignalWatch:
             self._waiting_for_data = False
 
     def raise_if_alone(self) -> None:
-        """Raises the exception of a received signal, unless all ranks end together."""
+        """Raises the exception of a received signal, unless all ranks end together.
+
+        Raises:
+            Terminated: after SIGTERM or SIGUSR1.
+            Interrupted: after Ctrl-C.
+        """
         if self.signal_number is not None and self._propose is None:
             raise exit_for(self.signal_number)
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep."""
+        """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep.
+
+        Args:
+            seconds: how long, unless a signal ends the sleep.
+        """
         until = time.monotonic() + seconds
         self.raise_if_alone()
-        while (left := until - time.monotonic()) > 0:
+        left = until - time.monotonic()
+        while left > 0:
             time.sleep(min(left, _MAX_SLEEP_S))
             self.raise_if_alone()
+            left = until - time.monotonic()
 
     def _install(self, number: int, handler: Any) -> None:
+        """Installs a handler. Keeps the one from before the run, to restore it at the end."""
         # Python returns None for a handler that it has not set and cannot restore.
         previous = signal.signal(number, handler) or signal.SIG_DFL
-        self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
+        if number in self._replaced:
+            _, previous = self._replaced[number]
+        self._replaced[number] = handler, previous
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous, watches = self._replaced[number][1], os.getpid() == self._pid
-        since = None if self._received is None else time.monotonic() - self._received
+        """Handles a signal: the first one asks the run to end, a later one has its usual effect.
+
+        Called by Python between two bytecodes of the main thread, wherever the program is.
+        """
+        _, previous = self._replaced[number]
+        watches = os.getpid() == self._pid
+        since: float | None = None  # seconds since the first signal
+        if self._received is not None:
+            since = time.monotonic() - self._received
         if watches and since is not None and since <= REPEATED_S:
             return
         if not watches or since is not None:  # the previous handler decides
@@ -151,21 +176,26 @@ def _is_of_run(handler: Any) -> bool:
 class StopFile:
     """A file by which a person or a scheduler asks a run to end, with its last state saved.
 
-    The file is not removed, so that it ends all programs of a queue. Path None is no file.
+    The file is not removed, so that it ends all programs of a queue.
+
+    Args:
+        path: the file, or None for no file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         # Absolute: the program may change its working directory.
         self.path = None if path is None else Path(path).absolute()
         self.why = f"the stop file {self.path}"
-        self._found, self._next_look = False, 0.0
+        self._found = False
+        self._next_look = 0.0  # by the monotonic clock
 
     @property
     def found(self) -> bool:
         """Whether the file exists, or has existed in this run. Looks at most once a second."""
         now = time.monotonic()
         if self.path is not None and not self._found and now >= self._next_look:
-            self._found, self._next_look = os.path.lexists(self.path), now + POLL_INTERVAL_S
+            self._found = os.path.lexists(self.path)
+            self._next_look = now + POLL_INTERVAL_S
         return self._found
 
 
@@ -173,11 +203,18 @@ class Proposal(NamedTuple):
     """Proposal of one rank that all ranks save their last state and end."""
 
     why: str
-    signal: int | None = None  # the signal that asks the run to end, or None for another reason
+    """The source of the request, for the log: "signal 15", or the path of the stop file."""
+    signal: int | None = None
+    """Number of the signal that asks the run to end, or None for another reason."""
 
 
 class EndRequests:
     """The requests to end a run, by signals and the stop file, and the votes of the ranks on them.
+
+    Args:
+        ranks: the ranks of the run. One rank alone ends without a vote.
+        driver: marks the steps after a proposal, so that all ranks know of it at the same step.
+        stop_file: the file whose existence asks for the end.
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
@@ -198,6 +235,11 @@ class EndRequests:
 
         Args:
             may_end: whether the state can be saved now, so that a rank may end alone.
+
+        Raises:
+            EndRequested: the stop file exists.
+            Terminated: a signal has asked for the end.
+            Interrupted: Ctrl-C has asked for the end.
         """
         if self._ranks.world > 1:  # the next step brings the vote
             proposal = Proposal(self.stop_file.why)
@@ -209,7 +251,11 @@ class EndRequests:
                 raise EndRequested(self.stop_file.why)
 
     def propose(self, proposal: Proposal) -> None:
-        """Makes a proposal to all ranks, from the training thread or its signal handler."""
+        """Makes a proposal to all ranks, from the training thread or its signal handler.
+
+        Args:
+            proposal: why the run should end. All ranks end a few steps later.
+        """
         self._pending.append(proposal)
         self._driver.request_vote()
 
@@ -222,18 +268,34 @@ class EndRequests:
             self._due_at = step.index + 1 + LAG
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
-        """Votes if a vote is due after `step` steps. May raise what ends the run. Collective."""
+        """Exchanges the proposals if a vote is due. Collective when it is.
+
+        Args:
+            step: steps done.
+            log: gets the event of the vote, with the proposals of all ranks.
+
+        Raises:
+            EndRequested: the ranks end together, because of a stop file.
+            Terminated: the same, because of a signal.
+            Interrupted: the same, because of Ctrl-C.
+        """
         if self._due_at is None or step < self._due_at:
             return
         of_ranks: list[list[Proposal]] = self._ranks.gather(self._pending)
-        found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
-        first = found[0][1]
-        listed = [{"rank": rank, "outcome": "end", "why": each.why} for rank, each in found]
+        proposals: list[Proposal] = []
+        listed, reasons = [], []
+        for rank, of_rank in enumerate(of_ranks):
+            for each in of_rank:
+                proposals.append(each)
+                listed.append({"rank": rank, "outcome": "end", "why": each.why})
+                reasons.append(f"rank {rank}: {each.why}")
+        first = proposals[0]
         log.event("vote", step=step, outcome="end", why=first.why, of_ranks=listed)
-        reasons = ", ".join(f"rank {rank}: {each.why}" for rank, each in found)
-        log.info(f"step {step}: the ranks end together ({reasons:.500})")
+        log.info(f"step {step}: the ranks end together ({', '.join(reasons):.500})")
         self.ends_together = True
-        raise EndRequested(first.why) if first.signal is None else exit_for(first.signal)
+        if first.signal is not None:
+            raise exit_for(first.signal)
+        raise EndRequested(first.why)
 
     def on_rollback(self) -> None:
         """Forgets the mark of an undone step. The next steps are marked until the vote."""
