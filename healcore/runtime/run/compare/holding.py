@@ -147,7 +147,8 @@ class Holding:
 
     def withholding_changes(self, step: int) -> bool:
         """Whether `step` is the first step whose update is withheld, or the first after these."""
-        return self.held.withholds(step) != self.withholds
+        held = self.run.comparisons.state.ranges.held  # called once per step
+        return held.withholds(step) != self.withholds
 
     def before_step(self, step: int) -> None:
         """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.

@@ -107,11 +107,11 @@ class DeadRun:
         Returns:
             The rollback, or None without one.
         """
-        monitor, ledger = self.run.monitor, self.run.ledger
+        monitor = self.run.monitor
         streak = monitor.state.nonfinite_streak
         if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
             return None
-        policy = self.run.policy
+        policy, ledger = self.run.policy, self.run.ledger
         if not (policy.rolls_back and policy.rollback.confirm):
             return None  # only the policy's own rules decide
         if monitor.state.never_finite or monitor.nonfinite_record is None:
