@@ -95,8 +95,8 @@ class KnownCheckpoints:
     def end_due_probation(self) -> None:
         """Extends the known-good checkpoints if a probation may be over. Called once per step.
 
-        A probation cannot end within an incident: the steps of the incident are not healthy, and a
-        rollback for it must not find a newer known-good checkpoint than at its onset.
+        No probation ends while an incident is open: whether the weights are damaged is not known
+        yet.
         """
         ledger, on_probation = self.run.ledger, self.on_probation
         probation = self.run.policy.rollback.probation
