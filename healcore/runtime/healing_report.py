@@ -12,10 +12,10 @@ from healcore.events.log import to_json
 from healcore.events.models import Ending
 from healcore.history.run import by_name
 from healcore.runtime.data import BatchId
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import RollbackRecord
 from healcore.runtime.run.run import Run
 from healcore.runtime.run.run_record import IncidentRecord
-from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import advice, why_no_good_checkpoint
 from healcore.runtime.story.postmortem import path_for
 

@@ -25,7 +25,7 @@ from typing import Any, Unpack
 
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, HealerOptions, State
-from healcore.runtime.run import termination
+from healcore.runtime.run.ending import exits
 
 _started: list[Healer[Any]] = []
 """The runs that `start` has opened and that are not closed, oldest first."""
@@ -108,7 +108,7 @@ def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if the run is incomplete."""
     status = 0
     for healer in reversed(_started):
-        status = _close(healer, termination.newest_end() or _early_end(healer)) or status
+        status = _close(healer, exits.newest_end() or _early_end(healer)) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()
@@ -133,4 +133,4 @@ def _early_end(healer: Healer[Any]) -> BaseException | None:
     """The reason to resume a run that has left its loop within the body, or None."""
     if not healer.has_left_loop_early:
         return None
-    return termination.EndRequested("a program that has left its loop early")
+    return exits.EndRequested("a program that has left its loop early")

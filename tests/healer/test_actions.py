@@ -15,7 +15,7 @@ from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.trainers import healings_of
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (

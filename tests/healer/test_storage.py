@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from healcore import Healer, Keep
 from healcore.errors import StateMismatch
 from healcore.jax import protect
-from healcore.runtime.run import save_schedule
+from healcore.runtime.run.checkpoints import schedule
+from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.runtime.run.termination import LastStateNotSaved
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
@@ -78,7 +78,7 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     def tick(healer, number):
         now[0] += 1.0
 
-    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(DCPStore, "save", slow)
     options = {"store": tmp_path, "before": tick, "save_every": every}
     train(loop_of("torch"), rules(), range(40 if every else 900), **options)

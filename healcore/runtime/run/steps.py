@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.run.monitor_state import MonitorState
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.monitor_state import MonitorState
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""

@@ -15,8 +15,8 @@ import torch
 
 from healcore import Checkpoints, Healer, Keep
 from healcore.jax import protect
-from healcore.runtime.run.saver import default_keep
-from healcore.runtime.run.storage_need import (
+from healcore.runtime.run.checkpoints.deleter import default_keep
+from healcore.runtime.run.checkpoints.storage_need import (
     StorageNeed,
     checkpoints_on_disk,
     copies_in_memory,

@@ -37,13 +37,16 @@ class KnownCheckpoints:
         """Steps of damaged checkpoints without another copy."""
 
     def listed(self) -> list[CheckpointInfo]:
-        """The checkpoints with their statuses, without those that are known to be damaged."""
+        """The checkpoints with their statuses, without those that are known to be damaged.
+
+        As this rank sees them; `StoredCheckpoints.listed` has those of all ranks.
+        """
         saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
         return [saved for saved in saves if saved.step not in self._lost]
 
     @property
     def restorable(self) -> set[int]:
-        """Steps of the checkpoints that a rollback could restore."""
+        """Steps of the checkpoints that a rollback could restore: finite as far as is known."""
         return {step for step, finite in self._finite.items() if finite}
 
     @property
@@ -62,21 +65,26 @@ class KnownCheckpoints:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.
 
         Drops all findings so far, because their steps are repeated.
+
+        Args:
+            step: step of the first snapshot, of the resumed checkpoint, or of the target of a
+                rollback.
         """
         record = self.run.record
         self.run.store.take_nonfinite()
         self._nonfinite_now = {}
         if self.started_from < 0:
             self.started_from = step
-            saves = [each for each in self.listed() if each.status != "abandoned"]
-            self._finite = {each.step: each.finite for each in saves}
+            for each in self.listed():
+                if each.status != "abandoned":
+                    self._finite[each.step] = each.finite
             self.newer_than_start = {at for at in self._finite if at > step}
         record.attempts.append(step)
         record.known_good_up_to = min(record.known_good_up_to, step)
         self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
 
     def add(self, step: int) -> None:
-        """Adds a saved checkpoint."""
+        """Adds a checkpoint that is being saved. It counts as finite until it is inspected."""
         self._finite[step] = True
         self._lost.discard(step)
 
@@ -85,7 +93,11 @@ class KnownCheckpoints:
         self._finite = {at: each for at, each in self._finite.items() if at not in steps}
 
     def end_due_probation(self) -> None:
-        """Extends the known-good checkpoints if a probation may be over. Called once per step."""
+        """Extends the known-good checkpoints if a probation may be over. Called once per step.
+
+        No probation ends while an incident is open: whether the weights are damaged is not known
+        yet.
+        """
         ledger, on_probation = self.run.ledger, self.on_probation
         probation = self.run.policy.rollback.probation
         may_end = on_probation and ledger.next_step - on_probation[0] >= probation
@@ -95,7 +107,12 @@ class KnownCheckpoints:
             ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def end_probation(self, *, before: float = math.inf) -> None:
-        """Extends the known-good checkpoints to those whose probation was over before a step."""
+        """Extends the known-good checkpoints to those whose probation was over before a step.
+
+        Args:
+            before: only healthy steps before this one count. A rollback passes the onset of its
+                trouble.
+        """
         ledger, probation = self.run.ledger, self.run.policy.rollback.probation
         for step in self.on_probation:
             if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
@@ -109,6 +126,9 @@ class KnownCheckpoints:
         """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
 
         Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
+
+        Args:
+            up_to: the newest save to wait for, by default the newest one of all.
         """
         for step, names in self.run.store.take_nonfinite(up_to):
             if step in self._finite:
@@ -129,9 +149,10 @@ class KnownCheckpoints:
 
     def report_damage(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint; a directory once, because its name is unique."""
-        if error.path == MEMORY or all(each.path != error.path for each in self.damage):
-            self.damage.append(error)
-            self.run.log.event("damaged", step=error.step, problem=str(error))
+        if error.path != MEMORY and any(each.path == error.path for each in self.damage):
+            return
+        self.damage.append(error)
+        self.run.log.event("damaged", step=error.step, problem=str(error))
 
     def lose(self, error: CheckpointDamaged) -> None:
         """Reports a damaged checkpoint on disk, and removes it if memory holds no copy."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from healcore.runtime.run.comparisons import MAX_ANCHORS
+from healcore.runtime.run.compare.anchors import MAX_ANCHORS
 from healcore.runtime.store.checkpoints import Keep
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

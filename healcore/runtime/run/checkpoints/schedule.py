@@ -1,4 +1,9 @@
-"""`SaveSchedule`: when a regular save of a run is due."""
+"""`SaveSchedule`: when a regular save of a run is due.
+
+|--- every ---|--- every ---|--- every ---|      a save is due at each of these steps,
+^ alarm: delayed by at most one interval
+^ saves took more than their share of the time: left out
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from healcore.runtime.run.evidence import MAX_SHARE
+from healcore.runtime.run.compare.evidence import MAX_SHARE
 from healcore.runtime.store.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -22,10 +27,14 @@ FREE_S = 10.0
 
 
 class SaveSchedule:
-    """When a regular save is due: once per interval, unless alarms or slow saves delay the save."""
+    """When a regular save is due: once per interval, unless alarms or slow saves delay the save.
+
+    Args:
+        run: the parts of the run.
+        every: steps between two saves. None saves once per probation, or rarer if saves are slow.
+    """
 
     def __init__(self, run: Run, every: int | None) -> None:
-        """Saves every `every` steps, by default once per probation or rarer if saves are slow."""
         self.every = every or run.policy.rollback.probation
         """Steps between two saves."""
         self.last_saved = -1
@@ -41,7 +50,12 @@ class SaveSchedule:
     def due(self) -> bool:
         """Whether a regular save is due, and possible. Called once per dispatch.
 
-        Warns if nothing was saved for three intervals, then at twice the distance each time.
+        Warns if nothing was saved for three intervals, then at twice the distance each time: a
+        restart would lose all steps since the last save.
+
+        Returns:
+            True if the run should save now. With several ranks the answer is the same on all of
+            them, and the method may be collective.
         """
         if self.run.data.step - self.last_saved >= self._next_warning:
             self._next_warning *= 2
@@ -49,22 +63,25 @@ class SaveSchedule:
         wanted = self._missed_saves >= 1 or self.after_change
         if not wanted or self.delayed or not self.may_save:
             return False
-        return not (
-            self._limits_time and self._time.exceeds_limit(self.run.data.step // self.every)
-        )
+        is_slow = self._limits_time and self._time.exceeds_limit(self.run.data.step // self.every)
+        return not is_slow
 
     def _warn(self) -> None:
+        """Warns that nothing was saved for long, and why. Slow saves are a reason only once."""
         saved, slow = self.last_saved, self._time.exceeded
-        why = "alarms delay the save"
+        if slow and self._slow_saves_reported:
+            return
+        if slow:
+            self._slow_saves_reported = True
         if not self.may_save:
             why = "an optimizer has gradients that it has not stepped with: step or zero_grad()"
         elif slow:
             why = f"saves have taken {self._time.total_s:.0f} s, more than 1 % of the time; "
             why += "Checkpoints(every=N) saves every N steps"
-        if not (slow and self._slow_saves_reported):
-            line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
-            self.run.log.problem(self.run.data.step, line)
-        self._slow_saves_reported |= slow
+        else:
+            why = "alarms delay the save"
+        line = f"no checkpoint since step {saved} ({why}); a restart begins at step {saved}"
+        self.run.log.problem(self.run.data.step, line)
 
     @property
     def may_save(self) -> bool:
@@ -93,13 +110,19 @@ class SaveSchedule:
 
     @contextmanager
     def saving(self, *, regular: bool) -> Iterator[None]:
-        """A context for the save of the current step. The time of a `regular` save counts."""
+        """A context for the save of the current step.
+
+        Args:
+            regular: whether the time of the save counts. A save at the end or after a rollback has
+                to be done however long it takes.
+        """
         began = time.monotonic()
         self.last_saved = self.run.data.step
         self.after_change = False
         self._next_warning = _UNSAVED_INTERVALS * self.every
         yield
-        self._time.total_s += time.monotonic() - began if regular else 0.0
+        if regular:
+            self._time.total_s += time.monotonic() - began
 
 
 class _SavingTime:
@@ -111,13 +134,22 @@ class _SavingTime:
 
     def __init__(self, ranks: Ranks) -> None:
         self.total_s = 0.0
+        """Seconds that the regular saves of this process have taken."""
         self.exceeded = False
+        """Whether the limit was exceeded on any rank at the last check."""
         self._ranks = ranks
         self._began = time.monotonic()
         self._checked = -1
 
     def exceeds_limit(self, interval: int) -> bool:
-        """Whether the saves of a rank have taken too long. Collective once per interval."""
+        """Whether the saves of a rank have taken too long. Collective once per interval.
+
+        The clock decides nothing but this: a save that is left out changes no weight. The ranks
+        agree on the answer, because all of them have to take part in a save.
+
+        Args:
+            interval: number of the checkpoint interval.
+        """
         if interval != self._checked:
             allowed = FREE_S + MAX_SHARE * (time.monotonic() - self._began)
             self.exceeded = any(self._ranks.gather(self.total_s > allowed))

@@ -1,22 +1,35 @@
-"""`RunBatches`: the batches of a run, from its loaders to the steps that use them."""
+r"""`RunBatches`: the batches of a run, from its loaders to the steps that use them.
+
+    begin(loader) --> next(loader), next(loader), ...        a step takes the batches since the last
+                      \__ pending_ids, contents __/          step: several with accumulation
+                                  |
+                      count_dispatch(pending)                their ids and contents go to the step
+
+A skipped, repeated or compared step needs to know which batches it had. `BatchReader` reads them,
+and skips those that cannot be read.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+from collections.abc import MutableMapping, MutableSequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from healcore import console
 from healcore.console import counted
 from healcore.core.decision import Cause
 from healcore.runtime.data import BatchId
 from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import PendingDispatch
+from healcore.runtime.faults.failures import Fault, classify
 from healcore.runtime.faults.retry import CallAttempt, Retries
-from healcore.runtime.run.batch_reader import BatchReader
-from healcore.runtime.run.evidence import ObservedBatch
+from healcore.runtime.run.compare.evidence import ObservedBatch
+from healcore.runtime.run.ending.requests import SignalWatch
 from healcore.runtime.run.host_state import HostParts, HostState
 from healcore.runtime.run.run_settings import change_of_batch_size
 from healcore.runtime.run.steps import StepResult
-from healcore.runtime.run.termination import SignalWatch
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -25,7 +38,12 @@ if TYPE_CHECKING:
 class RunBatches:
     """Reads batches, counts steps, and assigns batches to steps.
 
-    `keeps_batches` says whether weights are compared on the batches.
+    Args:
+        run: the parts of the run.
+        signals: the signals of the process. One that arrives while a rank waits for data ends a run
+            of one process at once.
+        keeps_batches: whether weights are compared on the batches, so that their contents are kept
+            until the step is judged.
 
     Attributes:
         loaders: the loaders and their positions.
@@ -36,6 +54,7 @@ class RunBatches:
             state.
         last_ids: ids of the batches of the last step.
         last_read: the loader of the last batch, or None before the first batch.
+        passes: calls of `begin` in this process.
     """
 
     def __init__(self, run: Run, signals: SignalWatch, *, keeps_batches: bool) -> None:
@@ -44,7 +63,7 @@ class RunBatches:
         self.host = HostState(self.loaders.position)
         self.step = self.steps_taken = 0
         self.had_completed = False
-        self.passes = 0  # calls of `batches` in this process
+        self.passes = 0
         self.last_read: RunLoader | None = None
         self.run = run
         self._signals = signals
@@ -65,7 +84,14 @@ class RunBatches:
         self._resumed = False
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
-        """Continues an earlier process's checkpoint; `completed` is whether its run had ended."""
+        """Continues at an earlier process's checkpoint.
+
+        Args:
+            step: step of the checkpoint.
+            generators: the random states of the checkpoint, or None to leave the program's as they
+                are. They are restored once the loop's loader is known: moving it draws numbers.
+            completed: whether the run had ended with this checkpoint.
+        """
         self._resumed = True
         self.had_completed = completed
         self.step = step
@@ -92,7 +118,20 @@ class RunBatches:
     def begin(
         self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
     ) -> RunLoader:
-        """Begins to iterate over a loader; see `LoaderRegistry.begin`."""
+        """Begins to iterate over a loader; see `LoaderRegistry.begin`.
+
+        Restores the random states of a checkpoint where the loader continues within an epoch, and
+        reports a batch size that has changed since the run began.
+
+        Args:
+            loader: the program's loader.
+            epochs: number of epochs to read, or None for no limit.
+            epoch: the only epoch to read, which the loop names itself, or None.
+            limit: the batches at most in an epoch, see `LoaderRegistry.begin`, or None.
+
+        Returns:
+            The loader with its position.
+        """
         self.passes += 1
         self.run.record.passes = max(self.run.record.passes, self.passes)
         saved = self.loaders.saved_position(loader, epoch)
@@ -100,12 +139,24 @@ class RunBatches:
         begun = self.loaders.begin(loader, epochs, epoch, limit)
         if saved and (begun.can_rewind or saved["index"] or epoch not in (None, saved["epoch"])):
             self.restore_generators()  # a rewind has drawn; an epoch that begins keeps its draws
-            self._resumed_evaluation = None if begun.trains else begun
+            self._resumed_evaluation = None
+            if not begun.trains:
+                self._resumed_evaluation = begun
+        self._log_settings(loader, begun)
+        for line in self.loaders.notices:
+            self.run.log.event("data", step=self.step, outcome=line)
+            self.run.log.info(f"data: {line}")
+        self.loaders.notices.clear()
+        return begun
+
+    def _log_settings(self, loader: Any, begun: RunLoader) -> None:
+        """Logs what a loader adds to the settings of the run, and a changed batch size."""
         settings = self.run.record.settings
         log = self.run.log
         before = {*settings}
         change = change_of_batch_size(settings, begun.number, loader)
-        if new := {n: v for n, v in settings.items() if n not in before}:
+        new = {name: value for name, value in settings.items() if name not in before}
+        if new:
             log.event("data", step=self.step, outcome="a loader is read", settings=new)
         if change:
             log.problem(
@@ -114,17 +165,21 @@ class RunBatches:
                 "which is another position in the data; to start from the first batch, pass an "
                 "empty directory",
             )
-        for line in self.loaders.notices:
-            log.event("data", step=self.step, outcome=line)
-            log.info(f"data: {line}")
-        self.loaders.notices.clear()
-        return begun
 
     def next(self, loader: RunLoader, *, directly_after_step: bool = False) -> Any:
-        """Reads the next batch of a loader. Raises StopIteration after the last epoch.
+        """Reads the next batch of a loader.
 
-        `directly_after_step` is whether nothing of the program has run since the last step was
-        counted. Then the random states are those that `HostState` may have kept after the step.
+        Args:
+            loader: result of `begin`.
+            directly_after_step: whether nothing of the program has run since the last step was
+                counted. Then the random states are those that `HostState` may have kept after the
+                step.
+
+        Returns:
+            The batch, as the loader has yielded it.
+
+        Raises:
+            StopIteration: the last epoch has ended.
         """
         alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
         kept = directly_after_step and self.host.keeps_states
@@ -141,7 +196,13 @@ class RunBatches:
         return batch
 
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
-        """Ends the loop over a loader that has no further batch."""
+        """Ends the loop over a loader that has no further batch.
+
+        Args:
+            loader: result of `begin`.
+            evaluates: whether the loop has taken no step, so that the next pass over the training
+                data has not begun.
+        """
         if evaluates and loader is self.loaders.last_trained:
             self.loaders.last_trained = self.last_read = None  # a loop over `steps` has none
         if loader is not self.loaders.last_trained:  # an evaluation: its batches are of no step
@@ -153,16 +214,25 @@ class RunBatches:
 
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""
-        if batches := [list(each) for each in loader.take_skipped()]:
+        batches = [list(each) for each in loader.take_skipped()]
+        if batches:
             self.run.log.event("skipped_batches", step=self.step, batches=batches)
             text = counted(len(batches), "batch", "batches")
             self.run.log.info(f"step {self.step}: {text} skipped")
 
     def retries(self, name: str) -> Retries:
-        """The retries of a call under the run's policy."""
+        """The retries of a call under the run's policy.
+
+        Args:
+            name: what the call does, for the log.
+
+        Returns:
+            The retries. They log each attempt, and a signal ends their waits.
+        """
         return Retries(name, self.run.policy, self._report_attempt, self._signals.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
+        """Logs an attempt that has failed, or the success after failures."""
         line, number, fault, wait = attempt
         if fault is None:
             self.run.log.event("retried", step=self.step, attempt=number, why=line)
@@ -174,12 +244,18 @@ class RunBatches:
     def begin_pass(self, *, ended: bool = False) -> None:
         """Keeps the random states before a pass over the data, or restores them after a restart.
 
-        `ended` is whether the previous pass has ended. The checkpoint may be from after that end.
+        Args:
+            ended: whether the previous pass has ended. The checkpoint may be from after that end:
+                then its own random states are restored, and otherwise those at the begin of its
+                pass, from which the program draws the same order of the data again.
         """
-        if (saved := self._generators) is not None:
-            here = ended and (self.repeated_all_passes or self.loaders.names_epochs)
-            self.host.put_back(saved if here else saved._replace(**saved.at_pass))
-            self._generators = None if here else saved
+        saved = self._generators
+        if saved is not None:
+            if ended and (self.repeated_all_passes or self.loaders.names_epochs):
+                self.host.put_back(saved)
+                self._generators = None
+            else:
+                self.host.put_back(saved._replace(**saved.at_pass))
         self.host.begin_pass()
 
     def restore_generators(self) -> None:
@@ -193,7 +269,15 @@ class RunBatches:
     def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
-        Returns whether this is the first such batch.
+        From the first one on, these are the batches that are compared, and no longer those that the
+        loaders yield: the loop knows better which batches its losses are of.
+
+        Args:
+            batch: the batch.
+            weight: its share in the loss of the step.
+
+        Returns:
+            Whether this is the first such batch.
         """
         if not self._keeps_batches:
             return False
@@ -232,12 +316,13 @@ class RunBatches:
         return first
 
     def on_rollback(self, target: int) -> None:
-        """Forgets the batches of the steps from `target` on."""
+        """Continues at step `target`, and forgets the batches of the undone steps."""
         self.step = target
         self.last_ids = []
         self._forget_pending()
 
     def _forget_pending(self) -> None:
+        """Forgets the batches since the last step."""
         self._forget_contents()
         for loader in self.loaders:
             loader.pending_ids = []
@@ -245,9 +330,12 @@ class RunBatches:
     @property
     def _contents(self) -> list[ObservedBatch]:
         """The batches since the last step: of the loader read last, or of a loop without one."""
-        return self._own_batches if self.last_read is None else self.last_read.contents
+        if self.last_read is None:
+            return self._own_batches
+        return self.last_read.contents
 
     def _forget_contents(self) -> None:
+        """Forgets the contents of the batches since the last step, and keeps their ids."""
         self._own_batches.clear()
         for loader in self.loaders:
             loader.contents.clear()
@@ -263,13 +351,17 @@ class RunBatches:
 
         A restart from here would begin with the next batch, and lose these updates.
         """
-        in_use = (loader := self.last_read) is not None and (loader.in_use or loader.left_by_break)
-        return in_use and self._updates < self._usual_updates
+        loader = self.last_read
+        if loader is None or not (loader.in_use or loader.left_by_break):
+            return False
+        return self._updates < self._usual_updates
 
     @property
     def pending_ids(self) -> tuple[BatchId, ...]:
         """Ids of the batches since the last step of the loader read last."""
-        return () if self.last_read is None else tuple(self.last_read.pending_ids)
+        if self.last_read is None:
+            return ()
+        return tuple(self.last_read.pending_ids)
 
     @property
     def skipped_steps(self) -> int:
@@ -279,3 +371,123 @@ class RunBatches:
     def steps_of(self, batches: int) -> int:
         """Number of steps that take so many batches, if each takes as many as the last step."""
         return batches // max(1, len(self.last_ids))
+
+
+class _Unreadable(NamedTuple):
+    """A batch that the policy skips because it cannot be read."""
+
+    batch: BatchId
+    fault: Fault
+    error: Exception
+
+
+class BatchReader:
+    """Reads the batches of a run's loaders, and skips unreadable ones.
+
+    One bad file must not end a run of days. But a disk that has gone makes every batch unreadable,
+    so `[skip_batch]` of the policy limits the number in a row and within a window of reads.
+    """
+
+    def __init__(self, run: Run, signals: SignalWatch) -> None:
+        self.run = run
+        self._signals = signals
+        self._single_rank = run.ranks.world == 1
+        self._reads = 0
+        self._consecutive_failures = 0
+        self._failed_reads: deque[int] = deque()
+        """Numbers of the reads that have failed, among the last `[skip_batch] within`."""
+
+    def read(self, loader: RunLoader, step: int) -> tuple[Any, BatchId]:
+        """Reads the next readable batch.
+
+        With several ranks, the previous batch replaces an unreadable batch. After a skip this rank
+        would end its epoch early, and the other ranks would wait for it.
+
+        Args:
+            loader: the loader.
+            step: the step that is about to use the batch, for the log.
+
+        Returns:
+            The batch and its id.
+
+        Raises:
+            StopIteration: the last batch was read.
+            Exception: any error of the loader that the policy does not skip.
+        """
+        skip: _Unreadable | None = None  # carried out once the loader has yielded the batch after
+        while True:
+            self._reads += 1
+            try:
+                result = loader.next()
+            except Exception as error:
+                if skip is not None and error is not skip.error:
+                    self._skip(loader, skip, step)
+                skip = self._skip_for(loader, error)
+                if skip is None:
+                    raise
+                if not self._single_rank:
+                    self._skip(loader, skip, step)
+                    loader.unreadable = None  # it counts as read
+                    return _copied(loader.substitute), skip.batch
+            else:
+                if skip is not None:
+                    self._skip(loader, skip, step)
+                self._consecutive_failures = 0
+                if not self._single_rank:
+                    loader.substitute = _copied(result[0])
+                return result
+
+    def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
+        """The batch to skip, whose read has raised, or None if the error propagates."""
+        batch = loader.unreadable
+        if batch is None or self._signals.signal_number is not None:
+            return None  # no batch is at fault; a signal kills a loader's workers too
+        fault = classify(error)
+        skips = "skip_batch" in self.run.policy.answers(Cause.DATA)
+        if not skips or fault.cause not in (Cause.DATA, Cause.UNKNOWN):
+            return None
+        limits = self.run.policy.skip_batch
+        failed = self._failed_reads
+        in_a_row = self._consecutive_failures
+        while failed and failed[0] <= self._reads - limits.within:
+            failed.popleft()
+        if in_a_row >= limits.consecutive or len(failed) >= limits.count:
+            done = "replaced by the previous batch"
+            if self._single_rank:
+                done = "skipped"
+            error.add_note(
+                f"healcore: {in_a_row} unreadable batches in a row and {len(failed)} within "
+                f"{limits.within} were {done}, which is the limit of [skip_batch]"
+            )
+            return None
+        if not self._single_rank and loader.substitute is None:
+            return None
+        failed.append(self._reads)
+        self._consecutive_failures += 1
+        # An unknown error of a batch is one of its data.
+        return _Unreadable(batch, fault._replace(cause=Cause.DATA), error)
+
+    def _skip(self, loader: RunLoader, skip: _Unreadable, step: int) -> None:
+        """Skips the batch, unless another batch has replaced it, and logs the fault."""
+        batch, fault, error = skip
+        # torch puts the traceback of a loader's worker into its message.
+        lines = f"{type(error).__name__}: {error}".strip().splitlines()
+        text = " ... ".join(dict.fromkeys((lines[0][:300], lines[-1][:300])))
+        problem = f"{batch} cannot be read: {text}"
+        if self._single_rank:
+            loader.skipped_batch_ids.add(batch)
+        else:
+            problem += "; the previous batch is used in its place"
+        if self.run.ranks.rank:  # only rank 0 has a log
+            console.warning(f"rank {self.run.ranks.rank}: step {step}: {problem}")
+        ids = [list(batch)]
+        rows = batch.rows and [batch.rows]
+        answer = "skip_batch"
+        self.run.log.fault(step, fault, problem, answer=answer, batches=ids, rows=rows)
+
+
+def _copied(batch: Any) -> Any:
+    """A shallow copy of a mutable batch, from which the loop may remove entries."""
+    if isinstance(batch, MutableMapping | MutableSequence):
+        return copy.copy(batch)
+    return batch

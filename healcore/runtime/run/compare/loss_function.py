@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from healcore.core.decision import Cause
 from healcore.core.errors import HealcoreError
@@ -13,7 +13,7 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.faults.microbatches import clear_frames
-from healcore.runtime.run.evidence import TrainedStep
+from healcore.runtime.run.compare.evidence import TrainedStep
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -45,10 +45,27 @@ class NotComparable(HealcoreError, ValueError):
     """
 
 
+Losses: TypeAlias = tuple[list[float], list[float]]
+"""One loss for each step: with the current weights, and with earlier weights."""
+
+
 class _Overrun(NamedTuple):
     """An evaluation that did not fit into memory."""
 
-    samples: int  # of its largest part
+    samples: int
+    """Samples of its largest part."""
+
+
+class _Trial(NamedTuple):
+    """What the calls on the first batch have shown on one rank."""
+
+    kind: str = ""
+    """The kind of problem: "mistake" of the program, "state" that the function keeps, "problem" of
+    this call only; or an empty string without a problem."""
+    text: str = ""
+    """The problem, for the user."""
+    draws: bool = False
+    """Whether the function draws random numbers."""
 
 
 class LossFunction:
@@ -57,6 +74,10 @@ class LossFunction:
     A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
     runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
     same parts, so that their losses can be compared even if a loss of parts is another loss.
+
+    Args:
+        run: the parts of the run.
+        function: the user's function of a batch, or None to evaluate nothing.
 
     Attributes:
         function: the `loss_fn`, or None if it cannot be used.
@@ -70,10 +91,15 @@ class LossFunction:
 
     def __init__(self, run: Run, function: LossFn | None) -> None:
         self.run = run
-        self.function = None if function is None else lambda *given: loss_of(function(*given))
-        self.gives_loss = self.draws = self.is_checked = False
+        self.function: LossFn | None = None
+        if function is not None:
+            self.function = lambda *given: loss_of(function(*given))
+        self.gives_loss = False
+        self.draws = False
+        self.is_checked = False
 
     def _warn(self, problem: str) -> None:
+        """Logs a problem. The run continues without comparisons."""
         self.run.log.problem(self.run.data.step, problem)
 
     def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
@@ -89,14 +115,17 @@ class LossFunction:
                 exception about memory, data or the network is only a warning.
         """
         self.is_checked = True
-        known = self._check(step.batches[0].content) and not self.gives_loss
-        if known and first_weights is not None and len(step.batches) == 1:
-            losses = self.losses([step], first_weights, [math.nan])
-            self.gives_loss = bool(losses) and math.isclose(loss, losses[1][0], rel_tol=SAME_LOSS)
+        is_usable = self._check(step.batches[0].content)
+        if not is_usable or self.gives_loss or first_weights is None or len(step.batches) != 1:
+            return
+        losses = self.losses([step], first_weights, [math.nan])
+        if losses is not None:
+            _, (of_first,) = losses
+            self.gives_loss = math.isclose(loss, of_first, rel_tol=SAME_LOSS)
 
     def losses(
         self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
-    ) -> tuple[list[float], list[float]] | None:
+    ) -> Losses | None:
         """Evaluates steps with the current weights and with earlier weights.
 
         Args:
@@ -110,7 +139,7 @@ class LossFunction:
             then `function` is None.
         """
         while True:
-            mine: tuple[list[float], list[float]] | _Overrun | str | None
+            mine: Losses | _Overrun | str | None
             failure = None
             try:
                 now = known or self._evaluated(steps, None)
@@ -118,9 +147,10 @@ class LossFunction:
             except WeightsChanged:
                 mine = None
             except Exception as error:
-                batches = [batch.content for step in steps for batch in step.batches]
-                mine, failure = self._overrun(batches, error), error
-                mine = mine or f"{type(error).__name__}: {error}"
+                failure = error
+                mine = self._overrun(_batches_of(steps), error)
+                if mine is None:
+                    mine = f"{type(error).__name__}: {error}"
             everyone = self._gather(mine, failure)
             if not self._shrink(everyone):
                 break
@@ -131,11 +161,8 @@ class LossFunction:
             self.function = None
             self._warn(f"loss_fn raised {failed[0]}; it is not called again")
             return None
-        now, then = (
-            [float(sum(losses)) / len(everyone) for losses in zip(*part, strict=True)]
-            for part in zip(*everyone, strict=True)
-        )
-        return now, then
+        of_now, of_then = zip(*everyone, strict=True)
+        return _mean_over_ranks(of_now), _mean_over_ranks(of_then)
 
     def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
         """The items of all ranks. `failure`: exception of the call on this rank, or None."""
@@ -146,13 +173,12 @@ class LossFunction:
 
     def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
         """The mean loss of each step over its batches."""
-        batches = [batch.content for step in steps for batch in step.batches]
-        losses = iter(self._losses_of(batches, weights))
+        losses = iter(self._losses_of(_batches_of(steps), weights))
         means = []
         for step in steps:
-            parts = [(batch.weight, next(losses)) for batch in step.batches]
-            total = sum(weight * loss for weight, loss in parts)
-            means.append(total / sum(weight for weight, _ in parts))
+            weights_of_parts = [batch.weight for batch in step.batches]
+            total = sum(weight * next(losses) for weight in weights_of_parts)
+            means.append(total / sum(weights_of_parts))
         return means
 
     def _losses_of(
@@ -161,7 +187,9 @@ class LossFunction:
         """The loss of each batch, which is evaluated in the parts that fit into memory."""
         assert self.function is not None
         in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
-        contents = [part for parts in in_parts for part, _ in parts]
+        contents = []
+        for parts in in_parts:
+            contents += [part for part, _ in parts]
         with isolated():
             found = self.run.driver.losses_of(self.function, contents, weights, redraw=redraw)
         of_parts = map(_checked_loss, found)
@@ -210,8 +238,8 @@ class LossFunction:
                 break
         # An overrun is left only if another rank has a problem, which counts.
         everyone = [item for item in everyone if not isinstance(item, _Overrun)]
-        self.draws = any(draws for *_, draws in everyone)
-        problems = {kind: text for kind, text, _ in reversed(everyone)}
+        self.draws = any(each.draws for each in everyone)
+        problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
         if "mistake" in problems:
             raise SignalError(problems["mistake"]) from failure
         if "state" in problems:
@@ -221,15 +249,12 @@ class LossFunction:
             self._warn(problem)
         return not problem
 
-    def _tried(self, batch: Any) -> tuple[_Overrun | tuple[str, str, bool], Exception | None]:
-        """The result of `_check` on this rank, and the exception of the call or None.
-
-        The result is an `_Overrun`; or the kind of problem, or "" without a problem, its text, and
-        whether the function draws random numbers.
-        """
+    def _tried(self, batch: Any) -> tuple[_Overrun | _Trial, Exception | None]:
+        """Calls `loss_fn` on this rank. Returns what it has shown, and its exception or None."""
         kind, text, draws, failure = "", "", False, None
         try:
-            first, second = (self._losses_of([batch])[0] for _ in range(2))
+            (first,) = self._losses_of([batch])
+            (second,) = self._losses_of([batch])
             (third,) = self._losses_of([batch], redraw=True)
             draws = first != third
             if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
@@ -244,7 +269,8 @@ class LossFunction:
         except SignalError as error:
             kind, text, failure = "mistake", str(error), error
         except Exception as error:
-            if overrun := self._overrun([batch], error):
+            overrun = self._overrun([batch], error)
+            if overrun is not None:
                 return overrun, error
             kind, failure = "problem", error
             text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
@@ -255,8 +281,22 @@ class LossFunction:
                     f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
                     "and expects one number: correct the function, or pass loss_fn=None"
                 )
-        return (kind, text, draws), failure
+        return _Trial(kind, text, draws), failure
+
+
+def _batches_of(steps: Sequence[TrainedStep]) -> list[Any]:
+    """The contents of all batches of some steps."""
+    contents = []
+    for step in steps:
+        contents += [batch.content for batch in step.batches]
+    return contents
+
+
+def _mean_over_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """The mean loss of each step; `of_ranks` has the losses of each rank."""
+    return [float(sum(losses)) / len(of_ranks) for losses in zip(*of_ranks, strict=True)]
 
 
 def _checked_loss(loss: Any) -> float:
+    """A loss as a number. Raises SignalError if the function has returned anything else."""
     return float(check_scalar("loss_fn(batch)", loss))

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
+from healcore.runtime.run.compare.evidence import RECENT, REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM, HealthyValues
 from healcore.runtime.store import values
 

@@ -1,7 +1,4 @@
-"""Requests to end a run: signals, the stop file and votes of the ranks; and the exceptions.
-
-The exceptions do not derive from `Exception`, so that `except Exception` in a training loop does
-not catch them. They end the program without a traceback.
+"""Requests to end a run: signals, the stop file and votes of the ranks.
 
 After SIGTERM, Ctrl-C and SIGUSR1 (Slurm's `--signal=USR1@60`) the run finishes the current step and
 saves. A program's own handler of Ctrl-C or SIGUSR1 stays. The handler calls the previous handler.
@@ -34,24 +31,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from healcore.core.errors import HealcoreError
 from healcore.runtime.driver import Driver
+from healcore.runtime.run.ending.exits import EndRequested, exit_for
 from healcore.runtime.run.steps import LAG, StepResult
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.story.run_log import RunLog
-
-_newest_end: BaseException | None = None
-
-
-def newest_end() -> BaseException | None:
-    """The newest exception of healcore that ends the program, for a run without a block."""
-    return _newest_end
-
-
-def _note(error: BaseException) -> None:
-    global _newest_end
-    _newest_end = error
-
 
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks for the stop file."""
@@ -63,99 +47,14 @@ _MAX_SLEEP_S = 0.1
 """Max seconds of one sleep, because a Python signal handler does not end a sleep."""
 
 
-class RunStopped(HealcoreError, SystemExit):
-    """The policy ends the run.
-
-    Uncaught, Python prints the diagnosis and the process ends with status 1.
-
-    Attributes:
-        diagnosis: the findings, the attempted recoveries, and advice.
-        why: the reason, in short.
-        last_good: step of the newest known-good checkpoint, or None without one.
-    """
-
-    def __init__(self, diagnosis: str, why: str, last_good: int | None) -> None:
-        super().__init__(diagnosis)
-        self.diagnosis, self.why, self.last_good = diagnosis, why, last_good
-        _note(self)
-
-    def __str__(self) -> str:
-        return self.diagnosis
-
-
-class _EndsWithStatus0(HealcoreError, SystemExit):
-    """Ends the process with status 0, so that torchrun and schedulers do not start it again."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(0)
-        self.why = why
-        _note(self)
-
-    def __str__(self) -> str:
-        return self.why
-
-
-class AlreadyCompleted(_EndsWithStatus0):
-    """A loop trains on although its run had completed. Uncaught, the status is 0.
-
-    The Healer's own iterators (`batches`, `epochs`, `steps`) yield nothing in a completed run, so
-    that the program goes on after its loop. A loop that counts its steps itself takes one, and then
-    ends with this error. Nothing is saved. `why` says how to continue training.
-    """
-
-
-class EndRequested(_EndsWithStatus0):
-    """A stop file has ended the run, or exists when the program starts. Uncaught, the status is 0.
-
-    `why` is the source of the request.
-    """
-
-
-class LastStateNotSaved(HealcoreError, SystemExit):
-    """The loop has ended, and no checkpoint holds its last state, for example on a full disk.
-
-    Uncaught, Python prints the reason and the process ends with status 1. Started again, the
-    program resumes from the newest checkpoint.
-    """
-
-
-class IncompleteRun(HealcoreError, SystemExit):
-    """The loop took no step, took its steps without the Healer, or began at its own step.
-
-    Uncaught, Python prints what is missing in the loop, and the process ends with status 1. The
-    next start resumes the run.
-    """
-
-
-class Terminated(HealcoreError, SystemExit):
-    """A signal has ended the run; the exit status is the shell's, 128 + the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
-        self.why = f"signal {number}"
-        _note(self)
-
-
-class Interrupted(HealcoreError, KeyboardInterrupt, SystemExit):
-    """Ctrl-C, raised between two steps instead of within one.
-
-    Uncaught, it ends the process with status 130 and no traceback, as SystemExit does. A subclass
-    of KeyboardInterrupt alone would end it with status 1.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.code = 128 + signal.SIGINT
-        _note(self)
-
-
 class SignalWatch:
     """The signals that one run has received.
 
     Several runs of a process each install their handler, and each handler calls the previous one.
     The run that has begun last has to end first.
-    `propose` asks all ranks to end. None if this process ends alone.
+
+    Args:
+        propose: asks all ranks to end. None if this process ends alone.
     """
 
     def __init__(self, propose: Callable[[Proposal], object] | None = None) -> None:
@@ -172,13 +71,14 @@ class SignalWatch:
 
     def start(self) -> None:
         """Installs the handlers. A program's own handlers of Ctrl-C and SIGUSR1 stay."""
-        if threading.current_thread() is threading.main_thread():
-            self._pid = os.getpid()
-            for number in _SIGNALS:
-                previous = signal.getsignal(number)
-                default = previous in (signal.default_int_handler, signal.SIG_DFL)
-                if number == signal.SIGTERM or default or _is_of_run(previous):
-                    self._install(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._pid = os.getpid()
+        for number in _SIGNALS:
+            previous = signal.getsignal(number)
+            is_default = previous in (signal.default_int_handler, signal.SIG_DFL)
+            if number == signal.SIGTERM or is_default or _is_of_run(previous):
+                self._install(number, self._handle)
 
     def stop(self) -> None:
         """Stops watching, and restores the previous handlers.
@@ -186,10 +86,11 @@ class SignalWatch:
         A handler stays if it was replaced, or if another thread calls: it then has no effect.
         """
         self._pid = 0
-        if threading.current_thread() is threading.main_thread():
-            for number, (handler, previous) in self._replaced.items():
-                if signal.getsignal(number) == handler:
-                    signal.signal(number, previous)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, (handler, previous) in self._replaced.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, previous)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -202,26 +103,47 @@ class SignalWatch:
             self._waiting_for_data = False
 
     def raise_if_alone(self) -> None:
-        """Raises the exception of a received signal, unless all ranks end together."""
+        """Raises the exception of a received signal, unless all ranks end together.
+
+        Raises:
+            Terminated: after SIGTERM or SIGUSR1.
+            Interrupted: after Ctrl-C.
+        """
         if self.signal_number is not None and self._propose is None:
             raise exit_for(self.signal_number)
 
     def sleep(self, seconds: float) -> None:
-        """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep."""
+        """Sleeps, in any thread. Calls `raise_if_alone` often, so that a signal ends the sleep.
+
+        Args:
+            seconds: how long, unless a signal ends the sleep.
+        """
         until = time.monotonic() + seconds
         self.raise_if_alone()
-        while (left := until - time.monotonic()) > 0:
+        left = until - time.monotonic()
+        while left > 0:
             time.sleep(min(left, _MAX_SLEEP_S))
             self.raise_if_alone()
+            left = until - time.monotonic()
 
     def _install(self, number: int, handler: Any) -> None:
+        """Installs a handler. Keeps the one from before the run, to restore it at the end."""
         # Python returns None for a handler that it has not set and cannot restore.
         previous = signal.signal(number, handler) or signal.SIG_DFL
-        self._replaced[number] = handler, self._replaced.get(number, (None, previous))[1]
+        if number in self._replaced:
+            _, previous = self._replaced[number]
+        self._replaced[number] = handler, previous
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous, watches = self._replaced[number][1], os.getpid() == self._pid
-        since = None if self._received is None else time.monotonic() - self._received
+        """Handles a signal: the first one asks the run to end, a later one has its usual effect.
+
+        Called by Python between two bytecodes of the main thread, wherever the program is.
+        """
+        _, previous = self._replaced[number]
+        watches = os.getpid() == self._pid
+        since: float | None = None  # seconds since the first signal
+        if self._received is not None:
+            since = time.monotonic() - self._received
         if watches and since is not None and since <= REPEATED_S:
             return
         if not watches or since is not None:  # the previous handler decides
@@ -251,29 +173,29 @@ def _is_of_run(handler: Any) -> bool:
     return isinstance(getattr(handler, "__self__", None), SignalWatch)
 
 
-def exit_for(number: int) -> BaseException:
-    """The exception that ends the loop after a signal."""
-    return Interrupted() if number == signal.SIGINT else Terminated(number)
-
-
 class StopFile:
     """A file by which a person or a scheduler asks a run to end, with its last state saved.
 
-    The file is not removed, so that it ends all programs of a queue. Path None is no file.
+    The file is not removed, so that it ends all programs of a queue.
+
+    Args:
+        path: the file, or None for no file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         # Absolute: the program may change its working directory.
         self.path = None if path is None else Path(path).absolute()
         self.why = f"the stop file {self.path}"
-        self._found, self._next_look = False, 0.0
+        self._found = False
+        self._next_look = 0.0  # by the monotonic clock
 
     @property
     def found(self) -> bool:
         """Whether the file exists, or has existed in this run. Looks at most once a second."""
         now = time.monotonic()
         if self.path is not None and not self._found and now >= self._next_look:
-            self._found, self._next_look = os.path.lexists(self.path), now + POLL_INTERVAL_S
+            self._found = os.path.lexists(self.path)
+            self._next_look = now + POLL_INTERVAL_S
         return self._found
 
 
@@ -281,11 +203,18 @@ class Proposal(NamedTuple):
     """Proposal of one rank that all ranks save their last state and end."""
 
     why: str
-    signal: int | None = None  # the signal that asks the run to end, or None for another reason
+    """The source of the request, for the log: "signal 15", or the path of the stop file."""
+    signal: int | None = None
+    """Number of the signal that asks the run to end, or None for another reason."""
 
 
 class EndRequests:
     """The requests to end a run, by signals and the stop file, and the votes of the ranks on them.
+
+    Args:
+        ranks: the ranks of the run. One rank alone ends without a vote.
+        driver: marks the steps after a proposal, so that all ranks know of it at the same step.
+        stop_file: the file whose existence asks for the end.
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
@@ -306,6 +235,11 @@ class EndRequests:
 
         Args:
             may_end: whether the state can be saved now, so that a rank may end alone.
+
+        Raises:
+            EndRequested: the stop file exists.
+            Terminated: a signal has asked for the end.
+            Interrupted: Ctrl-C has asked for the end.
         """
         if self._ranks.world > 1:  # the next step brings the vote
             proposal = Proposal(self.stop_file.why)
@@ -317,7 +251,11 @@ class EndRequests:
                 raise EndRequested(self.stop_file.why)
 
     def propose(self, proposal: Proposal) -> None:
-        """Makes a proposal to all ranks, from the training thread or its signal handler."""
+        """Makes a proposal to all ranks, from the training thread or its signal handler.
+
+        Args:
+            proposal: why the run should end. All ranks end a few steps later.
+        """
         self._pending.append(proposal)
         self._driver.request_vote()
 
@@ -330,18 +268,34 @@ class EndRequests:
             self._due_at = step.index + 1 + LAG
 
     def vote_when_due(self, step: int, log: RunLog) -> None:
-        """Votes if a vote is due after `step` steps. May raise what ends the run. Collective."""
+        """Exchanges the proposals if a vote is due. Collective when it is.
+
+        Args:
+            step: steps done.
+            log: gets the event of the vote, with the proposals of all ranks.
+
+        Raises:
+            EndRequested: the ranks end together, because of a stop file.
+            Terminated: the same, because of a signal.
+            Interrupted: the same, because of Ctrl-C.
+        """
         if self._due_at is None or step < self._due_at:
             return
         of_ranks: list[list[Proposal]] = self._ranks.gather(self._pending)
-        found = [(rank, each) for rank, some in enumerate(of_ranks) for each in some]
-        first = found[0][1]
-        listed = [{"rank": rank, "outcome": "end", "why": each.why} for rank, each in found]
+        proposals: list[Proposal] = []
+        listed, reasons = [], []
+        for rank, of_rank in enumerate(of_ranks):
+            for each in of_rank:
+                proposals.append(each)
+                listed.append({"rank": rank, "outcome": "end", "why": each.why})
+                reasons.append(f"rank {rank}: {each.why}")
+        first = proposals[0]
         log.event("vote", step=step, outcome="end", why=first.why, of_ranks=listed)
-        reasons = ", ".join(f"rank {rank}: {each.why}" for rank, each in found)
-        log.info(f"step {step}: the ranks end together ({reasons:.500})")
+        log.info(f"step {step}: the ranks end together ({', '.join(reasons):.500})")
         self.ends_together = True
-        raise EndRequested(first.why) if first.signal is None else exit_for(first.signal)
+        if first.signal is not None:
+            raise exit_for(first.signal)
+        raise EndRequested(first.why)
 
     def on_rollback(self) -> None:
         """Forgets the mark of an undone step. The next steps are marked until the vote."""

@@ -6,6 +6,12 @@ changes both losses alike. So the current weights are compared with earlier weig
 batch of the step and on one batch trained on since the anchor. If the earlier weights are better on
 both, at comparison after comparison, the run rolls back to them.
 
+    observe(step)
+        is there a reason to compare?      signs of `StepHistory`, `Credit`, anchors.best_on_average
+        with which earlier weights?        anchors.to_compare
+        what is the rise of the loss?      LossFunction.losses, rises.joined
+        is it enough evidence?             Anchor.learn --> Verdict, at once or `due` later
+
 docs/how-it-decides.md has the theorem and the limits of the comparison.
 """
 
@@ -14,15 +20,20 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from healcore.runtime.driver import LossFn, NumberRange
-from healcore.runtime.run.evidence import (
+from healcore.runtime.driver import LossFn
+from healcore.runtime.run.compare.anchors import (
+    best_on_average,
+    newest_better,
+    to_compare,
+    with_new,
+)
+from healcore.runtime.run.compare.evidence import (
     FIRST_PAUSE,
     FORWARD_PASS,
     RECENT,
     REGULAR_INTERVAL,
-    SAMPLE_SIZE,
     Anchor,
     ComparisonState,
     Credit,
@@ -30,50 +41,29 @@ from healcore.runtime.run.evidence import (
     TrainedStep,
     Verdict,
 )
-from healcore.runtime.run.healthy_ranges import HealthyValues, Held
-from healcore.runtime.run.loss_function import LossFunction
-from healcore.runtime.run.rollback_rates import limit_norms, with_lr_states
-from healcore.runtime.run.step_history import (
+from healcore.runtime.run.compare.loss_function import LossFunction
+from healcore.runtime.run.compare.rises import Rises, joined, rise_of
+from healcore.runtime.run.compare.saved_form import (
+    numbers_from_text,
+    numbers_to_text,
+    pack_batches,
+    unpack_batches,
+)
+from healcore.runtime.run.compare.step_history import (
     STEPS_AFTER_SIGN,
-    STEPS_BEFORE_SIGN,
     WINDOWS,
     StepHistory,
-    Suspects,
 )
-from healcore.runtime.store import values
 from healcore.runtime.store.packed_values import PackedValues
-from healcore.runtime.store.ranks import broadcast
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-LASTING_STEPS = 2 * REGULAR_INTERVAL
-"""Steps after the trouble from which on a number that the program has not taken back is intended. A
-fault that ends by itself is shorter in all our benchmarks, at most 100 steps."""
-MAX_ANCHORS = 3
-"""Max number of anchors."""
 MEDIAN_OF = 3
 """Past batches of a comparison while there is evidence. The median of their rises is steadier than
 one of them, and bad batches in the sample do not rule it as they rule a mean."""
-MIN_AGE = 0.5
-"""Min age of a compared anchor, as a share of the run so far, up to one checkpoint interval."""
 RESTART_POWER = 0.5
 """A pending verdict starts again with `threshold ** RESTART_POWER` of evidence: 100 of 10,000."""
-ROUNDING = 1e-6
-"""Relative difference up to which two float32 losses are equal."""
-MAX_BATCH_BYTES = 16 << 20
-"""Max bytes of the batches in a checkpoint. Others are not saved."""
-_NUMBERS = ("the numbers of the optimizers",)
-_BATCHES = ("the batches of comparisons",)
-
-
-class _Comparison(NamedTuple):
-    """One comparison of the current weights with an anchor's weights."""
-
-    evaluations: int
-    evidence: float = math.nan  # the smaller rise, or NaN without evidence
-    rise: float = math.nan  # loss of the step's batch, current minus earlier weights
-    rise_remembered: float = math.nan  # the same difference for a past batch, or NaN
 
 
 class Comparisons:
@@ -103,7 +93,9 @@ class Comparisons:
         self.loss_function = LossFunction(run, loss_fn)
         self.run = run
         self._threshold = run.policy.rollback.evidence
-        self._history = StepHistory()
+        self._strong = self._threshold**RESTART_POWER
+        """Evidence that is enough where a run cannot wait for `_threshold`."""
+        self.history = StepHistory()
         self._credit = Credit(loss_fn_cost)
         self._wanted = False
         """Whether a step of the current dispatch gives a reason to compare."""
@@ -113,10 +105,6 @@ class Comparisons:
         """Losses of the steps of the current dispatch."""
         self._expected: Verdict | None = None
         """The verdict whose rollback is about to begin, or None."""
-        self._withholds = False
-        """Whether the next update is withheld, see `Held.withheld`."""
-        self._earlier_numbers: Mapping[str, NumberRange] = {}
-        """Ranges of the numbers in earlier processes, since something was last held."""
 
     @property
     def is_enabled(self) -> bool:
@@ -129,19 +117,12 @@ class Comparisons:
         return self.state.anchors
 
     @property
-    def held(self) -> Held:
-        """What is held in its healthy range."""
-        return self.state.ranges.held
-
-    @held.setter
-    def held(self, held: Held) -> None:
-        self.state.ranges.held = held
-
-    @property
     def steps_needed(self) -> frozenset[int]:
         """Steps of the checkpoints that a rollback may need: of anchors, and from before a hold."""
-        held = self.held.numbers.values()
-        return frozenset([*(each.step for each in self.anchors), *(each.before for each in held)])
+        steps = [anchor.step for anchor in self.anchors]
+        for number in self.run.holding.held.numbers.values():
+            steps.append(number.before)
+        return frozenset(steps)
 
     @property
     def suspects(self) -> bool:
@@ -155,7 +136,10 @@ class Comparisons:
     def add_anchor(self, step: int, restorable: Container[int]) -> None:
         """Adds the current weights as an anchor, unless they are suspect.
 
-        Drops anchors of steps that are not in `restorable`, the steps of the checkpoints.
+        Args:
+            step: steps done; its checkpoint is about to be saved, or was resumed.
+            restorable: steps of the checkpoints. An anchor of any other step is dropped, because no
+                rollback could restore its place in the run.
         """
         if self.is_enabled and self._dispatch_losses and not self.loss_function.is_checked:
             self.loss_function.function = None
@@ -163,23 +147,20 @@ class Comparisons:
             why = "no step had a batch for loss_fn: use healer.batches, or healer.loss(batch)"
             self.run.log.problem(step, f"{why} (in JAX healer.update(state, batch=batch))")
         if not self.is_enabled:
-            self._release_all(step)
+            self.run.holding.release_all(step)
             return
         if self.suspects or step < self.state.silent_until:
             return
-        if self._learn_ranges(step):
+        if self.run.holding.learn(step):
             return
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step in restorable]
-        if step not in restorable or self._anchor_of(step) is not None:
+        if step not in restorable or self.anchor_of(step) is not None:
             return
-        level = self._history.mean()
-        spread = 0.0 if level is None else self._history.spread()
+        level = self.history.mean()
+        spread = 0.0 if level is None else self.history.spread()
         new = Anchor(step, level=level, spread=spread, healthy=self.state.ranges.values)
         new.weights = self.run.driver.copy_weights()
-        older = self.anchors[:-1]
-        if len(self.anchors) == MAX_ANCHORS:
-            older = [min(older, key=lambda anchor: (anchor.level_or_inf, -anchor.step))]
-        self.state.anchors = [*older, *self.anchors[-1:], new]
+        self.state.anchors = with_new(self.anchors, new)
 
     def observe(
         self, step: TrainedStep, loss: float, *, alarm: bool, trained: bool
@@ -206,7 +187,7 @@ class Comparisons:
         self._credit.after_step()
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
-        signs = self._history.add(step, loss, alarm=alarm, healthy=not self.suspects)
+        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.suspects)
         if signs.high:
             _extend_bursts(state.bursts, index)
         if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
@@ -231,7 +212,7 @@ class Comparisons:
             wanted = index >= self.state.silent_until and (wanted or self.suspects)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
         if wanted and self._credit.is_regular(index) and not self.suspects:
-            self._history.accept_level()
+            self.history.accept_level()
         if wanted and best is not None and best.evidence <= 1:
             self.state.mean_quiet_until = index + self.state.pause
             self.state.pause = min(REGULAR_INTERVAL, 2 * self.state.pause)
@@ -244,7 +225,7 @@ class Comparisons:
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
         """Checks the `loss_fn` on the first step with batches, and `losses` of its dispatch."""
-        first = self._anchor_of(step.index)
+        first = self.anchor_of(step.index)
         single = losses[0] if len(losses) == 1 else math.nan
         self.loss_function.learn_first_step(step, single, first and first.weights)
         if not self.is_enabled:
@@ -252,28 +233,32 @@ class Comparisons:
 
     def pending_verdict(self, index: int) -> Verdict | None:
         """The verdict that waits for a recovery, at step `index`, or None if no verdict waits."""
-        verdict = self.state.verdict
-        return None if verdict is None else verdict._replace(index=index)
+        if self.state.verdict is None:
+            return None
+        return self.state.verdict._replace(index=index)
 
     def suspicion(self, index: int, *, at_end: bool = False) -> Verdict | None:
         """The pending verdict, or one about an anchor with `RESTART_POWER` of the threshold.
 
         For a run that cannot wait for more evidence: at the end of the data, or if no step is
         finite any more. A verdict costs the repeat of some steps, the wait would cost the result.
-        With `at_end` any evidence is enough, for a question that `decide_at_end` answers.
+
+        Args:
+            index: the newest step.
+            at_end: whether any evidence is enough, for a question that `decide_at_end` answers.
         """
         if not self.is_enabled:
             return None
         if self.state.verdict is not None:
             return self.pending_verdict(index)
-        if at_end:
-            suspected = [anchor for anchor in self.anchors if anchor.evidence > 1]
-        else:
-            strong = self._threshold**RESTART_POWER
-            suspected = [anchor for anchor in self.anchors if anchor.evidence >= strong]
-        if not suspected or self._has_learnt_since(suspected[-1]):
+        newest = None
+        for anchor in self.anchors:
+            is_strong = anchor.evidence >= self._strong
+            if is_strong or (at_end and anchor.evidence > 1):
+                newest = anchor
+        if newest is None or self._has_learnt_since(newest):
             return None
-        return self._verdict(index, suspected[-1], _Comparison(0))
+        return self._verdict(index, newest, Rises(0))
 
     def decide_at_end(self, index: int) -> Verdict | None:
         """Decides about a suspicion at the end of the run, after which no step can be compared.
@@ -281,25 +266,37 @@ class Comparisons:
         Any evidence is enough for the question, because the batches kept of usual steps answer it
         at once. They count one by one: a bad batch among them would rule their mean.
 
+        Args:
+            index: steps done.
+
         Returns:
             The verdict with `index`, if the anchor's loss is lower on most of the kept batches, and
             on all of them where `suspicion` alone has not enough evidence.
         """
         strong = self.suspicion(index)
-        verdict = strong or self.suspicion(index, at_end=True)
-        anchor = None if verdict is None else self._anchor_of(verdict.anchor)
-        if verdict is None or anchor is None:
+        verdict = strong
+        if verdict is None:
+            verdict = self.suspicion(index, at_end=True)
+        if verdict is None:
             return None
-        losses = self._losses_of(anchor.usual or anchor.sample, anchor)
+        anchor = self.anchor_of(verdict.anchor)
+        if anchor is None:
+            return None
+        losses = self.losses_of(anchor.usual or anchor.sample, anchor)
         if losses is None:
             return None
-        better = [_rise(now, then) > 0 for now, then in zip(*losses, strict=True)]
+        better = [rise_of(now, then) > 0 for now, then in zip(*losses, strict=True)]
+        is_better = bool(better) and all(better)
         if strong is not None:
-            return verdict if 2 * sum(better) > len(better) else None
-        return verdict if better and all(better) else None
+            is_better = 2 * sum(better) > len(better)
+        return verdict if is_better else None
 
     def on_rollback(self, target: int) -> None:
-        """Drops all evidence, and the anchors and samples from step `target` on."""
+        """Drops all evidence, and the anchors and samples from step `target` on.
+
+        The steps are repeated, so that their losses and samples would count twice. What was healthy
+        is taken from the newest anchor that is left.
+        """
         self.state.repeated, self._expected = self._expected, None
         self.state.anchors = [anchor for anchor in self.anchors if anchor.step <= target]
         for anchor in self.anchors:
@@ -308,17 +305,20 @@ class Comparisons:
         if self.anchors:
             ranges.values |= self.anchors[-1].healthy
         self._forget_trouble()
-        self._history.forget(ranges.values.norms)
-        self._history.norm_limits = self.held.norm_limits
-        self._withholds = self.held.withholds(target)
+        self.history.forget(ranges.values.norms)
+        self.run.holding.on_rollback(target)
 
     def pause_until(self, step: int) -> None:
-        """Drops anchors and losses, and compares and copies no weights before `step`."""
+        """Drops anchors and losses, and compares and copies no weights before `step`.
+
+        After a change that was accepted: earlier weights are better by the old measure, and would
+        lead to the same verdict again.
+        """
         self.state.silent_until = max(self.state.silent_until, step)
         self.state.repeated = self._expected = None
         self.anchors.clear()
         self._forget_trouble()
-        self._history.forget()
+        self.history.forget()
 
     def on_structure_change(self) -> None:
         """Drops all anchors and the evidence, because the program has changed its model.
@@ -342,105 +342,11 @@ class Comparisons:
         if repeated is None or index < repeated.found:
             return None
         self.state.repeated = None
-        if index > repeated.found or self._history.digest(repeated.anchor) != repeated.losses:
+        if index > repeated.found or self.history.digest(repeated.anchor) != repeated.losses:
             return None
-        if self._anchor_of(repeated.anchor) is None:
+        if self.anchor_of(repeated.anchor) is None:
             return None
         return repeated._replace(index=index, recurred=True)
-
-    # -- what is held ---------------------------------------------------------------------------
-
-    def _release_all(self, step: int) -> None:
-        """Releases what is held if a `loss_fn` that failed has ended the comparisons.
-
-        Nobody would release it later. Updates that are withheld end by themselves.
-        """
-        held = self.held
-        left = Held(withheld=held.withheld, until=held.until)
-        if held == left:
-            return
-        self._restore_start_rates(held.start_rates)
-        self.hold(left, step)
-        self.run.log.info(
-            f"step {step}: what was held is released, because no weights are compared any more"
-        )
-
-    def _restore_start_rates(self, before: Mapping[str, Any]) -> None:
-        """Ends a limit of the rate from the start of the run, if there is one."""
-        if before:
-            driver = self.run.driver
-            driver.load(None, with_lr_states(driver.engines(), before))
-
-    def _learn_ranges(self, step: int) -> bool:
-        """Learns the rates and numbers at a healthy checkpoint, and releases what is back.
-
-        Returns whether a number has turned out to be intended, see `take_intended`. Then neither
-        older nor present weights are a measure any more.
-        """
-        ranges = self.state.ranges
-        seen = broadcast(self.run.ranks, self._numbers())
-        self._history.learn_doubtful_norms(step)
-        # No step has been trained at the rates of the very first weights.
-        rates = self._rates() if step > self.run.record.first_step else {}
-        ranges.learn(self._history.healthy_rates(rates), seen, self._history.largest_norms())
-        held = ranges.held
-        released = ranges.release(step, seen)
-        self.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
-        ranges.follow_norms(step, self._history.typical_norms())
-        if before := ranges.release_start_rates(step):
-            self._restore_start_rates(before)
-            self.run.log.info(
-                f"step {step}: the learning rate is the program's own again; its limit was for the "
-                "first steps"
-            )
-        if ranges.held != held:
-            self.hold(ranges.held, step)
-        if released:
-            self.run.log.info(
-                f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
-                "range again, and is used"
-            )
-        return bool(self.state.intended)
-
-    def take_intended(self) -> dict[str, float]:
-        """Name -> value of each held number that has turned out to be intended. Once each."""
-        intended, self.state.intended = self.state.intended, {}
-        return intended
-
-    def hold(self, held: Held, step: int) -> None:
-        """Holds this from `step` on, which is the next step, and nothing else."""
-        self._withholds = held.withholds(step)
-        self.state.ranges.held = held
-        self._history.norm_limits = held.norm_limits
-        driver, engine = self.run.driver, self.run.policy.engine
-        limits, withhold = held.norm_limits, self._withholds
-        driver.load(None, limit_norms(engine, driver.engines(), limits, withhold=withhold))
-        driver.hold_numbers(held.number_ranges)
-        self._earlier_numbers = {}
-
-    def withholding_changes(self, step: int) -> bool:
-        """Whether `step` is the first step whose update is withheld, or the first after these."""
-        return self.state.ranges.held.withholds(step) != self._withholds
-
-    def before_step(self, step: int) -> None:
-        """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.
-
-        Call it after all earlier steps have been read, because it replaces the engines' states, and
-        also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
-        withheld to the end of the run.
-        """
-        self.hold(self.held, step)
-
-    def outside_ranges(self, verdict: Verdict) -> Held:
-        """What was outside of its healthy range at the trouble of a verdict."""
-        suspects = self._suspects(verdict)
-        found = self._healthy_at(verdict.anchor).outside(
-            broadcast(self.run.ranks, self._numbers()),
-            {} if suspects is None else suspects.largest_norms(),
-            intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
-            before=verdict.anchor,
-        )
-        return replace(found, until=verdict.index + 1)
 
     def about_older_weights(self, verdict: Verdict) -> Iterator[Verdict]:
         """The same verdict about each older anchor that is better too, the newest first.
@@ -448,53 +354,9 @@ class Comparisons:
         The newest better weights may already have a part of the trouble, such as a number that the
         program has set before their checkpoint and that shows its effect after it.
         """
-        strong = self._threshold**RESTART_POWER
         for anchor in reversed(self.anchors):
-            if anchor.step < verdict.anchor and anchor.evidence >= strong:
+            if anchor.step < verdict.anchor and anchor.evidence >= self._strong:
                 yield verdict._replace(anchor=anchor.step)
-
-    def unusual_batches(self, verdict: Verdict) -> list[int]:
-        """Steps since the onset whose batches the better weights find unusual.
-
-        A batch is unusual if its loss under the better weights exceeds the largest loss of the
-        usual batches of all anchors from before the onset by more than their range. Where a limit
-        of the gradient norm has not helped, the batches of the steps with an unusual norm are
-        unusual too: the cause may be the batch, and its norm only a symptom. Collective.
-        """
-        suspects, anchor = self._suspects(verdict), self._anchor_of(verdict.anchor)
-        if suspects is None or anchor is None:
-            return []
-        before = suspects.start - STEPS_BEFORE_SIGN
-        limited = self.held.norms
-        healthy = self._healthy_at(verdict.anchor)
-        unusual = {i for i in suspects.with_unusual_norm(limited, healthy) if i >= anchor.step}
-        ordinary_steps = {
-            step.index: step for each in self.anchors for step in each.usual if step.index < before
-        }
-        usual = [*ordinary_steps.values()]
-        steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
-        if not usual or not steps:
-            return sorted(unusual)
-        both = [*usual, *steps]
-        losses = self._losses_of(both, anchor, [math.nan] * len(both))
-        if losses is None:
-            return sorted(unusual)
-        _, under_better = losses
-        ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
-        limit = max(ordinary) + (max(ordinary) - min(ordinary))
-        unusual |= {step.index for step, loss in zip(steps, rest, strict=True) if not loss <= limit}
-        return sorted(unusual)
-
-    def _healthy_at(self, step: int) -> HealthyValues:
-        """What was known as healthy at the anchor of `step`, and later where it was unknown then.
-
-        What was learnt later may be a part of trouble that had not shown yet.
-        """
-        anchor, values = self._anchor_of(step), self.state.ranges.values
-        return values if anchor is None else values | anchor.healthy
-
-    def _suspects(self, verdict: Verdict) -> Suspects | None:
-        return self._history.suspects(verdict.onset, verdict.found)
 
     # -- checkpoints and restarts ---------------------------------------------------------------
 
@@ -505,34 +367,22 @@ class Comparisons:
             anchors=[anchor.to_save() for anchor in self.anchors],
             gives_loss=self.loss_function.gives_loss,
             credit=self._credit.left,
-            history=self._history.to_text(),
-            numbers=values.dumps({n: tuple(e) for n, e in self._numbers().items()}, _NUMBERS),
+            history=self.history.to_text(),
+            numbers=numbers_to_text(self.run.holding.numbers()),
         )
 
     def batches_to_save(self) -> PackedValues | None:
-        """The batches of the steps that a later comparison may evaluate, by step, or None.
+        """The batches of the steps that a later comparison may evaluate, by step.
 
-        Without batches of types that have no plain form, and without those for which no room is
-        left: a checkpoint must not grow much beyond the state.
+        Returns:
+            The batches, see `pack_batches` for what is left out. None without comparisons.
         """
         if not self.is_enabled:
             return None
-        sampled = [step for each in self.anchors for step in (*each.sample, *each.usual)]
-        packed = PackedValues(MAX_BATCH_BYTES)
-        for step in (*sampled, *self._history.steps_with_batches()):
-            if step.batches and step.index not in packed:
-                parts = [(batch.content, batch.weight) for batch in step.batches]
-                packed.add(step.index, parts, _BATCHES)
-        return packed
-
-    def _numbers(self) -> dict[str, NumberRange]:
-        """`Driver.numbers`, with their ranges in earlier processes since something was held."""
-        seen = dict(self.run.driver.numbers())
-        for name, earlier in self._earlier_numbers.items():
-            now = seen.get(name, earlier)
-            low, high = min(now.low, earlier.low), max(now.high, earlier.high)
-            seen[name] = NumberRange(low, high, now.last)
-        return seen
+        steps: list[TrainedStep] = []
+        for anchor in self.anchors:
+            steps += [*anchor.sample, *anchor.usual]
+        return pack_batches([*steps, *self.history.steps_with_batches()])
 
     def continue_from(
         self,
@@ -551,35 +401,41 @@ class Comparisons:
             step: step of the checkpoint.
             batches: the values that `batches_to_save` has packed for this checkpoint, or None.
         """
-        verdict = saved.verdict if saved.verdict and saved.verdict.anchor in weights else None
+        verdict = saved.verdict
+        if verdict is not None and verdict.anchor not in weights:
+            verdict = None
         anchors = [anchor for anchor in saved.anchors if anchor.step in weights]
         self.state = replace(saved, anchors=anchors, verdict=verdict)
-        self._history.forget(self.state.ranges.values.norms)
-        self._history.norm_limits = self.held.norm_limits
-        observed = {
-            index: tuple(ObservedBatch(*part) for part in parts)
-            for index, parts in (batches or {}).items()
-            if self.is_enabled
-        }
+        self.history.forget(self.state.ranges.values.norms)
+        holding = self.run.holding
+        self.history.norm_limits = holding.held.norm_limits
+        observed: dict[int, tuple[ObservedBatch, ...]] = {}
+        if self.is_enabled and batches is not None:
+            observed = unpack_batches(batches)
         steps = {index: TrainedStep(index, each) for index, each in observed.items()}
         if saved.history:
-            steps |= self._history.restore(saved.history, observed)
+            steps |= self.history.restore(saved.history, observed)
+        steps = {index: each for index, each in steps.items() if each.batches}
         for anchor in anchors:
             anchor.weights = weights[anchor.step]
-            anchor.restore_samples({i: each for i, each in steps.items() if each.batches})
+            anchor.restore_samples(steps)
         self.loss_function.gives_loss |= saved.gives_loss
         if saved.credit is not None:
             self._credit.left = saved.credit
         if self.is_enabled:  # without a `loss_fn` nothing is held, nor released
-            self.hold(self.held, step)
+            holding.hold(holding.held, step)
         if saved.numbers and self.run.driver.state_is_in_place:
-            found = values.loads(saved.numbers, _NUMBERS)
-            self._earlier_numbers = {name: NumberRange(*each) for name, each in found.items()}
+            holding.continue_numbers(numbers_from_text(saved.numbers))
 
-    def _anchor_of(self, step: int) -> Anchor | None:
-        return next((anchor for anchor in self.anchors if anchor.step == step), None)
+    def anchor_of(self, step: int) -> Anchor | None:
+        """The anchor of a step, or None if its weights are not kept."""
+        for anchor in self.anchors:
+            if anchor.step == step:
+                return anchor
+        return None
 
     def _forget_trouble(self) -> None:
+        """Forgets a suspicion and its verdict. The credit is refilled for the next one."""
         self.state.verdict = None
         self.state.intended = {}
         self.state.rates.clear()
@@ -587,38 +443,24 @@ class Comparisons:
         self._credit.refill()
         self._dispatch_losses.clear()
 
-    def _rates(self) -> dict[str, float]:
-        """The learning rates of the last step that are known and finite."""
-        rates = self.run.monitor.rates_in_force().items()
-        return {name: rate for name, rate in rates if rate is not None and math.isfinite(rate)}
-
     def _best_on_average(self, index: int) -> Anchor | None:
-        """The anchor with the lowest mean loss, if the mean loss is more than its spread above it.
+        """`anchors.best_on_average`; None for some steps after such a comparison without evidence.
 
-        None for some steps after such a comparison without evidence, see `FIRST_PAUSE`.
+        See `FIRST_PAUSE`.
         """
-        if index < self.state.mean_quiet_until or (mean := self._history.mean()) is None:
+        if index < self.state.mean_quiet_until:
             return None
-        best = min(self.anchors, key=lambda anchor: anchor.level_or_inf, default=None)
-        if best is None or index - best.step < SAMPLE_SIZE:
+        mean = self.history.mean()
+        if mean is None:
             return None
-        return best if mean > best.level_or_inf + best.spread else None
+        return best_on_average(self.anchors, mean, index)
 
     def _eligible_anchors(self, index: int, best: Anchor | None = None) -> list[Anchor]:
-        """Anchors to compare with: the newest old enough one, `best`, and old ones with evidence.
-
-        Weights of a few steps ago differ too little, and are as damaged as the current weights.
-        After `SAMPLE_SIZE` steps an anchor's sample is full. A pending verdict has its own anchor.
-        """
-        if self.state.verdict is not None:
-            return [anchor for anchor in self.anchors if anchor.step == self.state.verdict.anchor]
-        age = max(SAMPLE_SIZE, min(self.run.schedule.every, int(MIN_AGE * index)))
-        old = [anchor for anchor in self.anchors if index + 1 - anchor.step >= age]
-        return [
-            anchor
-            for anchor in self.anchors
-            if anchor is best or (anchor in old and (anchor is old[-1] or anchor.evidence > 1))
-        ]
+        """`anchors.to_compare`. A pending verdict has its own anchor, the only one to compare."""
+        verdict = self.state.verdict
+        if verdict is not None:
+            return [anchor for anchor in self.anchors if anchor.step == verdict.anchor]
+        return to_compare(self.anchors, index, every=self.run.schedule.every, best=best)
 
     def _compare(self, step: TrainedStep, loss: float, best: Anchor | None) -> Verdict | None:
         """Compares with each eligible anchor. Returns a verdict if the run has to roll back now."""
@@ -627,57 +469,60 @@ class Comparisons:
         evaluations = 0
         verdict = None
         loss_fn = self.loss_function
-        known = [loss] if loss_fn.gives_loss and not (loss_fn.draws or math.isnan(loss)) else None
+        known: list[float] | None = None  # losses of the step that need no evaluation
+        if loss_fn.gives_loss and not loss_fn.draws and not math.isnan(loss):
+            known = [loss]
         for anchor in self._eligible_anchors(step.index, best):
             compared = self._compare_with(anchor, step, known)
             if compared is None:
                 return None
             evaluations += compared.evaluations
             if not math.isnan(compared.evidence):
-                verdict = self._weigh(step.index, anchor, compared) or verdict
+                found = self._weigh(step.index, anchor, compared)
+                if found is not None:
+                    verdict = found
         if verdict is not None and step.index < verdict.due and not self._has_waited(verdict):
             self._postpone(verdict)
             verdict = None
-        if not self.suspects:
+        if self.suspects:
+            rates = self.run.holding.known_rates()
+            if rates:
+                self.state.rates.append(rates)
+        else:
             self.state.rates.clear()
-        elif rates := self._rates():
-            self.state.rates.append(rates)
         self._credit.charge(evaluations)
         return verdict
 
     def _compare_with(
         self, anchor: Anchor, step: TrainedStep, known: list[float] | None
-    ) -> _Comparison | None:
+    ) -> Rises | None:
         """Compares with one anchor, on the step and on a past step; returns None without losses."""
-        losses = self._losses_of([step], anchor, known)
+        losses = self.losses_of([step], anchor, known)
         if losses is None:
             return None
         [now], [then] = losses
-        rise = _rise(now, then)
-        evaluations = 1 + (known is None)
+        rise = rise_of(now, then)
+        evaluations = 1 if known is not None else 2
         if not 0 < rise < math.inf:
-            return _Comparison(evaluations, rise, now - then)
+            return Rises(evaluations, rise, now - then)
         past = anchor.draw(MEDIAN_OF if anchor.evidence > 1 else 1)
         if not past:  # no batch was trained on since the anchor
-            return _Comparison(evaluations)
-        losses = self._losses_of(past, anchor)
+            return Rises(evaluations)
+        losses = self.losses_of(past, anchor)
         if losses is None:
             return None
-        pairs = sorted(zip(*losses, strict=True), key=lambda pair: _rise(*pair))
-        now_past, then_past = pairs[len(pairs) // 2]  # the median of one or three
-        rise_past = _rise(now_past, then_past)
-        if math.isclose(then, then_past, rel_tol=ROUNDING, abs_tol=0.0):
-            rise_past = math.nan  # on equal batches an oscillation of the loss looks like damage
-        lower = rise if rise < rise_past else rise_past  # NaN if `rise_past` is NaN
-        return _Comparison(evaluations + 2 * len(past), lower, now - then, now_past - then_past)
+        pairs = [*zip(*losses, strict=True)]
+        return joined(evaluations + 2 * len(past), (now, then), pairs)
 
-    def _weigh(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict | None:
+    def _weigh(self, index: int, anchor: Anchor, compared: Rises) -> Verdict | None:
         """Updates an anchor's evidence. Returns a verdict if the evidence is sufficient."""
         anchor.learn(index, compared.evidence, is_retest=self.state.verdict is not None)
         if anchor.evidence >= self._threshold and self._has_learnt_since(anchor):
             anchor.evidence, anchor.onset = 1.0, None
         if anchor.evidence >= self._threshold:
-            return self._verdict(index, self._newest_better(anchor), compared)
+            better = newest_better(self.anchors, anchor, self._strong)
+            better.onset = anchor.onset
+            return self._verdict(index, better, compared)
         if self.state.verdict is not None and anchor.evidence <= 1:
             onset = self.state.verdict.onset
             self.run.log.assessment(index, onset, "recovered")
@@ -692,23 +537,10 @@ class Comparisons:
         A run that has learnt has not lost all of it. Where the comparison says so, it is no
         measure: in self-distillation, for example, the loss of the first weights is low.
         """
-        first, mean = self.state.first_losses, self._history.mean()
+        first, mean = self.state.first_losses, self.history.mean()
         if anchor.step > self.run.record.first_step or mean is None or not first:
             return False
         return mean < sum(first) / len(first)
-
-    def _newest_better(self, anchor: Anchor) -> Anchor:
-        """The newest anchor up to the onset with `RESTART_POWER` of the threshold, or `anchor`.
-
-        A rollback to it repeats fewer steps.
-        """
-        onset = anchor.step if anchor.onset is None else anchor.onset
-        strong = self._threshold**RESTART_POWER
-        better = [e for e in self.anchors if anchor.step < e.step <= onset and e.evidence >= strong]
-        if not better:
-            return anchor
-        better[-1].onset = anchor.onset
-        return better[-1]
 
     def _has_waited(self, verdict: Verdict) -> bool:
         """Whether the run was rolled back for this trouble: it has had its time to recover."""
@@ -720,7 +552,7 @@ class Comparisons:
         for other in self.anchors:
             other.evidence, other.onset = 1.0, None
             if other.step == verdict.anchor:
-                other.onset, other.evidence = verdict.onset, self._threshold**RESTART_POWER
+                other.onset, other.evidence = verdict.onset, self._strong
         self.run.log.assessment(verdict.index, verdict.onset, "worse")
         self.run.log.warning(
             f"step {verdict.index}: the weights of step {verdict.anchor} are better on the same "
@@ -728,8 +560,12 @@ class Comparisons:
             f"at step {verdict.due}, or at the end of the data"
         )
 
-    def _verdict(self, index: int, anchor: Anchor, compared: _Comparison) -> Verdict:
-        rises = [each if math.isfinite(each) else None for each in compared[2:]]
+    def _verdict(self, index: int, anchor: Anchor, compared: Rises) -> Verdict:
+        """The verdict about an anchor, or the pending verdict with its newest evidence.
+
+        The onset is the first step of a burst of signs that lasts until shortly before the first
+        evidence: the comparison that finds trouble is later than its begin.
+        """
         verdict = self.state.verdict
         if verdict is None:
             onset = index if anchor.onset is None else anchor.onset
@@ -738,33 +574,37 @@ class Comparisons:
                     onset = min(onset, first)
             verdict = Verdict(
                 index=index,
-                found=self._history.newest,  # at the end of the data, `index` has no step
+                found=self.history.newest,  # at the end of the data, `index` has no step
                 anchor=anchor.step,
                 onset=max(onset, anchor.step),
                 evidence=1.0,
                 rise=None,
                 rise_remembered=None,
-                healthy_rates=self._highest_rates(anchor),
+                healthy_rates=self.run.holding.highest_rates(anchor.step),
                 rates=tuple(self.state.rates),
-                losses=self._history.digest(anchor.step),
+                losses=self.history.digest(anchor.step),
             )
         return verdict._replace(
-            index=index, evidence=anchor.evidence, rise=rises[0], rise_remembered=rises[1]
+            index=index,
+            evidence=anchor.evidence,
+            rise=_finite_or_none(compared.rise),
+            rise_remembered=_finite_or_none(compared.rise_remembered),
         )
 
-    def _highest_rates(self, anchor: Anchor) -> dict[str, float]:
-        """Engine name -> highest healthy learning rate up to the anchor, as far as it is known.
-
-        A rate has no room above its range, also if the program raises it steadily: then the rise
-        itself is a suspect.
-        """
-        known = self._healthy_at(anchor.step).rates
-        return {name: rates.high for name, rates in known.items()}
-
-    def _losses_of(
+    def losses_of(
         self, steps: Sequence[TrainedStep], anchor: Anchor, known: list[float] | None = None
     ) -> tuple[list[float], list[float]] | None:
-        """`LossFunction.losses` of the current weights and an anchor's weights, or None."""
+        """`LossFunction.losses` of the current weights and an anchor's weights. Collective.
+
+        Args:
+            steps: the steps whose batches are evaluated.
+            anchor: the earlier weights. It is dropped if the parameters have changed since.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights; or None if the weights
+            cannot be compared.
+        """
         losses = self.loss_function.losses(steps, anchor.weights, known)
         if not self.is_enabled:
             self.anchors.clear()
@@ -784,11 +624,6 @@ def _extend_bursts(bursts: list[tuple[int, int]], index: int) -> None:
         del bursts[:-WINDOWS]
 
 
-def _rise(now: float, then: float) -> float:
-    """The current loss minus the loss of the earlier weights; NaN and Inf count as highest.
-
-    NaN if neither loss is finite: a bad batch is no evidence.
-    """
-    if math.isfinite(then):
-        return now - then if math.isfinite(now) else math.inf
-    return -math.inf if math.isfinite(now) else math.nan
+def _finite_or_none(rise: float) -> float | None:
+    """A rise for an event, which has no NaN and no Inf."""
+    return rise if math.isfinite(rise) else None

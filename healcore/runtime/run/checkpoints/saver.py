@@ -1,47 +1,50 @@
-"""`Saver`: saves the checkpoints of a run. `Deleter`: deletes them, in the queue of the saves.
+"""`Saver`: saves the checkpoints of a run.
 
-So the contents of a store depend on the steps, and not on the speed of a disk.
+`save` is for a step that is complete: regular, first, last or ordered by the policy. `write` puts
+the live state into the store without any further thought. `save_last` and `save_emergency` are for
+the end of a run, where a step may have begun: they save the state before its batches were read.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from healcore.runtime.run.checkpoints.deleter import Deleter
+from healcore.runtime.run.checkpoints.storage_need import (
+    StorageNeed,
+    checkpoints_on_disk,
+    copies_in_memory,
+)
 from healcore.runtime.run.host_state import HOST_ITEM
-from healcore.runtime.run.storage_need import StorageNeed, checkpoints_on_disk, copies_in_memory
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
-    CheckpointNotFound,
     Keep,
     SaveFailed,
     StoreError,
     UnsavableState,
     disallowed,
-    superfluous,
 )
-from healcore.runtime.store.ranks import run_on_first
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
 
-MAX_CANDIDATES = 8
-"""Max checkpoints on probation in a store, unless `keep` is set."""
-
 
 class Saver:
-    """Saves the checkpoints of one run. `comparisons` are saved too, and protect checkpoints."""
+    """Saves the checkpoints of one run.
 
-    def __init__(
-        self,
-        run: Run,
-        keep: Keep | None,
-    ) -> None:
+    Each checkpoint has the user's state, the random states and positions of the loaders, and the
+    record of the run. What comparisons of weights know is a part of the record.
+
+    Args:
+        run: the parts of the run.
+        keep: the checkpoints to keep on disk, or None for the default.
+    """
+
+    def __init__(self, run: Run, keep: Keep | None) -> None:
         self.run = run
         if run.store.arrays_by_rank:
             run.data.host.pack_batches = run.comparisons.batches_to_save
@@ -54,18 +57,24 @@ class Saver:
         self._saved_once = False
 
     def items(self) -> dict[str, Any]:
-        """The live state to save, except healcore's record."""
+        """Name -> item of the live state to save, except healcore's record."""
         return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
 
     def storage_need(self) -> StorageNeed:
         """The bytes that the checkpoints of this run need. Every rank calls it.
+
+        Returns:
+            The need, for the first line of the run: a full disk in the night costs more than a
+            look at this number.
 
         Raises:
             StoreError: the state cannot be saved.
         """
         whole, local = self.run.store.format.sizes(self.items())
         missing = self.run.driver.missing_moments()
-        more_whole, more_local = missing or (0, 0)
+        more_whole, more_local = 0, 0
+        if missing is not None:
+            more_whole, more_local = missing
         keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
         return StorageNeed(
             whole + more_whole,
@@ -78,7 +87,8 @@ class Saver:
         )
 
     def record_of(self, step: int) -> dict[str, Any]:
-        """Healcore's record after `step` steps."""
+        """Healcore's record after `step` steps, as JSON-safe values."""
+        comparisons = self.run.comparisons
         return replace(
             self.run.record,
             step=step,
@@ -86,7 +96,7 @@ class Saver:
             engines=self.run.driver.engines(),
             skipped=self.run.loaders.skipped_by_loader(),
             forward=self.run.loaders.forward_positions(),
-            comparisons=self.run.comparisons.to_save() if self.run.comparisons.is_enabled else None,
+            comparisons=comparisons.to_save() if comparisons.is_enabled else None,
         ).to_dict()
 
     def replace_record(self, step: int) -> None:
@@ -94,7 +104,10 @@ class Saver:
         self.run.store.replace_record(step, self.record_of(step))
 
     def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step. Checkpoints of later steps are abandoned."""
+        """Begins an attempt at a step, at a start and after a rollback.
+
+        Checkpoints of later steps are abandoned: their steps are trained again.
+        """
         self._deleter.begin_attempt(step)
         self.run.known.begin_attempt(step)
         self.run.schedule.last_saved = step
@@ -110,7 +123,12 @@ class Saver:
             self.run.driver.keep_weight_sample()
 
     def save(self, why: str) -> None:
-        """Saves a checkpoint of this step, for the reason `why`."""
+        """Saves a checkpoint of this step.
+
+        Args:
+            why: the reason, for the event: "first", "regular", "ordered", "last", "emergency".
+                With the first two the weights are also compared from here on.
+        """
         with self.run.schedule.saving(regular=why == "regular"):
             step = self.run.data.step
             if why in ("first", "regular") and self.run.store.trainer_save is None:
@@ -130,7 +148,14 @@ class Saver:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
-        Raises UnsavableState if the first save found a value that cannot be saved.
+
+        Args:
+            step: steps done, or the target of a rollback.
+            why: the reason, for the event.
+
+        Raises:
+            UnsavableState: the first save found a value that cannot be saved. At a later save this
+                is only reported: the run must not end because of it.
         """
         if self.run.store.trainer_save is not None:
             if why == "ordered":
@@ -177,13 +202,14 @@ class Saver:
                 self.run.log.problem(self.run.data.step, str(error))
 
     def _save_failed(self, step: int, error: Exception) -> None:
+        """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
         if not (isinstance(error, SaveFailed) and error.elsewhere):
             if step not in self.run.store.ring.copies:
                 self.run.known.remove({step})
             self.unsaved[step] = str(error)
         self._failures += 1
         self.run.log.event("save_failed", step=step, problem=str(error))
-        if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, ... failure
+        if self._failures & (self._failures - 1) == 0:  # a power of two
             self.run.log.warning(f"checkpoint {step} was not saved: {error}")
 
     def nonfinite_in_state(self) -> list[str]:
@@ -201,8 +227,12 @@ class Saver:
     def save_last(self, *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last checkpoint is older.
 
-        `completed` says whether the loop has ended by itself. Then no later step needs the
-        accumulated gradients, which a checkpoint does not hold.
+        Args:
+            completed: whether the loop has ended by itself. Then no later step needs the
+                accumulated gradients, which a checkpoint does not hold.
+
+        Raises:
+            StoreError: the changes by batches of an unfinished step cannot be undone.
         """
         step = self.run.data.step
         if step == self.run.schedule.last_saved:
@@ -210,21 +240,33 @@ class Saver:
             if step not in self.unsaved:
                 return
         if not self.run.schedule.may_save:
-            lost = "the gradients since the last optimizer step are not saved"
-            lost = (
-                lost if completed else f"a restart resumes from step {self.run.schedule.last_saved}"
-            )
+            lost = f"a restart resumes from step {self.run.schedule.last_saved}"
+            if completed:
+                lost = "the gradients since the last optimizer step are not saved"
             self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
             if not completed:
                 return
-        with nullcontext() if completed else self._before_batches():
+        if completed:
+            self.save("last")
+            return
+        with self._before_batches():
             self.save("last")
 
     def save_emergency(self, replaced: str) -> str:
-        """Saves before an exception ends the run. Returns the reason if it could not, or "".
+        """Saves before an exception ends the run.
 
-        A restart resumes from this checkpoint, which has passed no probation. `replaced` is the
-        reason if the program has replaced the weights, or an empty string.
+        A restart resumes from this checkpoint, which has passed no probation. So it is saved only
+        if nothing looks wrong.
+
+        Args:
+            replaced: the reason not to save if the program has replaced the weights, or an empty
+                string.
+
+        Returns:
+            The reason why nothing was saved, or an empty string.
+
+        Raises:
+            StoreError: the changes by batches of an unfinished step cannot be undone.
         """
         if self.run.ledger.open or self.run.schedule.recent_alarm:
             return "the last steps had an alarm"
@@ -232,19 +274,20 @@ class Saver:
             return "the weights are not finite"
         if self.run.data.within_batch:
             return "the updates on this batch have not ended"
-        if self.run.data.step != self.run.schedule.last_saved:
-            if replaced:
-                return replaced
-            with self._before_batches():
-                self.save("emergency")
+        if self.run.data.step == self.run.schedule.last_saved:
+            return ""
+        if replaced:
+            return replaced
+        with self._before_batches():
+            self.save("emergency")
         return ""
 
     @contextmanager
     def _before_batches(self) -> Iterator[None]:
         """A context in which a save has the state, positions and random states of the last step.
 
-        A restart reads the batches since then again. Raises StoreError if the
-        changes by these batches cannot be undone.
+        A restart reads the batches since then again. Raises StoreError if the changes by these
+        batches cannot be undone.
         """
         loaders = self.run.loaders
         pending = any(loader.first_pending is not None for loader in loaders)
@@ -252,7 +295,8 @@ class Saver:
         if not self.resumes_exactly or (in_body and not pending):
             yield
             return
-        if why_not := self.run.driver.undo_window():
+        why_not = self.run.driver.undo_window()
+        if why_not:
             raise StoreError(why_not)
         position = loaders.position_after_step()
         if position is None:
@@ -263,81 +307,3 @@ class Saver:
             line = "batches that were read for the next step come again after a restart"
             self.run.log.event("data", step=self.run.data.step, outcome=line)
             self.run.log.info(f"step {self.run.data.step}: {line}")
-
-
-def default_keep(probation: int, every: int) -> Keep:
-    """The checkpoints to keep on disk by default: among others the candidates of one probation."""
-    saves_per_probation = math.ceil(probation / every)
-    return Keep(candidates=min(saves_per_probation + 1, MAX_CANDIDATES), older=True)
-
-
-class Deleter:
-    """Deletes superfluous checkpoints each time that another checkpoint becomes known-good."""
-
-    def __init__(self, run: Run, keep: Keep | None) -> None:
-        """`keep` is None for the default."""
-        self.run = run
-        self.keep = keep or default_keep(run.policy.rollback.probation, run.schedule.every)
-        """The checkpoints to keep on disk."""
-        self._known_good_up_to = -1  # of the record, at the last deletion
-        self._results: deque[set[int] | Exception] = deque()
-        """Results of the background: steps of deleted checkpoints, or the problem."""
-
-    def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step, after which no checkpoint is known-good."""
-        self.read()
-        self._known_good_up_to = min(self._known_good_up_to, step)
-
-    def queue(self, step: int) -> None:
-        """Queues the deletions that are due, if the save of `step` succeeds.
-
-        A second rollback in the region of the last one must not use a checkpoint that became
-        known-good later, so the target of the last one and the next older known-good one stay. The
-        decision uses the attempts as saved, so that a restart knows the same known-good ones. The
-        newest of them is verified first. If it is damaged, nothing is deleted.
-        """
-        store, record = self.run.store, self.run.record
-        if record.known_good_up_to <= self._known_good_up_to:
-            return
-        self._known_good_up_to = record.known_good_up_to
-        attempts, region = record.attempt_history, self.run.policy.rollback.region
-        past = record.ledger.same_trouble(record.ledger.next_step, region)
-        target = past[-1].target if past else -1
-        stay = store.ring.protected | self.run.known.newer_than_start
-
-        def choose() -> tuple[list[int], set[int], int | None]:
-            saves = attempts.with_status(store.checkpoints())
-            saves = [saved for saved in saves if saved.path or not store.durable]
-            if (step, len(attempts.starts)) not in {(s.step, s.attempt) for s in saves}:
-                return [], set(), None
-            good = [saved.step for saved in saves if saved.status == "good"]
-            older = [at for at in good if at < target][-1:]
-            surplus = superfluous(saves, self.keep, stay={*stay, target, *older})
-            abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
-            return surplus, {*surplus} - abandoned, max(good, default=None)
-
-        def delete() -> None:
-            try:
-                surplus, deleted, newest = run_on_first(store.ranks, choose)
-                if surplus and newest is not None:
-                    store.verify(newest)
-                for old in surplus:
-                    with suppress(CheckpointNotFound):
-                        store.delete(old)
-                self._results.append(deleted)
-            except Exception as error:
-                self._results.append(error)
-
-        store.submit(step, delete)
-
-    def read(self) -> None:
-        """Reads the results of the background. Does not wait."""
-        while self._results:
-            result = self._results.popleft()
-            if isinstance(result, set):
-                self.run.known.remove(result)
-            elif isinstance(result, CheckpointDamaged):
-                self.run.known.lose(result)
-            else:
-                step = self.run.ledger.next_step
-                self.run.log.event("problem", step=step, problem=str(result))

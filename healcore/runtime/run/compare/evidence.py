@@ -42,9 +42,13 @@ class ObservedBatch(NamedTuple):
 
 
 class TrainedStep(NamedTuple):
-    """One step of the run, or one dispatch of a compiled loop, and its batches."""
+    """One step of the run, or one dispatch of a compiled loop, and its batches.
+
+    Comparisons evaluate the batches again, with the current and with earlier weights.
+    """
 
     index: int
+    """Number of the step, from 0; of the last step of a dispatch."""
     batches: tuple[ObservedBatch, ...]
     """All batches of an accumulation."""
     norms: Mapping[str, float] = {}
@@ -113,7 +117,12 @@ class Anchor:
         return math.inf if self.level is None else self.level
 
     def add(self, step: TrainedStep, *, is_usual: bool = True) -> None:
-        """Adds a later step that the model has trained on."""
+        """Adds a later step that the model has trained on.
+
+        Args:
+            step: the step. Whether it is kept in the sample follows from its number only.
+            is_usual: whether nothing was unusual at the step.
+        """
         self.trained += 1
         _add_to_sample(self.sample, step, self.trained, self.step)
         if is_usual:
@@ -121,16 +130,23 @@ class Anchor:
             _add_to_sample(self.usual, step, self.usual_seen, self.step)
 
     def draw(self, number: int) -> list[TrainedStep]:
-        """Draws that many past steps, or one if there are fewer; [] without any.
+        """Draws past steps on which the current weights are compared.
 
         They are usual steps, where there are enough: on a bad batch that the model has trained on,
         the current weights are better however damaged they are.
+
+        Args:
+            number: how many.
+
+        Returns:
+            That many steps, or one if there are fewer; empty if no step was trained since the
+            anchor. The draws of a restart are those of a run that was not killed.
         """
         steps = self.usual if len(self.usual) >= number else self.sample
         if not steps:
             return []
         if number > len(steps):
-            number = 1
+            number = 1  # a median needs an odd number
         self.drawn += 1
         return random.Random(_mixed(self.step, self.drawn)).sample(steps, number)
 
@@ -302,10 +318,12 @@ class Credit:
 
     The price of an evaluation is a number of steps that the user may state. It is not measured:
     the same program makes the same comparisons on any machine, under any load.
+
+    Args:
+        cost: price of one evaluation of one batch, in training steps.
     """
 
     def __init__(self, cost: float) -> None:
-        """`cost` is the price of one evaluation of one batch, in training steps."""
         self._per_step = MAX_SHARE / cost
         self._most = CREDIT_STEPS * self._per_step
         self._interval = REGULAR_INTERVAL * max(1, round(cost * STEP_COST))
@@ -324,5 +342,10 @@ class Credit:
         return index % self._interval == self._interval - 1
 
     def charge(self, evaluations: int) -> None:
-        """Subtracts evaluations. The debt is bounded."""
+        """Subtracts evaluations. The debt is bounded.
+
+        Args:
+            evaluations: number of evaluations of a batch. A suspicion may make debts, because it
+                has to be decided; the healthy run then compares less until they are paid.
+        """
         self.left = max(-MAX_DEBT, self.left - evaluations)

@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from healcore.console import counted, first_of
 from healcore.core.decision import Cause
@@ -19,8 +20,7 @@ from healcore.events.models import Ending
 from healcore.events.schema import batch_names
 from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
 from healcore.runtime.faults.nan_checks import nan_variables
-from healcore.runtime.run.run import Run
-from healcore.runtime.run.termination import (
+from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
     IncompleteRun,
@@ -33,6 +33,9 @@ from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, advice, last_line, lasting_text
 
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
     "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
@@ -41,9 +44,15 @@ _RECOMMENDED_LOOPS = {
 
 
 def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
-    """Ending of a run, by the error that left its block and by the signal that it received."""
-    # torch's loader raises when the signal has killed its workers too.
-    killed = signal_number == signal.SIGTERM and "DataLoader worker" in str(error)
+    """Ending of a run.
+
+    Args:
+        error: the exception that left the block, or None if the loop has ended by itself.
+        signal_number: number of the signal that the run has received, or None.
+
+    Returns:
+        The ending, for the events and the postmortem.
+    """
     endings = {
         type(None): Ending.COMPLETED,
         AlreadyCompleted: Ending.COMPLETED,
@@ -51,13 +60,33 @@ def ending_of(error: BaseException | None, signal_number: int | None = None) -> 
         Terminated: Ending.SIGNAL,
         KeyboardInterrupt: Ending.INTERRUPTED,
         EndRequested: Ending.REQUESTED,
-        BaseException: Ending.SIGNAL if killed else Ending.EXCEPTION,
     }
-    return next(ending for kind, ending in endings.items() if isinstance(error, kind))
+    for kind, ending in endings.items():
+        if isinstance(error, kind):
+            return ending
+    # torch's loader raises when the signal has killed its workers too.
+    if signal_number == signal.SIGTERM and "DataLoader worker" in str(error):
+        return Ending.SIGNAL
+    return Ending.EXCEPTION
 
 
 class Shutdown:
     """The end of one run.
+
+    `close` calls the other methods, in this order:
+
+        last steps     read and counted, or their orders carried out     if all ranks end here
+        fault          saved before it if the policy says so, and logged
+        last state     saved                                             if no step has begun
+        record         marked as completed                               if the loop has ended
+        reports        events, postmortem, last line
+        parts          guard, signals, store, driver, claims, log
+
+    Nothing raises on the way: what fails is a line of the log, and the rest is done all the same.
+
+    Args:
+        run: the parts of the run.
+        error: the exception that left the block, or None.
 
     Attributes:
         error: the exception that left the block, or its replacement.
@@ -69,7 +98,8 @@ class Shutdown:
     """
 
     def __init__(self, run: Run, error: BaseException | None) -> None:
-        self.run, self.error = run, error
+        self.run = run
+        self.error = error
         self.ending = ending_of(error, self.run.end_requests.signals.signal_number)
         self.completed = self.ending == Ending.COMPLETED
         self.raised = error.__cause__ if isinstance(error, RunStopped) else error
@@ -79,11 +109,16 @@ class Shutdown:
         self.problems: list[str] = []
         self.replaced: list[str] = []
         """Names of weights that the program has replaced since the last step: not to be saved."""
-        self.memory_text = ""  # sentence about an out-of-memory error
+        self.memory_text = ""
+        """Sentence about what holds the memory after an out-of-memory error, or empty."""
 
     def close(self) -> BaseException | None:
-        """Ends the run. Returns an exception for the block to raise instead of its own, or None."""
-        saver, given = self.run.saver, self.error
+        """Ends the run.
+
+        Returns:
+            An exception for the block to raise instead of its own, or None.
+        """
+        given = self.error
         self.run.guard.pause()
         self.run.driver.on_end()
         together = self.all_ranks_end()
@@ -99,30 +134,45 @@ class Shutdown:
             self.read_last_steps()
         if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
             self.collect("the last step could not be counted", self.run.loop.count_last_step)
+        self.save_state(together=together)
+        self.report()
+        self.close_parts()
+        if self.error is given:
+            return None
+        return self.error
+
+    def save_state(self, *, together: bool) -> None:
+        """Saves what can be saved, and completes the record of a run that has ended by itself.
+
+        Args:
+            together: whether all ranks end after this step, so that they can save together.
+        """
+        data, loop, saver = self.run.data, self.run.loop, self.run.saver
         uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        between_steps = self.run.data.between_steps and not (
-            self.run.loop.after_update or uncounted
-        )
+        between_steps = data.between_steps and not (loop.after_update or uncounted)
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self.save_and_log_fault, self.fault, self.raised)
             self.collect("the fault could not be dealt with", action)
         # Not after an exception within a step, which leaves the state partly changed.
         may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
-        if may_save and self.replaced and self.run.data.step != self.run.schedule.last_saved:
+        if may_save and self.replaced and data.step != self.run.schedule.last_saved:
             may_save = False
             if self.fault is None:  # otherwise `save_and_log_fault` has said so
-                self.run.loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
+                loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
         left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
-        if left_in_body and self.run.saver.resumes_exactly and not self.run.loop.after_update:
+        if left_in_body and saver.resumes_exactly and not loop.after_update:
             # As at an exception: the batches that were read come again.
             self.collect("the last state could not be saved", self.save_before_batches)
         self.save_last_state(together=together, may_save=may_save)
         if together:
             self.collect("checkpoints on probation", saver.poll)
             self.collect("the last saves", self.run.known.read_nonfinite)
-        if self.ending == Ending.COMPLETED and not self.run.loop.is_complete:
+        if self.ending == Ending.COMPLETED and not loop.is_complete:
             self.run.record.completed = True
-            self.collect("the record of the end", partial(saver.replace_record, self.run.data.step))
+            self.collect("the record of the end", partial(saver.replace_record, data.step))
+
+    def report(self) -> None:
+        """Writes the problems of the end, the postmortem and the last events and lines."""
         self.collect("the values at the exception could not be read", self.explain_nan)
         for problem in self.problems:
             self.run.loop.warn(problem)
@@ -131,8 +181,6 @@ class Shutdown:
             why = self.error.why
             self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
         self.write()
-        self.close_parts()
-        return self.error if self.error is not given else None
 
     def discard(self) -> None:
         """Ends a run that has taken no step, and deletes its first snapshot.
@@ -149,13 +197,24 @@ class Shutdown:
     def close_parts(self) -> None:
         """Closes the parts of the run. It is too late to report their errors."""
         signals = self.run.end_requests.signals
-        parts = [self.run.guard.close, signals.stop, self.run.store.join, self.run.driver.close]
-        parts += [claim.release for claim in self.run.claims]
-        for close_part in (*parts, self.run.log.close):
-            self.collect("", close_part)
+        self.collect("", self.run.guard.close)
+        self.collect("", signals.stop)
+        self.collect("", self.run.store.join)
+        self.collect("", self.run.driver.close)
+        for claim in self.run.claims:
+            self.collect("", claim.release)
+        self.collect("", self.run.log.close)
 
     def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
-        """Calls an action. Returns its exception, which is a problem named `what`."""
+        """Calls an action of the end, whose failure must not hide the error that ended the run.
+
+        Args:
+            what: the problem's name, for the log; it does not matter once the log is closed.
+            action: the action.
+
+        Returns:
+            The exception of the action, or None.
+        """
         try:
             action()
         except Exception as problem:
@@ -185,22 +244,22 @@ class Shutdown:
         """
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
-
-            def act() -> None:
-                if self.run.loop.count_last_step():
-                    # An order may compare the weights, which are not those of the training now.
-                    _ = (
-                        self.run.loop.report_last_steps()
-                        if self.replaced
-                        else self.run.loop.read_and_act(all=True)
-                    )
-
             try:
-                self.collect(failed, act)
+                self.collect(failed, self._act_on_last_steps)
             except RunStopped as stop:
                 self.error, self.ending = stop, Ending.STOPPED
         if self.completed:
             self.collect(failed, self.run.loop.report_last_steps)
+
+    def _act_on_last_steps(self) -> None:
+        """Carries out the orders of the last steps, or only reports the steps."""
+        loop = self.run.loop
+        if not loop.count_last_step():
+            return
+        if self.replaced:  # an order may compare the weights, which are not those of the training
+            loop.report_last_steps()
+        else:
+            loop.read_and_act(all=True)
 
     def explain_nan(self) -> None:
         """Says what to do about a program that raises at NaN itself, before the policy can skip."""
@@ -216,12 +275,15 @@ class Shutdown:
             return
         batches = data.pending_ids or data.last_ids
         places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
-        step = data.step if data.pending_ids else max(0, data.step - 1)
-        where = ", ".join(filter(None, [f"step {step}", first_of(places)]))
+        where = f"step {data.step if data.pending_ids else max(0, data.step - 1)}"
+        if places:
+            where += f", {first_of(places)}"
         again = ""
-        if (events := self.run.log.events.path) is not None:
-            again = postmortem.same_end_before(events, data.step, type(error).__name__)
-            again = again and f"An earlier start has ended at this step in the same way ({again}). "
+        events = self.run.log.events.path
+        if events is not None:
+            earlier = postmortem.same_end_before(events, data.step, type(error).__name__)
+            if earlier:
+                again = f"An earlier start has ended at this step in the same way ({earlier}). "
         self.run.loop.warn(
             f"{first_of(names)} had NaN at {where}, and the program itself raised "
             f"{type(error).__name__}. {again}If that is a check for NaN, remove this check: "
@@ -230,7 +292,11 @@ class Shutdown:
         )
 
     def find_replaced_weights(self) -> None:
-        """Finds whether the program has replaced weights, so that they must not be saved."""
+        """Finds whether the program has replaced weights, so that they must not be saved.
+
+        An evaluation of averaged weights puts them in the place of the trained ones. A restart from
+        such a checkpoint would train on from the averages, and nothing would show it.
+        """
         if not self.run.driver.is_interrupted():
             self.replaced = self.run.driver.replaced_weights()
 
@@ -246,7 +312,12 @@ class Shutdown:
         )
 
     def save_last_state(self, *, together: bool, may_save: bool) -> None:
-        """Saves the last state, and sets the ending of a loop that has ended by itself."""
+        """Saves the last state, and sets the ending of a loop that has ended by itself.
+
+        Args:
+            together: whether all ranks end after this step.
+            may_save: whether the state is complete, so that a restart may resume from it.
+        """
         completed = self.completed
         saved = True
         if together and may_save:
@@ -265,11 +336,17 @@ class Shutdown:
 
     def save_before_batches(self) -> None:
         """Saves the state before the batches that were read for the next step."""
-        if why_not := self.run.saver.save_emergency(self.replaced_text()):
+        why_not = self.run.saver.save_emergency(self.replaced_text())
+        if why_not:
             self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
 
     def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
-        """Saves if a rule of the policy says so, and logs the exception that ends the run."""
+        """Saves if a rule of the policy says so, and logs the exception that ends the run.
+
+        Args:
+            fault: the classified exception.
+            raised: the exception.
+        """
         why_not = ""
         answer = None
         # The ranks that have not raised do not take part in a save; memory ends with the process.
@@ -288,7 +365,8 @@ class Shutdown:
                 why_not = str(problem)
             except Exception as problem:  # a step in JAX that failed may have donated the state
                 why_not = f"{type(problem).__name__}: {problem}"
-            answer = None if why_not else "save"
+            if not why_not:
+                answer = "save"
         problem = f"the loop raised {error_text(raised):.600}"
         if Cause.OOM in fault.cause:
             self.memory_text = f". {self.run.out_of_memory.profile()}"
@@ -306,8 +384,13 @@ class Shutdown:
             self.run.data.step in self.run.saver.unsaved or not saved
         )
         answers: list[bool] = []
-        ask = lambda: answers.extend(self.run.ranks.gather(lost))  # noqa: E731
-        return self.collect("another rank has left", ask) is not None or any(answers)
+
+        def ask() -> None:
+            answers.extend(self.run.ranks.gather(lost))
+
+        if self.collect("another rank has left", ask) is not None:
+            return True
+        return any(answers)
 
     def unsaved_state_text(self) -> str:
         """The message about a last state that no checkpoint holds."""
@@ -316,8 +399,10 @@ class Shutdown:
         target = "resumes from the newest checkpoint"
         with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
             newest = max(self.run.store.steps_on_disk(), default=None)
-            known = f"resumes from the checkpoint of step {newest}"
-            target = "starts from the beginning" if newest is None else known
+            if newest is None:
+                target = "starts from the beginning"
+            else:
+                target = f"resumes from the checkpoint of step {newest}"
         why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
         return (
             f"healcore: the loop has ended at step {step}, and its last state is not saved "
@@ -325,7 +410,7 @@ class Shutdown:
         )
 
     def write(self) -> None:
-        """Writes the postmortem and the last event.
+        """Writes the postmortem, the last event and the last line.
 
         The postmortem comes first: a start writes a missing postmortem only without the event
         `end`.
@@ -373,31 +458,31 @@ class Shutdown:
     def log_last_line(self, end: RunEnd) -> None:
         """Logs how the run has ended."""
         ending = self.ending
-        saves = [saved for saved in self.run.recovery.listed() if saved.status != "abandoned"]
-        newest = max((saved.step for saved in saves if saved.path), default=None)
-        if (
-            ending == Ending.COMPLETED
-            and self.run.data.had_completed
-            and self.run.data.resumed_here
-        ):
+        newest = None  # the newest checkpoint on disk
+        for saved in self.run.recovery.listed():
+            if saved.path and saved.status != "abandoned":
+                newest = saved.step if newest is None else max(newest, saved.step)
+        data = self.run.data
+        if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
             self.run.log.warning(
                 f"completed earlier, at step {end.step}: nothing was trained, and the state is the "
                 "saved state; an empty directory begins a new run"
             )
+        elif ending in (Ending.EXCEPTION, Ending.STOPPED):
+            self.run.log.error(last_line(end, newest))
         else:
-            log = (
-                self.run.log.error
-                if ending in (Ending.EXCEPTION, Ending.STOPPED)
-                else self.run.log.info
-            )
-            log(last_line(end, newest))
+            self.run.log.info(last_line(end, newest))
         if end.lasting:
             hints = " ".join(advice(end.lasting))
             self.run.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
 
 
 def _incomplete_run_error(run: Run) -> BaseException | None:
-    """The exception for a loop that has ended by itself with an incomplete run, or None."""
+    """The exception for a loop that has ended by itself with an incomplete run, or None.
+
+    A program that ends with status 0 is taken for trained. So a loop that has trained nothing, or
+    weights that are not finite, end with status 1 and say what to write instead.
+    """
     if run.loop.is_complete:
         return None
     data = run.data
@@ -419,10 +504,12 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
             f"start begins at step {data.step}"
         )
     try:
-        run.recovery.stop_if_never_finite(at_end=True)
+        run.nonfinite.stop_if_never_finite(at_end=True)
         judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
-        judges = judges and not run.recovery.weights_are_finite()
-        if judges and (found := run.saver.nonfinite_in_state()):
+        found: list[str] = []
+        if judges and not run.nonfinite.weights_are_finite():
+            found = run.saver.nonfinite_in_state()
+        if found:
             run.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
         if not run.policy.observes and 2 * (untrained + skipped) > total:
             run.recovery.stop(
