@@ -61,8 +61,9 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NONFINITE_LOSS: Failure(
         "nan_loss",
         Severity.ERROR,
-        "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
-        "batch (a mean over nothing), a label outside its range, float16 overflow.",
+        "The loss itself was NaN or Inf: NaN or Inf in the batch (inputs or labels), a log or a "
+        "division of 0, an empty or fully masked batch (a mean over nothing), a label outside its "
+        "range, float16 overflow.",
         (_PALM, _TABLE),
     ),
     Cause.NONFINITE_GRAD: Failure(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
-from healcore.events.schema import flag_names, sentence
+from healcore.events.schema import flag_names, lr_text, sentence
 from healcore.runtime.data.loader_registry import EPOCH_LOST
 from healcore.runtime.run.better_weights import INTENDED
 from healcore.runtime.run.dead_run import (
@@ -290,7 +290,7 @@ class Recovery:
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
             again = f" ({times} times so far)" if times > 1 else ""
-            line = f"{flag_names(names(cause))}: {why}, therefore no rollback{again}"
+            line = f"no rollback for {flag_names(names(cause))}, because {why}{again}"
             self.run.log.info(f"step {order.index}: {line}")
 
     def _with_depth_and_limit(self, order: Order) -> Order:
@@ -354,12 +354,12 @@ class Recovery:
         if harmless and self.weights_are_finite():
             self.run.log.problem(
                 step,
-                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
+                f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
             )
             return None
-        why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
+        why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
         observed = policy.observes
         self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=observed
@@ -479,6 +479,9 @@ class Recovery:
         data = f"continues forward: {why_not}" if why_not else "rewound"
         self.run.log.event("data", step=done.target, outcome=data, rewound=not why_not)
         of_data = "" if done.lost else f", data {data}"
+        if done.lr is None and self.run.policy.may_limit_lr and not lr_text(rollback):
+            of_data += "; the learning rate is unknown and stays as it is: pass "
+            of_data += "learning_rate=rate to tx.update, so that a rollback can lower it"
         since = "" if done.intended else f", since step {done.since}"
         self.run.log.warning(
             f"step {done.index}: {reason_of(done)}{since}; {sentence(rollback)}{of_data}"
@@ -549,7 +552,7 @@ def reason_of(order: Order) -> str:
 
 def nonfinite_save(order: Order) -> str:
     """Arrays with NaN or Inf in a save, as a clause."""
-    return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
+    return f"a save has found NaN or Inf in {first_of(order.arrays)}"
 
 
 def no_finite_step(order: Order) -> str:

@@ -31,7 +31,14 @@ from healcore.runtime.run.termination import (
 )
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, advice, last_line, lasting_text
+from healcore.runtime.story.diagnosis import (
+    AFTER_A_KILL,
+    RunEnd,
+    advice,
+    last_line,
+    lasting_text,
+    likely_cause_text,
+)
 
 _RECOMMENDED_LOOPS = {
     "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
@@ -423,11 +430,13 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
         judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
         judges = judges and not run.recovery.weights_are_finite()
         if judges and (found := run.saver.nonfinite_in_state()):
-            run.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
+            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
         if not run.policy.observes and 2 * (untrained + skipped) > total:
+            undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
             run.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
+                f"{total} steps, {untrained} were skipped{undone}"
+                f"{likely_cause_text(run.monitor.nonfinite_record)}"
             )
     except RunStopped as stop:
         return stop

@@ -301,8 +301,9 @@ def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, An
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
         run.loop.own_count_error = (
-            f"checkpoint {run.data.step} replaces the snapshot that the program has loaded: a "
-            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
+            "the optimizer that the program has passed was trained already, and checkpoint "
+            f"{run.data.step} replaces its state and the weights. A loop that counts its own steps "
+            "would lose or repeat steps: write healer.steps or healer.epochs"
         )
         run.loop.warn(run.loop.own_count_error)
 
@@ -365,7 +366,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         record.nonfinite_ok = saver.nonfinite_in_state()
         run.store.nonfinite_ok += tuple(record.nonfinite_ok)
         if record.nonfinite_ok:
-            shown = ", ".join(record.nonfinite_ok[:5])
+            shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
     run.end_requests.signals.start()

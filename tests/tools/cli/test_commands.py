@@ -96,7 +96,7 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert (done.exit_code, first) == (0, f"run {log.run}")
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
-    assert "back to the checkpoint of step 300" in done.stdout
+    assert "to the checkpoint of step 300" in done.stdout
     other = healcore_cli("events", "show", __file__)
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
 
