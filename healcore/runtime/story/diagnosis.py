@@ -301,7 +301,8 @@ def faults_found(run: Run) -> list[FaultFound]:
     for incident in run.incidents:
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
-        text = f"{where}: {_what(incident)}. {'. '.join(remedies) or 'Training continued'}."
+        remedy = ". ".join(remedies) or "Training continued"
+        text = f"{where}: {incident_cause_text(incident)}. {remedy}."
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
     for first, last, causes in _alarms_outside(run):
         remedy = "No remedy: an alarm alone changes nothing."
@@ -344,10 +345,19 @@ _FOUND_BY = {
 """`EventRecord.by` of a rollback without an alarm -> what was wrong."""
 
 
-def _what(incident: Incident) -> str:
-    """What was wrong in an incident: its causes, or what a rollback without an alarm was for."""
+def incident_cause_text(incident: Incident) -> str:
+    """Describes what was wrong in an incident.
+
+    Args:
+        incident: the incident, or a rollback without an alarm.
+
+    Returns:
+        Its causes, such as "nonfinite loss". Without an alarm, why the run was rolled back.
+    """
     if incident.cause:
         return flag_names(incident.cause)
+    if incident.number:
+        return "unknown cause"
     by = ""
     for event in incident.responses:
         by = by or event.by or ""
