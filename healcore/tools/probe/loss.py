@@ -21,7 +21,14 @@ from healcore.tools.probe.checks import (
     score,
     worst,
 )
-from healcore.tools.probe.loss_curve import Event, Shape, block_medians, find_events, measure_shape
+from healcore.tools.probe.loss_curve import (
+    Event,
+    Shape,
+    block_medians,
+    find_events,
+    measure_shape,
+    values_to_learn,
+)
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512
@@ -150,7 +157,14 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
     notes = first_lines(trace.problems, 100)
     repeated = np.count_nonzero(trace.replaced)
     if repeated:
-        notes.append(f"{repeated} rows were repeated after a resume or a rollback; the last counts")
+        rows_text = counted(repeated, "row was", "rows were")
+        notes.append(f"{rows_text} repeated after a resume or a rollback; the last counts")
+    if len(finite) >= inputs.min_steps:
+        learnt = values_to_learn(len(finite), inputs.rolling_window)
+        notes.append(
+            f"an instability event within the first {learnt} values is not found, because the "
+            "detector learns the noise of the curve there; look at them yourself"
+        )
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
