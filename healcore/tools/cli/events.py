@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 OK, DAMAGED = 0, 1
@@ -21,7 +22,7 @@ OK, DAMAGED = 0, 1
 MAX_PRINTED = 20  # problems of runs, of which the page lists more
 POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
-app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
+app = typer.Typer(cls=SubcommandGroup, no_args_is_help=True, help="Show the events of a run.")
 
 
 @app.command()
