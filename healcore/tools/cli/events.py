@@ -36,10 +36,14 @@ def show(
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
     from healcore.events import read
     from healcore.history import RunState, runs_of
+    from healcore.tools.report.run_report import find_events_file
 
     path = Path(file)
     if path.is_dir():
-        path /= "healcore.events.jsonl"
+        folder = path
+        path /= "healcore.events.jsonl"  # the name in a store, which a new run creates
+        if not follow and not path.exists():
+            path = find_events_file(folder)
     if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     events: list[dict[str, Any]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from typing import Any
+from typing import Any, NoReturn
 
 from typer.core import TyperGroup
 
@@ -33,11 +33,15 @@ class SubcommandGroup(TyperGroup):
         """
         given = args[0]
         is_mistyped = bool(difflib.get_close_matches(given, self.commands))
-        if given in self.commands or given.startswith("-") or is_mistyped:
-            return super().resolve_command(ctx, args)
+        if given not in self.commands and not given.startswith("-") and not is_mistyped:
+            self._suggest(str(ctx.info_name), args)
+        return super().resolve_command(ctx, args)
+
+    def _suggest(self, group: str, args: list[str]) -> NoReturn:
+        """Prints the commands of the group with these arguments, and exits."""
         lines: list[str] = []
         for name, command in self.commands.items():
             if any(param.param_type_name == "argument" for param in command.params):
-                words = shlex.join(["healcore", str(ctx.info_name), name, *args])
+                words = shlex.join(["healcore", group, name, *args])
                 lines.append(f"  {words}\n      {command.get_short_help_str(90)}")
-        fail("\n".join([f"name a command before {given!r}:", *lines]))
+        fail("\n".join([f"name a command before {args[0]!r}:", *lines]))
