@@ -155,7 +155,7 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
     notes = first_lines(trace.problems, 100)
-    repeated = np.count_nonzero(trace.replaced)
+    repeated = int(np.count_nonzero(trace.replaced))
     if repeated:
         rows_text = counted(repeated, "row was", "rows were")
         notes.append(f"{rows_text} repeated after a resume or a rollback; the last counts")

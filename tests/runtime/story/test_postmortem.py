@@ -91,7 +91,7 @@ def test_every_cause_has_its_advice(cause):
             assert word in hint
     began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
     text = explain(end_of("stopped", 7, began))
-    assert f"Seen: {flag_names([cause.name])} from step 3 on." in text
+    assert f"Seen: {flag_names([str(cause.name)])} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others

@@ -97,7 +97,7 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
     assert "to the checkpoint of step 300" in done.stdout
-    Path(tmp_path / "healcore.events.jsonl").rename(tmp_path / "run.events.jsonl")
+    (tmp_path / "healcore.events.jsonl").rename(tmp_path / "run.events.jsonl")
     assert healcore_cli("events", "show", str(tmp_path)).stdout == done.stdout
     (tmp_path / "empty").mkdir()
     without = healcore_cli("events", "show", str(tmp_path / "empty"))
