@@ -297,13 +297,22 @@ def _hook(event: EventRecord) -> str:
     return f"the hook {event.hook or ''} changed {replaced} to {replacement}"
 
 
+_ANSWERS = {
+    "shrink_microbatch": "the batch is split into smaller parts",
+    "skip_batch": "the batch is skipped",
+    "retry": "the call is repeated",
+    "save": "the state is saved",
+}
+"""`EventRecord.answer` -> clause."""
+
+
 def _fault(event: EventRecord) -> str:
     text = f"fault: {flag_names(event.cause or ()) or 'unknown'}"
     if event.severity:
         text += f" ({event.severity})"
     text += f": {event.problem}"
     if event.answer:
-        text += f"; {event.answer.replace('_', ' ')}"
+        text += f"; {_ANSWERS.get(event.answer, event.answer.replace('_', ' '))}"
     return text
 
 

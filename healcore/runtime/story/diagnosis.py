@@ -301,12 +301,15 @@ def faults_found(run: Run) -> list[FaultFound]:
     for incident in run.incidents:
         where = _steps_text(incident.onset_step, incident.end)
         remedies = _remedies(incident)
+        undone_by = _undone_by(run, incident.onset_step)
+        if incident.undone and undone_by and not incident.rolled_back:
+            remedies.append(undone_by)
         remedy = ". ".join(remedies) or "Training continued"
         text = f"{where}: {incident_cause_text(incident)}. {remedy}."
         faults.append(FaultFound(incident.onset_step, bool(remedies), text))
     for first, last, causes in _alarms_outside(run):
-        remedy = "No remedy: an alarm alone changes nothing."
-        text = f"{_steps_text(first, last)}: {flag_names(causes)}. {remedy}"
+        remedy = _undone_by(run, first) or "No remedy: an alarm alone changes nothing"
+        text = f"{_steps_text(first, last)}: {flag_names(causes)}. {remedy}."
         faults.append(FaultFound(first, False, text))
     for event in run.newest["fault"]:
         if event.answer in (None, "save"):  # the exception ended the run, as the headline says
@@ -315,6 +318,14 @@ def faults_found(run: Run) -> list[FaultFound]:
         text = f"{_steps_text(step, step)}: {sentence(event).removeprefix('fault: ')}."
         faults.append(FaultFound(step, True, text))
     return sorted(faults, key=lambda fault: fault.first)
+
+
+def _undone_by(run: Run, step: float) -> str:
+    """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
+    for event in run.rollbacks:
+        if event.step is not None and (event.checkpoint or 0) <= step < event.step:
+            return f"Undone by the rollback from step {event.step}"
+    return ""
 
 
 def _alarms_outside(run: Run) -> list[tuple[float, float, tuple[str, ...]]]:

@@ -142,6 +142,7 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
     end = end_of(
         "completed", 300,
         ("alarm", 60, {"cause": ["LOSS_SPIKE"]}),
+        ("alarm", 114, {"cause": ["LOSS_SPIKE"]}),
         ("rollback", 134, {**back, "cause": ["NONFINITE_GRAD"], "steps_repeated": 24}),
         ("fault", 180, {"cause": ["DATA"], "problem": "truncated", "answer": "skip_batch"}),
         ("incident", 240, {"incident": 1, "onset": 240, "cause": ["NONFINITE_LOSS"]}),
@@ -154,8 +155,9 @@ def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost(
         "step 60: loss spike. No remedy: an alarm alone changes nothing.",
         "steps 113 to 134: nonfinite grad. Rolled back from step 134 to the checkpoint of step "
         "110, learning rate at most 0.00571 (it was 0.0884), 24 steps are repeated.",
-        "step 180: data: truncated; skip batch.",
-        "step 240: nonfinite loss. Skipped 1 step.",
+        "step 114: loss spike. Undone by the rollback from step 134.",
+        "step 180: data: truncated; the batch is skipped.",
+        "step 240: nonfinite loss. Skipped 1 step. Undone by the rollback from step 256.",
         "steps 250 to 256: worse weights, found by comparison. Rolled back from step 256 to the "
         "checkpoint of step 240, 1 batch skipped, 10 steps are repeated, 6 steps are not repeated, "
         "because the loader has no position.",
