@@ -104,7 +104,7 @@ def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recove
         if number in (30, 45):
             loop.model[0].weight.data.fill_(np.nan)
 
-    spent = pytest.raises(RunStopped, match="1 rollbacks have been made within")
+    spent = pytest.raises(RunStopped, match="1 rollback has been made within")
     with nullcontext() if recoveries > 1 else spent:
         train(loop, policy, range(80), before=before, store=tmp_path, save_every=25)
         assert [each["step"] for each in events(tmp_path, "rollback")] == [41, 44]

@@ -255,7 +255,8 @@ class Recovery:
             order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
             return self.roll_back(order)
         if not needs_evidence or not self.weights_are_finite():
-            self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
+            rollbacks = counted(count, "rollback has", "rollbacks have")
+            self.stop(f"{rollbacks} been made within {counted(reach, 'step')} of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _needs_evidence(self, order: Order) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from healcore.console import first_of
+from healcore.console import counted, first_of
 from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
@@ -392,10 +392,10 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     lost = {at: why for at, why in sorted(lost.items()) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
+        steps = counted(max(lost) - step, "step is", "steps are")
         run.loop.warn(
-            f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
-            f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
-            f"cannot be used: {which}"
+            f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
+            f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
 
 

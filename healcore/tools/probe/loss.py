@@ -350,7 +350,7 @@ def _events(
     if events:
         message = (
             f"{counted(count, 'event')} far above the level before, the first at {unit} "
-            f"{events[0].step:.15g} for {events[0].values} values"
+            f"{events[0].step:.15g} for {counted(events[0].values, 'value')}"
         )
     message += f" ({counted(jumps, 'single high value')}"
     verdict = PASS
