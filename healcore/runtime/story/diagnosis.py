@@ -384,7 +384,8 @@ def _remedies(incident: Incident) -> list[str]:
             steps += " or more"
         phrases.append(f"skipped {steps}")
     for event in incident.responses:
-        phrases.append(sentence(event))
+        if event.kind != "stop":  # the headline has its reason
+            phrases.append(sentence(event))
     if incident.mode is Mode.OBSERVE:
         phrases = [f"only observed: {phrase}" for phrase in phrases]
     return [phrase[:1].upper() + phrase[1:] for phrase in phrases]

@@ -300,6 +300,8 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             legend.setdefault(label, handle)
     left, columns = _LEFT - 0.1, 6
+    if width < 9:  # a page of the documentation
+        columns = 4
     if width < 6:  # a phone
         left, columns = 0, 2
     y = 0.12 + 0.2 * np.ceil(len(legend) / columns)
