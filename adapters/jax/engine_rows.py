@@ -12,6 +12,7 @@ Windows and numbers per tensor are arrays of their own, `HealState.heal_windows`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,13 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, engine: Engine, groups: int | None) -> Layout:
         """The layout for `groups` tensors of a per-tensor policy, or None."""
+        if engine.fingerprint is None:  # its numbers may be traced, and must not be kept
+            return cls._make_of(engine, groups)
+        return _known_layout(engine, groups)
+
+    @classmethod
+    def _make_of(cls, engine: Engine, groups: int | None) -> Layout:
+        """See `of`."""
         leaves, structure = jax.tree.flatten(engine.init(groups=groups or 0))
         places: EngineState = structure.unflatten(range(len(leaves)))
         record = record_numbers(places)
@@ -125,6 +133,12 @@ class Layout(NamedTuple):
         """The arrays of an EngineState that are not in its row."""
         leaves = jax.tree.leaves(state)
         return tuple(leaves[i] for i in self.windows)
+
+
+@lru_cache(maxsize=16)
+def _known_layout(engine: Engine, groups: int | None) -> Layout:
+    """See `Layout.of`. A run reads the same engine at each save."""
+    return Layout._make_of(engine, groups)
 
 
 def current_row(rows: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -367,14 +368,28 @@ def _matching(kind: Any) -> Callable[[Any], bool]:
 
 def node_at(root: Any, path: tuple[Any, ...]) -> Any:
     """The node at a path. Raises AttributeError, LookupError or TypeError if it does not exist."""
-    for key in path:
-        if isinstance(key, FlattenedIndexKey):  # a class registered without keys
-            root = default_registry.flatten_one_level(root)[0][key.key]
-        elif hasattr(key, "name"):
-            root = getattr(root, key.name)
-        else:
-            root = root[key.key if hasattr(key, "key") else key.idx]
-    return root
+    return node_getter(path)(root)
+
+
+def node_getter(path: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """`node_at` of one path, for a node of each step: finds out the kinds of the keys once."""
+    getters = [_getter_of(key) for key in path]
+
+    def get(root: Any) -> Any:
+        for getter in getters:
+            root = getter(root)
+        return root
+
+    return get
+
+
+def _getter_of(key: Any) -> Callable[[Any], Any]:
+    """A function that takes one key of a path from a node."""
+    if isinstance(key, FlattenedIndexKey):  # a class registered without keys
+        return lambda node: default_registry.flatten_one_level(node)[0][key.key]
+    if hasattr(key, "name"):
+        return attrgetter(key.name)
+    return itemgetter(key.key if hasattr(key, "key") else key.idx)
 
 
 def is_optax_state(node: Any) -> bool:

@@ -304,10 +304,9 @@ class HostEngine(_StatefulEngine):
         Returns:
             The decision in scalars of NumPy.
         """
-        externally_skipped = None
-        if signals.externally_skipped is not None and signals.externally_skipped > 0:
-            externally_skipped = np.True_
-        signals = signals._replace(externally_skipped=externally_skipped)
+        if signals.externally_skipped is not None:
+            externally_skipped = np.True_ if signals.externally_skipped > 0 else None
+            signals = signals._replace(externally_skipped=externally_skipped)
         # A recorded step holds for these types only: an absent signal leaves no operation in it.
         key = (self.stepping, self.groups, *map(type, signals))
         with np.errstate(all="ignore"):  # the core discards invalid values afterwards

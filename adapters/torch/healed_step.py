@@ -400,6 +400,8 @@ class HealedStep:
 
     def _read_records(self, lag: int = RECORD_LAG) -> None:
         """Reads the records that have arrived, for the log and for the reset of the moments."""
+        if not self._records and self.on_judged is not None:
+            return  # a Healer reads the records
         if not self.live_engine.is_late:
             lag = 0
         due: list[PendingRecord] = []

@@ -441,6 +441,7 @@ class LossMean:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_on_cpu = device.type == "cpu"
         self.clear()
 
     def add(self, loss: Tensor | float, weight: float = 1.0) -> None:
@@ -450,7 +451,10 @@ class LossMean:
             loss: what `one_number` has returned for the loss.
             weight: its weight in the mean, above 0.
         """
-        if isinstance(loss, Tensor) and not loss.is_cpu:
+        is_usual = weight == 1.0 and self._is_on_cpu
+        if is_usual and type(loss) is Tensor and loss.is_cpu and loss.dtype is torch.float32:
+            value = loss.clone()  # as in most small models; saves half of the time
+        elif isinstance(loss, Tensor) and not loss.is_cpu:
             value = gradients.moved(loss, self._device, torch.float32) * weight
         else:
             # As a number, because copying pageable memory to an accelerator is a sync. As a double,

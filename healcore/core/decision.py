@@ -184,6 +184,12 @@ class StepRecord(NamedTuple):
             found = found._replace(grad_norm=np.nan)
         return found
 
+    def compared(
+        self, loss_ratio: float | None, eval_loss: float | None, eval_gap: float | None
+    ) -> StepRecord:
+        """The record with its last three fields. Each step has them, and `_replace` is slower."""
+        return StepRecord(*self[:-3], loss_ratio, eval_loss, eval_gap)
+
     def unjudged(self) -> StepRecord:
         """The record of a step that was not judged: without cause and orders."""
         return self._replace(
@@ -193,16 +199,23 @@ class StepRecord(NamedTuple):
 
 RECORD_FIELDS = StepRecord._fields[:16]
 """The numbers of a record, in packing order."""
-_RECORD_KINDS = (int, int, int, bool, Action, Cause, int, bool)
-"""Types of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine."""
-RECORD_INTS = len(_RECORD_KINDS)
-"""Number of these; the rest are float32."""
+RECORD_INTS = RECORD_FIELDS.index("grad_scale")
+"""Number of the first numbers of `RECORD_FIELDS`, which are int32 or bool in an engine. The rest
+are float32."""
+_NO_ACTION, _NO_CAUSE = Action(0), Cause(0)
+"""Of most steps. To make a flag of a number takes as long as five numbers of a record."""
 
 
 def host_record(values: Sequence[Any], engine: str = "") -> StepRecord:
     """Makes a record of Python values from scalars in the order of `RECORD_FIELDS`."""
-    ints = [kind(int(value)) for kind, value in zip(_RECORD_KINDS, values, strict=False)]
-    return StepRecord(*ints, *map(float, values[RECORD_INTS:]), engine=engine)
+    step, onset, incident, is_open, action, cause, depth, skip = map(int, values[:RECORD_INTS])
+    return StepRecord(
+        *(step, onset, incident, bool(is_open)),
+        Action(action) if action else _NO_ACTION,
+        Cause(cause) if cause else _NO_CAUSE,
+        *(depth, bool(skip), *map(float, values[RECORD_INTS:])),
+        engine=engine,
+    )
 
 
 def unpack_record(packed: np.ndarray, engine: str = "") -> StepRecord:

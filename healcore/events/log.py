@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
 from healcore import console, regular_file
 from healcore.core.decision import Cause, StepRecord, names
@@ -39,6 +39,10 @@ JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, J
 """A value that `json` can encode."""
 ParseLine = Callable[[bytes], Event | str]
 """Parses a line into its object, or into the reason why the line has none."""
+
+
+_LINE_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+"""Encodes the lines of all steps. `json.dumps` with these options would make one for each line."""
 
 
 # -- lines ----------------------------------------------------------------------------------------
@@ -97,6 +101,12 @@ def to_json(value: object) -> JsonValue:
     return _shortened(repr(value))
 
 
+def _number(value: SupportsFloat) -> float | str:
+    """`to_json` of a number of each step, which is known to be a number."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
 def _shortened(text: str) -> str:
     """The text, or its first 10,000 characters and its length."""
     if len(text) <= _MAX_CHARACTERS:
@@ -104,12 +114,15 @@ def _shortened(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS]} ... ({len(text)} characters)"
 
 
-def _encode_value(value: object) -> str:
+def _encoded(value: object) -> tuple[JsonValue, str]:
+    """The JSON value of a field, and its text. A value that cannot be encoded says so instead."""
     try:
-        return json.dumps(to_json(value), allow_nan=False, separators=(",", ":"))
+        json_value = to_json(value)
+        return json_value, json.dumps(json_value, allow_nan=False, separators=(",", ":"))
     # `item` and `__repr__` of a value are the user's code, which may raise any exception.
     except Exception as error:
-        return json.dumps(f"(could not be written: {type(error).__name__})")
+        reason = f"(could not be written: {type(error).__name__})"
+        return reason, json.dumps(reason)
 
 
 def append(path: Path, lines: bytes, *, durable: bool = False, follow_links: bool = True) -> None:
@@ -290,7 +303,7 @@ class Log:
         with self._lock:
             seq = self.seq
             self.seq += 1  # before writing: a signal handler may interrupt and needs its own number
-            line = self._line(seq, kind, step, fields)
+            event, line = self._build(seq, kind, step, fields)
             lost = self.lost
             if self.path is not None:
                 durable = has(kind, Trait.DURABLE)
@@ -301,11 +314,17 @@ class Log:
                     if not self.lost:
                         warn_of_loss("events", self.path, error)
                     self.lost += 1
-            return json.loads(line)
+            return event
 
-    def _line(self, seq: int, kind: str, step: int | None, fields: dict[str, object]) -> bytes:
-        """The event as a line in ASCII, so that a torn line does not end inside a character."""
-        event: dict[str, object] = {
+    def _build(
+        self, seq: int, kind: str, step: int | None, fields: dict[str, object]
+    ) -> tuple[Event, bytes]:
+        """Builds an event, and its line in ASCII.
+
+        Both have the same values, so the caller of `write` sees what a reader of the file sees, and
+        nobody parses the line again. ASCII, so that a torn line does not end inside a character.
+        """
+        values: dict[str, object] = {
             "schema": SCHEMA,
             "seq": seq,
             "run": self.run,
@@ -315,16 +334,21 @@ class Log:
             "step": step,
         }
         if kind == "start":
-            event |= current_process()._asdict()
-            event["environment"] = environment()
+            values |= current_process()._asdict()
+            values["environment"] = environment()
         for name, value in fields.items():
             if value is not None:
-                event[name] = value
+                values[name] = value
         if self.lost > self._reported:
-            event["lost"] = self.lost - self._reported
-        # Each value is encoded by itself, so that a value that cannot be encoded loses no other.
-        pairs = [f"{json.dumps(name)}:{_encode_value(value)}" for name, value in event.items()]
-        return f"{{{','.join(pairs)}}}\n".encode("ascii")
+            values["lost"] = self.lost - self._reported
+        event: Event = {}
+        pairs: list[str] = []
+        for name, value in values.items():
+            # Each value is encoded by itself, so that one that cannot be encoded loses no other.
+            event[name], text = _encoded(value)
+            pairs.append(f"{json.dumps(name)}:{text}")
+        line = f"{{{','.join(pairs)}}}\n"
+        return event, line.encode("ascii")
 
 
 def warn_of_loss(what: str, path: Path, error: Exception) -> None:
@@ -510,6 +534,8 @@ class Metrics:
             The fields of the line, without its head. None for a step without a line, unless
             `tracked`, and for a step that was not judged.
         """
+        if self.path is None and not self.tracked:
+            return None
         every = self._steps_per_line(step, record, steps_at_once)
         written = self.path is not None and step % every == 0
         if not record.judged or not (written or self.tracked):
@@ -558,7 +584,7 @@ class Metrics:
         if every > 1:
             line["every"] = every
         line |= fields
-        return json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n"
+        return _LINE_ENCODER.encode(line) + "\n"
 
     def _fields(self, record: StepRecord, several: bool) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -569,9 +595,9 @@ class Metrics:
         for name in (*NUMBERS, *COMPARED):
             value = getattr(record, name)
             if value is not None:
-                fields[name] = to_json(float(value))
+                fields[name] = _number(value)
         if record.lr not in (0.0, 1.0):  # either means that the rate is unknown
-            fields["lr"] = to_json(float(record.lr))
+            fields["lr"] = _number(record.lr)
         fields["skip"] = record.skip
         fields["cause"] = names(record.cause)
         fields["action"] = names(record.action)
@@ -585,11 +611,13 @@ class Metrics:
         The engine starts with zeros, so a signal that has always been 0 is not received.
         """
         value = getattr(record, name)
-        if value != 0 or record.cause & nonfinite:
-            self._received.add((record.engine, name))
-        if (record.engine, name) not in self._received:
+        is_nonfinite = bool(record.cause and record.cause & nonfinite)
+        signal = (record.engine, name)
+        if value != 0 or is_nonfinite:
+            self._received.add(signal)
+        elif signal not in self._received:
             return
-        if record.cause & nonfinite:
+        if is_nonfinite:
             fields[name] = "nan"
         else:
-            fields[name] = to_json(float(value))
+            fields[name] = _number(value)

@@ -337,15 +337,13 @@ class Detect(NamedTuple):
 class Policy:
     """The detectors, the responses to them, and the limits of recovery.
 
+        policy = healcore.policy.load("zclip", clip={"max_norm": 1.0})
+        policy.clip.kind, policy.clip.max_norm  # ('zclip', 1.0)
+        engine = policy.engine()
+
     A policy is data: it has no code and names no framework, so the same policy decides alike in JAX
     and in torch. Policies are frozen and hashable, and compare by value. `healcore.policy.load` and
     `from_dict` validate the values; the constructor does not.
-
-    Examples:
-        >>> policy = healcore.policy.load("zclip", clip={"max_norm": 1.0})
-        >>> policy.clip.kind, policy.clip.max_norm
-        ('zclip', 1.0)
-        >>> engine = policy.engine()
     """
 
     schema: Annotated[int, whole(SCHEMA, SCHEMA)]
@@ -493,22 +491,24 @@ def detector_of(cause: str) -> str:
 def dumps(policy: Policy) -> str:
     """Writes a policy as TOML with every key, so that changed defaults do not affect the file.
 
+        text = healcore.policy.dumps(healcore.policy.load("default"))
+        Path("mine.toml").write_text(text)
+
     Args:
         policy: the policy.
 
     Returns:
         The text of a policy file, without comments. `loads(dumps(policy)) == policy`: numbers keep
         all digits and are not rounded to float32.
-
-    Examples:
-        >>> text = healcore.policy.dumps(healcore.policy.load("default"))
-        >>> size = Path("mine.toml").write_text(text)
     """
     return tomli_w.dumps(to_dict(policy))
 
 
 def to_dict(policy: Policy) -> dict[str, Any]:
     """Converts a policy to plain mappings, lists, strings, bools and numbers; JSON-safe.
+
+        document = healcore.policy.to_dict(healcore.policy.load("default"))
+        document["incident"]["quiet_steps"]  # 10
 
     Args:
         policy: the policy.
@@ -537,6 +537,9 @@ class Difference(NamedTuple):
 def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
     """Compares two policies key by key, defaults included.
 
+        left, right = load("default"), load("default", mode="observe")
+        healcore.policy.diff(left, right)  # (Difference(key='mode', left='heal', right='observe'),)
+
     Args:
         left: a policy.
         right: another policy.
@@ -545,10 +548,6 @@ def diff(left: Policy, right: Policy) -> tuple[Difference, ...]:
         The keys with different values, in the order of the file. Rules are compared by position. If
         only one policy has a table, each key of the table is listed, or the table itself if it is
         empty.
-
-    Examples:
-        >>> diff(load("default"), load("default", mode="observe"))
-        (Difference(key='mode', left='heal', right='observe'),)
     """
     left_values = dict(_flat(to_dict(left)))
     right_values = dict(_flat(to_dict(right)))
@@ -578,6 +577,10 @@ def _flat(data: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str,
 
 def fingerprint(policy: Policy) -> str:
     """Identifies a policy by what it decides, within one release of healcore.
+
+        policy = healcore.policy.load("default")
+        same = healcore.policy.load("default", description="with other words")
+        healcore.policy.fingerprint(policy) == healcore.policy.fingerprint(same)  # True
 
     Name, description and references do not count. Numbers count as float32: 0.97 and 0.9700000001
     give the same fingerprint. Equals `Engine.fingerprint`.

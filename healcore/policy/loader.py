@@ -43,6 +43,8 @@ _Table = Mapping[str, Any]
 class Overrides(TypedDict, total=False):
     """Keywords of `load` and of functions with a `policy` argument: the keys of a policy file.
 
+        healcore.policy.load("default", clip={"max_norm": 1.0}, rollback={"probation": 50})
+
     A table is a mapping with the keys to change, `clip={"max_norm": None}`; other keys stay. For an
     optional number None means no limit, for a table under `detect` no detector, and for `clip` no
     clipping. Lists are replaced as a whole, and so is `clip` if its `kind` changes. One rule is
@@ -71,6 +73,9 @@ class Overrides(TypedDict, total=False):
 def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
     """Loads and validates a policy.
 
+        policy = healcore.policy.load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
+        healer = healcore.Healer(policy, state=state, store="run-1")
+
     Args:
         policy: the name of a preset or recipe, the path of a TOML file (it ends in .toml or
             contains a separator), or a `Policy`, which is returned unchanged.
@@ -81,9 +86,6 @@ def load(policy: PolicySource, **overrides: Unpack[Overrides]) -> Policy:
 
     Raises:
         PolicyError: the preset or file does not exist, is not TOML, or is not a valid policy.
-
-    Examples:
-        >>> policy = load("default", clip={"max_norm": 1.0}, detect={"plateau": {}})
     """
     if isinstance(policy, Policy) and not overrides:
         return policy
@@ -162,7 +164,13 @@ def _as_keyword(key: str) -> str:
 
 
 def loads(text: str, *, source: str = "<text>") -> Policy:
-    r"""Loads and validates a policy from TOML text.
+    """Loads and validates a policy from TOML text.
+
+        policy = healcore.policy.loads('''
+        schema = 1
+        name = "mine"
+        [detect.nonfinite]
+        ''')
 
     Args:
         text: the document.
@@ -173,10 +181,6 @@ def loads(text: str, *, source: str = "<text>") -> Policy:
 
     Raises:
         PolicyError: as `load`.
-
-    Examples:
-        >>> loads('schema = 1\nname = "mine"\n[detect.nonfinite]').name
-        'mine'
     """
     if not isinstance(text, str):
         raise _error(source, show_value(text), "TOML text, a str", "text.decode(), or load(path)")
@@ -199,6 +203,9 @@ def _parse(text: str, source: str) -> dict[str, Any]:
 
 def from_dict(data: Mapping[str, Any], *, source: str = "<dict>") -> Policy:
     """Validates a policy given as nested mappings and lists, as `to_dict` writes it.
+
+        document = {"schema": 1, "name": "mine", "detect": {"nonfinite": {}}}
+        policy = healcore.policy.from_dict(document)
 
     Args:
         data: the document.
@@ -271,6 +278,9 @@ def resolve(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Policy | E
 def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
     """Makes the engine of a policy.
 
+        engine = healcore.policy.engine_of("default", {"clip": {"max_norm": 1.0}})
+        state = engine.init()
+
     Args:
         policy: see `PolicyLike`.
         overrides: values to replace, as in `Overrides`; not allowed for an Engine or EngineConfig.
@@ -280,9 +290,6 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
 
     Raises:
         PolicyError: the policy does not exist or is not valid.
-
-    Examples:
-        >>> engine = engine_of("default", {"clip": {"max_norm": 1.0}})
     """
     resolved = resolve(policy, overrides)
     if isinstance(resolved, Engine):
@@ -291,12 +298,25 @@ def engine_of(policy: PolicyLike, overrides: Mapping[str, Any] = {}) -> Engine:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of healcore's own policies, "default" first."""
+    """Lists healcore's own policies.
+
+        healcore.policy.preset_names()[0]  # 'default'
+
+    Returns:
+        The names, "default" first.
+    """
     return PRESETS
 
 
 def recipe_names() -> tuple[str, ...]:
-    """Names of the published recipes that healcore includes, sorted."""
+    """Lists the published recipes that healcore includes.
+
+        for name in healcore.policy.recipe_names():
+            print(name, healcore.policy.load(name).description)
+
+    Returns:
+        The names, sorted.
+    """
     names = []
     for entry in resources.files("healcore.policies").iterdir():
         file = Path(entry.name)
@@ -322,6 +342,8 @@ def name_of(fingerprint: str | None) -> str | None:
 
 def preset_text(name: str) -> str:
     """Reads the TOML text of a preset or recipe, including comments.
+
+        Path("mine.toml").write_text(healcore.policy.preset_text("pretraining"))
 
     Args:
         name: one of `preset_names()` or `recipe_names()`.

@@ -74,6 +74,8 @@ class HangGuard:
 
     def pause(self) -> None:
         """Stops counting, unless the policy counts the time between steps."""
+        if not self._counting_since and not self._rule.between_steps:
+            return  # nothing counts: most calls between two steps
         if self._closed.is_set():  # an iterator that outlives the run may end with the interpreter
             return
         self.watch()

@@ -253,8 +253,9 @@ class Checkpoints:
         Healer(..., checkpoints=Checkpoints(every=100))
 
     Args:
-        every: steps between two checkpoints. The default is the policy's `rollback.probation`, or
-            more, so that these saves take at most 10 seconds and 1 % of the run's time.
+        every: steps between two checkpoints. None is each 100 steps under "default" (the policy's
+            `rollback.probation`), or more, so that these saves take at most 10 seconds and 1 % of
+            the run's time.
         keep: how many checkpoints of each kind to keep. With None the run keeps the candidates of
             one probation, at most 8, the newest few of the other kinds, and one older known-good
             checkpoint at each doubling of the distance.

@@ -35,6 +35,24 @@ def test_one_line_per_event(path):
     assert second["time"] >= first["time"]
 
 
+def test_write_returns_the_event_as_a_reader_reads_it(path):
+    events = Log(path)
+    fields = {
+        "cause": Cause.LOSS_SPIKE | Cause.NONFINITE_GRAD,
+        "evidence": [SuspectGradient("layer.weight", math.nan)],
+        "loss": np.float32(1.5),
+        "names": {"b", "a"},
+        "settings": {1: (True, None), "text \ud800": -0.0},
+        "problem": RuntimeError("x" * 20_000),
+        "raises": Spiteful(),
+        "too_long_for_python": 10**5000,
+    }
+    returned = [events.write("start", step=None), events.write("alarm", step=3, **fields)]
+    assert returned == events_of(path)
+    assert "could not be written" in returned[1]["raises"]
+    assert [type(item) for item in returned[1]["evidence"]] == [dict]
+
+
 @pytest.mark.parametrize(
     "tail", [b'{"schema": 1, "seq": 7, "ru', b"\x00" * 5000, b'{"schema":1}', b"\xff\xfe"]
 )

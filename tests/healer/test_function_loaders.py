@@ -10,7 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from healcore import Checkpoints, Healer
 from healcore.runtime.data import DataError, cursor
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 COUNT, BAD = 30, 18
 POLICY = rules(cut=False)
@@ -41,7 +49,7 @@ MAKERS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_rollback_and_a_kill_lose_no_step(make, framework, tmp_path):
     numbers = [int(n) for n in make()]

@@ -19,7 +19,15 @@ from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.story.diagnosis import FROM_START
 from healcore.torch import attach
 from tests.healer.run_directory import events, new_process, postmortems
-from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    EVERY_5,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    train,
+)
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -44,7 +52,7 @@ def spoilt_run(loop: Any, policy: Any, store: Any, at: Any, **options: Any) -> d
     return train(loop, policy, range(60), store=store, before=before, **options)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_the_run_goes_back_by_default(framework, tmp_path):
     loop = with_statistics(framework, rules())
     facts = spoilt_run(loop, rules(), tmp_path, at=[22])

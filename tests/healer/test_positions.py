@@ -18,6 +18,7 @@ from healcore.runtime.run.monitor_state import MonitorState
 from tests.healer.run_directory import events, postmortems
 from tests.healer.test_faults import with_answers
 from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
     EVERY_5,
     SKIPS,
     Faults,
@@ -179,7 +180,7 @@ def test_a_loop_over_range_with_a_loader_for_each_epoch_begins_this_epoch_again(
         ("torch", lambda: range(40)),
         ("torch", lambda: DataLoader(listed(), batch_size=None, shuffle=True)),
         ("torch", shuffled),
-        ("jax", lambda: range(40)),
+        pytest.param("jax", lambda: range(40), marks=pytest.mark.slow),
     ],
 )
 def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
@@ -197,7 +198,7 @@ def test_a_transient_fault_leaves_no_trace(framework, data, monkeypatch):
     assert same(hurt.weights(), clean.weights())
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_a_loader_that_cannot_be_rewound_goes_on_forward_and_that_is_logged(
     framework, tmp_path, capsys
 ):

@@ -209,6 +209,7 @@ def test_a_state_that_is_not_known_stays():
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=2, accumulation_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "wrap", "rate"),
     [

@@ -1,8 +1,11 @@
 """The public names and errors; each has a page of the API reference, and `nav` has every page."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
+import re
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,6 +88,28 @@ def test_every_public_symbol_has_one_page_and_every_page_is_of_one():
             found = f"{symbol.__module__}.{symbol.__qualname__}"
             assert found == each.definition.path
         assert hooks.summary(each.definition), f"{each.path} has no docstring"
+
+
+MODULES_WITH_EXAMPLES = ("healcore", "healcore.torch", "healcore.torch.store", "healcore.policy")
+NEVER_MADE = {
+    "Action", "Cause", "Decision", "Cursor", "Difference", "Problem", "PolicyLike", "PolicySource",
+    "SCHEMA",
+}  # fmt: skip
+"""Types, constants, and results that a program reads and never makes."""
+
+
+def test_each_entry_point_begins_with_an_example():
+    """After the summary, before the arguments; it is Python without a doctest's marks."""
+    for symbol in hooks.symbols():
+        if symbol.module not in MODULES_WITH_EXAMPLES or symbol.name in NEVER_MADE:
+            continue
+        if hooks.is_exception(symbol.definition):
+            continue
+        found = getattr(importlib.import_module(symbol.module), symbol.name)
+        before_arguments = re.split(r"^\w+:$", inspect.getdoc(found) or "", flags=re.M)[0]
+        code = re.findall(r"(?:^    .*\n?|^\n)+", before_arguments, flags=re.M)
+        examples = [ast.parse(textwrap.dedent(each)).body for each in code if each.strip()]
+        assert any(examples), f"{symbol.path} has no example"
 
 
 def test_nav_has_every_page_once():

@@ -28,7 +28,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 def test_the_versions_of_the_evidence_are_the_pinned_ones():
     page = (ROOT / "docs" / "evidence.md").read_text()
     table = re.findall(r"^([\w-]+) \| ([\d.]+) \| ([\d.]+)$", page, flags=re.M)
-    (others,) = re.findall(r"^Also run: (.*)\.$", page, flags=re.M)
+    (others,) = re.findall(r"^Tests use these packages too: (.*)\.$", page, flags=re.M)
     pins = {}
     for file in ("requirements/lock.txt", ".ci/deepspeed.txt"):
         pins |= dict(re.findall(r"^([\w-]+)==([^\s\\;]+)", (ROOT / file).read_text(), flags=re.M))
@@ -108,13 +108,23 @@ def test_every_pin_but_torch_has_a_hash():
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """Built without isolation (no download), and in a copy: a build litters its tree."""
+    """Built from a checkout without links, as git makes it on Windows.
+
+    There each link is a small text file with its target. `make release-check` builds from a
+    checkout with links. Without isolation, so that nothing is downloaded, and in a copy, because a
+    build litters its tree.
+    """
     copy = tmp_path_factory.mktemp("checkout")
     for part in ("healcore", "adapters", "policies"):
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / part, copy / part, symlinks=True, ignore=ignore)
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy / file)
+    for name in ("jax", "torch", "policies"):
+        link = copy / "healcore" / name
+        target = os.readlink(link)
+        link.unlink()
+        link.write_text(target)
     out = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)]
     environment = {**os.environ, "PIP_NO_INDEX": "1"}
@@ -144,3 +154,28 @@ def test_sdist_carries_the_licence_and_no_tests(dist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md"} <= names
     assert not any(name.startswith("tests/") for name in names)
+
+
+def test_both_adapters_import_from_the_installed_wheel(dist, tmp_path):
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:  # a pure wheel is installed by unpacking it
+        archive.extractall(tmp_path)
+    program = (
+        "import healcore, healcore.jax, healcore.torch\n"
+        "from healcore import policy\n"
+        "print(policy.load('default').name, healcore.torch.attach, healcore.jax.protect)\n"
+        "print(healcore.__file__, healcore.jax.__file__, healcore.torch.__file__)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    names, paths = done.stdout.splitlines()
+    assert names.startswith("default ")
+    assert all(path.startswith(str(tmp_path)) for path in paths.split())

@@ -15,6 +15,8 @@ from healcore.tools.cli import _new_folder
 from healcore.tools.demo import DemoRun, run_demo
 from tests.events.sample_events import problems
 
+pytestmark = pytest.mark.slow  # about our own demo
+
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}
 FRAMEWORKS = ("torch", "jax")

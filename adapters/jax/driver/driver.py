@@ -167,12 +167,14 @@ class JaxDriver(Driver):
         Every new state counts as a step. If no engine has judged the step (optax.MultiSteps), which
         only the device knows, `StepRecord.step` does not change.
         """
-        if self._all_polled():
+        states = self._states()
+        counters = _counters_in(states)
+        if not _differ(counters, self._last_counters):
             return None
-        self._last_counters = self._counters()
+        self._last_counters = counters
         votes = bool if self._marks is None else self._marks.begin_dispatch()
         block, self._block = self._block, None
-        return self._reader.dispatch(self._states(), votes, block)
+        return self._reader.dispatch(states, votes, block)
 
     def begin_scan(self, update: Update, state: Any, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
@@ -363,11 +365,11 @@ class JaxDriver(Driver):
 
     def _states(self) -> list[HealState]:
         roots = self._live.roots()
-        return [heal_state.node_at(roots, entry.path) for entry in self._engines]
+        return [entry.state_in(roots) for entry in self._engines]
 
     def _counters(self) -> list[Any]:
-        """The array with each engine's counters. Each step replaces these arrays."""
-        return [array_of(state.heal_engine) for state in self._states()]
+        """See `_counters_in`, of the live state."""
+        return _counters_in(self._states())
 
     def _all_polled(self) -> bool:
         return not _differ(self._counters(), self._last_counters)
@@ -425,6 +427,11 @@ class SummedGradients:
             "the other processes wait in collectives of the compiled step, which this process has "
             "left"
         )
+
+
+def _counters_in(states: Iterable[HealState]) -> list[Any]:
+    """The array with each engine's counters. Each step replaces these arrays."""
+    return [array_of(state.heal_engine) for state in states]
 
 
 def _differ(arrays: list[Any], others: list[Any]) -> bool:

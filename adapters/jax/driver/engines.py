@@ -53,6 +53,8 @@ class EngineEntry(NamedTuple):
     """Names of the tensors whose gradients it judges."""
     candidates: tuple[tuple[str, ...], ...]
     """The parts of the state that may be its parameters, or empty if these cannot be identified."""
+    state_in: Callable[[Any], HealState]
+    """Takes its HealState from the state."""
 
 
 def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> list[EngineEntry]:
@@ -98,7 +100,7 @@ def find_engines(tree: Any, trained: Callable[[str], Any], engine: Engine) -> li
             for place, part in parts.items()
             if not (_within(place, [*optimizers, *in_chains]) or _within(path, masks))
         )
-        engines.append(EngineEntry(name, path, names, outside))
+        engines.append(EngineEntry(name, path, names, outside, heal_state.node_getter(path)))
     return engines
 
 
@@ -351,7 +353,7 @@ def start_read(states: Sequence[HealState]) -> Views:
     once, which takes a quarter of the time of one more compiled function.
     """
     arrays = [(array_of(state.heal_engine), array_of(state.heal_leaf_norms)) for state in states]
-    if all(_is_ready(array) for pair in arrays for array in pair):
+    if _are_ready(arrays):
         views = [[_host_view(*(np.array(array) for array in pair)) for pair in arrays]]
         return lambda: views
     shapes = [(rows.shape, norms.size) for rows, norms in arrays]
@@ -371,9 +373,15 @@ def start_read(states: Sequence[HealState]) -> Views:
     return _Once(read)
 
 
-def _is_ready(array: Any) -> bool:
-    """Whether an array was computed, and is not divided or copied among devices."""
-    return array.is_ready() and isinstance(array.sharding, jax.sharding.SingleDeviceSharding)
+def _are_ready(arrays: list[tuple[Any, Any]]) -> bool:
+    """Whether all arrays were computed, and none is divided or copied among devices."""
+    for pair in arrays:
+        for array in pair:
+            if not array.is_ready():
+                return False
+            if not isinstance(array.sharding, jax.sharding.SingleDeviceSharding):
+                return False
+    return True
 
 
 def _host_view(rows: np.ndarray, norms: np.ndarray) -> HostView:
@@ -565,6 +573,8 @@ class StepReader:
                 else:
                     self._usual_norms[engine.name] = new.norms
             steps[(number - first) * len(steps) // (new.step - first)].append(record)
+        if new.step - first >= len(steps):
+            return  # each step has a record of this engine
         for records in steps:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
@@ -595,8 +605,8 @@ _UNTAKEN = (
 
 def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
     """Smallest number of steps that an engine has judged, at least 1."""
-    moved = (new.step - old.step for old, new in zip(before, after, strict=True))
-    return min((steps for steps in moved if steps > 0), default=1)
+    moved = [new.step - old.step for old, new in zip(before, after, strict=True)]
+    return min([steps for steps in moved if steps > 0], default=1)
 
 
 def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:

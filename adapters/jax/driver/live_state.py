@@ -127,7 +127,7 @@ class LiveState:
 
         Raises HealStateError like `check`.
         """
-        self.check()
+        self.check_if_new()
         tree = self.read()
         whole, bare = map(tree_leaves_with_path, (tree, without_heal_state(tree)))
         kept = [(p, e) for p, e in bare if is_number(e) or _is_widened(p, e, self._first)]
@@ -291,7 +291,10 @@ def live_state_of(state: Any) -> LiveState:
 
 def array_of(leaf: Any) -> Any:
     """The array of a leaf of `LiveState.roots`, which may be an nnx.Variable."""
-    return leaf[...] if _is_variable(leaf) else leaf
+    nnx = sys.modules.get("flax.nnx")  # as in `_is_variable`, without a call: each step asks
+    if nnx is not None and isinstance(leaf, nnx.Variable):
+        return leaf[...]
+    return leaf
 
 
 def _arrays(tree: Any) -> Any:

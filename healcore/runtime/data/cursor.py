@@ -265,7 +265,7 @@ class Cursor:
                     raise
             else:
                 # The epoch's order may be drawn when its first batch is read.
-                if self._captures and self._captures[-1][0] < BatchId(which.epoch, 1):
+                if self._captures and self._captures[-1][0] < (which.epoch, 1):
                     self.position()
                 if which not in self.skipped_batch_ids:
                     self.last_id = which

@@ -18,6 +18,11 @@ _MT19937_BYTES = 4 * 624 + 4
 """Size of a Mersenne Twister: a key of 624 uint32, and a position, int32."""
 
 
+def _view_at(address: int) -> Any:
+    """The memory of a Mersenne Twister. Its `raw` is a copy, which takes less than 0.1 µs."""
+    return (ctypes.c_char * _MT19937_BYTES).from_address(address)
+
+
 def random_states() -> dict[str, Any]:
     """The states of the global generators of Python, NumPy and torch."""
     return {"python": _python.read(), "numpy": _numpy.read(), "framework": torch_states()}
@@ -34,6 +39,7 @@ class _PythonState:
     def __init__(self) -> None:
         self._getstate: Any = random.getstate
         self._generator: Any = getattr(random.getstate, "__self__", None)
+        self._view = _view_at(id(self._generator) + object.__basicsize__)
         self._memory: bytes | None = None
         self._state: Any = None
         self._has_known_layout = self._finds_numbers()
@@ -42,15 +48,11 @@ class _PythonState:
         """What `random.getstate()` returns."""
         if not self._has_known_layout or random.getstate is not self._getstate:
             return random.getstate()
-        memory = self._numbers()
+        memory = self._view.raw
         if memory != self._memory or self._generator.gauss_next != self._state[2]:
             self._state = random.getstate()
             self._memory = memory
         return self._state
-
-    def _numbers(self) -> bytes:
-        """The memory of the generator: its position, int32, and its key."""
-        return ctypes.string_at(id(self._generator) + object.__basicsize__, _MT19937_BYTES)
 
     def _finds_numbers(self) -> bool:
         """Whether the memory has the numbers of the state."""
@@ -60,7 +62,7 @@ class _PythonState:
             return False
         _, (*key, position), _ = random.getstate()
         expected = np.array([position, *key], np.uint32).tobytes()
-        return self._numbers() == expected
+        return self._view.raw == expected
 
 
 _python = _PythonState()
@@ -74,6 +76,9 @@ class _NumpyState:
     """
 
     def __init__(self) -> None:
+        self._bits: Any = None
+        """The bit generator that `_view` belongs to. A program may replace NumPy's."""
+        self._view: Any = None
         self._memory = b""
         self._state: Any = None
 
@@ -82,7 +87,9 @@ class _NumpyState:
         bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] -- since 1.24
         if type(bits) is not np.random.MT19937:
             return np.random.get_state(legacy=False)  # noqa: NPY002 -- users do
-        memory = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
+        if bits is not self._bits:
+            self._bits, self._view = bits, _view_at(bits.ctypes.state_address)
+        memory = self._view.raw
         if memory != self._memory or self._has_spare_normal():
             self._state = np.random.get_state()  # noqa: NPY002 -- users do
             self._memory = memory

@@ -221,7 +221,14 @@ def failures_of(causes: Cause) -> tuple[Failure, ...]:
 
 
 class Fault(NamedTuple):
-    """The classification of an exception: what kind of trouble it is, and how that is known."""
+    """The classification of an exception: what kind of trouble it is, and how that is known.
+
+        fault = healcore.classify(ConnectionResetError())
+        fault.cause.name, fault.transient  # ('NETWORK', True)
+        print(fault.advice)
+
+    A tuple with the attributes below, which `classify` returns.
+    """
 
     cause: Cause
     """OOM, DATA, WORKER, NETWORK, HANG or UNKNOWN."""

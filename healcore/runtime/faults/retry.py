@@ -43,6 +43,9 @@ class _OpenHealer(Protocol):
 def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default") -> Callable[P, T]:
     """Wraps a function so that a call is repeated after a transient failure in the network.
 
+        upload = healcore.retrying(api.upload_file)
+        upload(path_or_fileobj="model.safetensors")
+
     Transient failures by `classify` are timeouts, connections that are refused or lost, and the
     HTTP statuses 408, 425, 429 and 5xx except 501 and 505. All other exceptions propagate at once,
     and so does the last exception after `[retry] attempts`. The call must be idempotent: it may
@@ -60,10 +63,6 @@ def retrying(call: Callable[P, T], policy: PolicyLike | _OpenHealer = "default")
     Raises:
         TypeError: `call` is a coroutine or generator function, whose call cannot fail.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
-
-    Examples:
-        >>> upload = healcore.retrying(api.upload_file)
-        >>> upload(path_or_fileobj="model.safetensors", ...)
     """
     name = getattr(call, "__qualname__", None) or repr(call)[:80]
     if inspect.iscoroutinefunction(call) or inspect.isgeneratorfunction(call):

@@ -47,6 +47,8 @@ class HostState:
         """Returns the batches that comparisons may evaluate, see `Comparisons.batches_to_save`."""
         self._after_step: dict[str, Any] | None = None
         self._earlier: dict[str, Any] | None = None
+        self._texts: dict[str, tuple[Any, str]] = {}
+        """Name of a random state -> the state that was saved last, and its text."""
         self.begin_pass()
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,9 +93,17 @@ class HostState:
 
     def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
         states = {**states, "at_pass": self._at_pass}
-        texts = {n: values.dumps(v, (HOST_ITEM, n)) for n, v in states.items()}
+        texts = {name: self._text_of(name, state) for name, state in states.items()}
         batches = self.pack_batches()
         return {**texts, "data": data, "batches": None if batches is None else batches.state()}
+
+    def _text_of(self, name: str, state: Any) -> str:
+        """The text of a random state. `random_states` returns the same object until a draw."""
+        last = self._texts.get(name)
+        if last is None or last[0] is not state:
+            last = state, values.dumps(state, (HOST_ITEM, name))
+            self._texts[name] = last
+        return last[1]
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
         """Decodes a checkpoint's item, or returns None if it is missing. Sets nothing.

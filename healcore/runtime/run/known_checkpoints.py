@@ -56,7 +56,8 @@ class KnownCheckpoints:
     @property
     def on_probation(self) -> list[int]:
         """Steps of the checkpoints whose probation is not over, ascending."""
-        return sorted(at for at in self._finite if at > self.run.record.known_good_up_to)
+        last = self.run.record.known_good_up_to
+        return sorted([at for at in self._finite if at > last])
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step. Checkpoints of later steps are abandoned.

@@ -262,9 +262,10 @@ class Loop:
 
         A restart does not repeat the rest of the body, so the work between two steps waits for it.
         """
+        if loader is not None and loader.trains:
+            return False
         in_use = any(each.in_use and each.trains for each in self.run.loaders)
-        in_body = in_use or self.run.data.step > self._yielded_step
-        return in_body and not (loader is not None and loader.trains)
+        return in_use or self.run.data.step > self._yielded_step
 
     def after_step(self, *, last: bool = False) -> bool:
         """See `Healer.after_step`."""
@@ -285,28 +286,28 @@ class Loop:
 
     def _between_steps(self, *, last: bool = False) -> bool:
         """The work between two steps. Returns whether the run was rolled back."""
-        self.run.guard.pause()
+        run, data = self.run, self.run.data
+        run.guard.pause()
         self.was_used = True
         self.queue_dispatch()
         if self.own_count_error or not self._loop_begun:
             self.begin()
         has_stepped, self._has_stepped = self._has_stepped, False
         if has_stepped:  # what the rest of the body has changed belongs to the step
-            self.run.saver.keep_weight_sample()
+            run.saver.keep_weight_sample()
         self.after_update = False
         if last:
             return self._roll_back_at_end()
-        data = self.run.data
         if has_stepped:
             self._note_structure()
             if self.read_and_act() or self._save_when_due():
                 return True
-            if self.run.comparisons.withholding_changes(data.step):
+            if run.comparisons.withholding_changes(data.step):
                 if self.read_and_act(all=True):
                     return True
-                self.run.comparisons.before_step(data.step)
-            self.run.end_requests.vote_when_due(data.step, self.run.log)
-            self.run.saver.poll()
+                run.comparisons.before_step(data.step)
+            run.end_requests.vote_when_due(data.step, run.log)
+            run.saver.poll()
         self.log_warnings()
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         unread = len(data.pending_ids)
@@ -314,11 +315,11 @@ class Loop:
         may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
         trains = data.last_read is not None and (data.last_read.trains or not data.step)
         if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
-            unseen = self.run.driver.settings()[WEIGHTS] != self.run.record.settings.get(WEIGHTS)
+            unseen = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
         if trains and (unseen or unread == _MAX_ITERATIONS):
             why = "the state needs the optimizer whose step() the loop calls"
             self.warn(f"{unread} batches without a step that the Healer sees: {why}")
-        self.run.end_requests.raise_if_asked(may_end=may_end)
+        run.end_requests.raise_if_asked(may_end=may_end)
         return False
 
     def _note_structure(self) -> None:
@@ -344,7 +345,8 @@ class Loop:
 
     def queue_dispatch(self) -> None:
         """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
-        pending = self.run.driver.take_dispatch()
+        run = self.run
+        pending = run.driver.take_dispatch()
         if pending is None:
             return
         if self.is_complete:
@@ -355,15 +357,16 @@ class Loop:
             )
         self._has_stepped = True
         self.after_update = self.has_trainer
-        loader = self.run.loaders.last_trained
-        first = self.run.data.count_dispatch(pending)
+        loaders = run.loaders
+        loader = loaders.last_trained
+        first = run.data.count_dispatch(pending)
         if self._step_is_epoch:
-            self.run.loaders.next_epoch = self.run.data.step
-        if loader != self.run.loaders.last_trained:
-            self.run.record.monitor.loader_start = first.index
-        self.run.reader.push(pending, first)
-        self.run.guard.stepped(self.run.data.step)
-        self.run.saver.keep_random_states()
+            loaders.next_epoch = run.data.step
+        if loader is not loaders.last_trained:
+            run.record.monitor.loader_start = first.index
+        run.reader.push(pending, first)
+        run.guard.stepped(run.data.step)
+        run.saver.keep_random_states()
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
         """Rolls back at the end of the data if the last steps require it. True if it did."""
@@ -393,14 +396,15 @@ class Loop:
 
     def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
-        self.run.guard.watch()  # reading waits for the device
-        for step in self.run.reader.read_due(all=all):
-            self.run.guard.pause()
-            order = self.run.recovery.process(step)
-            self.run.end_requests.note_mark(step)
+        run = self.run
+        while run.reader.has_due(all=all):
+            run.guard.watch()  # reading waits for the device
+            step = run.reader.read_next()
+            run.guard.pause()
+            order = run.recovery.process(step)
+            run.end_requests.note_mark(step)
             yield step, order
-            self.run.guard.watch()
-        self.run.guard.pause()
+        run.guard.pause()
 
     def _note_rollback(self, done: RollbackRecord | None) -> bool:
         """What the loop does after a rollback. Returns whether there was one."""

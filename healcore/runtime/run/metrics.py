@@ -59,7 +59,7 @@ class RunMetrics:
         if is_known and not record.cause:
             count = min(count + 1, _MEAN_STEPS)
             self._means[record.engine] = mean + (record.loss - mean) / count, count
-        return record._replace(
+        return record.compared(
             loss_ratio=record.loss / mean if is_known and mean > 0 else None,
             eval_loss=eval_loss,
             eval_gap=eval_loss - mean if eval_loss is not None and mean != 0 else None,
@@ -68,7 +68,9 @@ class RunMetrics:
     def add(self, records: Iterable[StepRecord]) -> None:
         """Adds the records of one step."""
         for record in records:
-            counts = self._counts.setdefault(record.engine, dict.fromkeys(COUNTS, 0))
+            counts = self._counts.get(record.engine)
+            if counts is None:
+                counts = self._counts[record.engine] = dict.fromkeys(COUNTS, 0)
             if record.judged:
                 counts["clips"] += record.grad_scale < 1 and not record.skip
                 counts["skips"] += record.skip

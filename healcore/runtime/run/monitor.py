@@ -105,14 +105,19 @@ class IncidentMonitor:
         self.state.add_batches(step.index, step.batches, kept=self._kept)
         self._count_nonfinite(step)
         incident = self.run.ledger.add_step(step.index, records, self._causes)
-        if any(record.judged and not record.skip for record in records):
+        has_trained = is_judged = False
+        for record in records:
+            is_judged |= record.judged
+            has_trained |= record.judged and not record.skip
+        if has_trained:
             self.state.last_trained = step.index
-        self.state.has_micro_steps |= not any(record.judged for record in records)
+        self.state.has_micro_steps |= not is_judged
         begins = incident is not None and incident.alarms == 1
         if incident is not None and begins:
             self._begin(incident, step)
         self.metrics.add(records)
-        self._report_over(step)
+        if self._unclosed:
+            self._report_over(step)
         for record in records:
             if record.judged and not record.skip:
                 line = self._program_clips[record.engine].add(record.grad_norm)
@@ -251,12 +256,16 @@ class IncidentMonitor:
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
             state.never_finite = self.run.ledger.untrained >= step.index
             state.nonfinite_streak = step.index if state.never_finite else 0
-        counted = [record for record in step.records if record.judged or not record.taken]
-        if any(r.judged and not (r.cause and r.cause & NONFINITE) for r in counted):
-            state.nonfinite_streak, state.never_finite = 0, False
-        elif counted:
+        last_counted = None
+        for record in step.records:
+            if record.judged and not (record.cause and record.cause & NONFINITE):
+                state.nonfinite_streak, state.never_finite = 0, False
+                return
+            if record.judged or not record.taken:
+                last_counted = record
+        if last_counted is not None:
             state.nonfinite_streak += 1
-            self.nonfinite_record = counted[-1]
+            self.nonfinite_record = last_counted
 
     def _begin(self, incident: IncidentRecord, step: StepResult) -> None:
         """Writes the event of a new incident, with the values of each rank (collective)."""

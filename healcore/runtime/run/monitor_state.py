@@ -40,6 +40,17 @@ class BatchRun(NamedTuple):
         start = self.index + (step - self.first) * self.each
         return [BatchId(self.epoch, start + place) for place in range(self.each)]
 
+    def is_followed_by(self, step: int, ids: Sequence[BatchId]) -> bool:
+        """Whether a step is the next one, and has read the next batches of the epoch."""
+        if step != self.first + self.steps or len(ids) != self.each:
+            return False
+        index = self.index + self.steps * self.each
+        for batch in ids:
+            if batch != (self.epoch, index):
+                return False
+            index += 1
+        return True
+
 
 @dataclass
 class MonitorState:
@@ -76,9 +87,8 @@ class MonitorState:
         """Adds the batches of a step, and drops the batches of `kept` or more steps ago."""
         if self.batches:
             last = self.batches[-1]
-            longer = last._replace(steps=last.steps + 1)
-            if step == last.first + last.steps and longer.ids(step) == [*ids]:
-                self.batches[-1] = longer
+            if last.is_followed_by(step, ids):
+                self.batches[-1] = last._replace(steps=last.steps + 1)
                 ids = ()
         new: list[BatchRun] = []
         for epoch, index in ids:

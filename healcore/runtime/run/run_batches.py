@@ -221,7 +221,8 @@ class RunBatches:
         for each in self.loaders:  # a `break` has ended an evaluation
             each.trains |= bool(each.pending_ids) and (each is loader or not each.left_by_break)
         self._generators = None  # random numbers continue from this step
-        self._most_per_step = max(self._most_per_step, len(self.last_ids))
+        if len(self.last_ids) > self._most_per_step:
+            self._most_per_step = len(self.last_ids)
         # The update of a scan reads no data that a rollback could skip.
         ids = () if loader is not None and loader.is_scan else tuple(self.last_ids)
         first = StepResult(self.step, [], ids, tuple(self._contents))

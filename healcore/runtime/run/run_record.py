@@ -92,7 +92,18 @@ class Ledger:
         `opening` has the `Cause` flags that open an incident; all other alarms only alert.
         """
         self.next_step = index + 1
-        if not any(record.judged for record in records):
+        judged = is_open = skip = False
+        all_skip = True
+        cause = 0
+        for record in records:
+            judged |= record.judged
+            is_open |= record.incident_open
+            skip |= record.skip
+            all_skip &= record.skip
+            # An alert alone (a clipped gradient spike) opens no incident.
+            if record.incident_open or record.skip:
+                cause |= int(record.cause) & opening
+        if not judged:
             if not records[0].taken:
                 self.unhealthy.append(index)
                 self.skips += 1
@@ -103,25 +114,19 @@ class Ledger:
             if self.unhealthy and self.unhealthy[-1] == index - 1:
                 self.unhealthy.append(index)
             return None
-        self.open = any(record.incident_open for record in records)
-        cause = 0
-        for record in records:
-            # An alert alone (a clipped gradient spike) opens no incident.
-            if record.incident_open or record.skip:
-                cause |= int(record.cause) & opening
+        self.open = is_open
         if not cause:
-            if self.incidents and not self.open:
+            if self.incidents and not is_open:
                 self.incidents[-1].over = True
             # Withheld updates have no cause, but are steps that train nothing.
-            self.skips += any(record.skip for record in records)
+            self.skips += skip
             return None
         self.unhealthy.append(index)
-        skip = any(record.skip for record in records)
         incident = self._current(index, records, skip and not Cause(cause) & ~NONFINITE)
         incident.add(index, cause)
         incident.skips += skip
         self.skips += skip
-        self.untrained += all(record.skip for record in records)
+        self.untrained += all_skip
         return incident
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:

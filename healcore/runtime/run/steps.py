@@ -56,37 +56,48 @@ class DelayedReader:
 
     def read_due(self, *, all: bool = False) -> Iterator[StepResult]:
         """Yields the steps that are due, oldest first; with `all` every queued step."""
-        while True:
-            while self._read_steps:
-                yield self._read_steps.popleft()
-            if len(self._queue) <= (0 if all else LAG):
-                return
+        while self.has_due(all=all):
+            yield self.read_next()
+
+    def has_due(self, *, all: bool = False) -> bool:
+        """Whether a step is due; with `all` whether any step is queued."""
+        return bool(self._read_steps) or len(self._queue) > (0 if all else LAG)
+
+    def read_next(self) -> StepResult:
+        """Returns the oldest step. Waits for the device, unless its dispatch has been read."""
+        if not self._read_steps:
             self._read_steps.extend(self._read(*self._queue.popleft()))
+        return self._read_steps.popleft()
 
     def take_count_correction(self) -> int:
         """Steps read since the last call, minus their expected number (`PendingDispatch.count`)."""
         correction, self._correction = self._correction, 0
         return correction
 
-    def _read(self, pending: PendingDispatch, first: StepResult) -> Iterator[StepResult]:
+    def _read(self, pending: PendingDispatch, first: StepResult) -> list[StepResult]:
         steps = pending.read()
         more = len(steps) - pending.count
         if more:
             self._correction += more
             queue = [(each, step._replace(index=step.index + more)) for each, step in self._queue]
             self._queue = deque(queue)
+        is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
+        if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
+            vote = pending.vote_requested
+            return [StepResult(first.index, steps[0], first.batches, first.contents, 1, vote)]
+        found = []
         # With as many batches as steps, each step has its own batch. Otherwise steps share them.
         single = len(steps) > 1 and len(first.batches) == len(steps)
         for i, records in enumerate(steps):
             batches = self._accumulated + ((first.batches[i],) if single else first.batches)
             # Accumulated batches belong to the update that their gradients go into.
-            has_stepped = not records[0].taken or any(each.judged for each in records)
+            has_stepped = _has_stepped(records)
             self._accumulated = () if has_stepped else batches
             is_last = i == len(steps) - 1
             contents = self._contents + first.contents
             if is_last:
                 self._contents = () if has_stepped else contents
-            yield StepResult(
+            result = StepResult(
                 first.index + i,
                 records,
                 batches if has_stepped else (),
@@ -94,10 +105,17 @@ class DelayedReader:
                 len(steps),
                 pending.vote_requested and is_last,
             )
+            found.append(result)
+        return found
 
     def forget_accumulation(self) -> None:
         """Drops the batches of an accumulation that a rollback has undone; all steps are read."""
         self._accumulated = self._contents = ()
+
+
+def _has_stepped(records: list[StepRecord]) -> bool:
+    """Whether a step is more than a part of an accumulation."""
+    return not records[0].taken or any(each.judged for each in records)
 
 
 class HostRules:

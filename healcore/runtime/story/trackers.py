@@ -133,6 +133,8 @@ class Trackers:
             record: the step as one engine judged it.
             fields: the fields of its line in the metrics file, from `Metrics.write`.
         """
+        if not self._deliveries:
+            return
         prefix = "heal/"
         if "engine" in fields:  # the run has several optimizers
             prefix = f"heal/{fields['engine']}/"

@@ -213,6 +213,7 @@ def test_the_number_of_jumps_has_a_bound(tmp_path):
     assert "3 single high values; should be at most 2" in check.message
 
 
+@pytest.mark.slow
 @needed
 @pytest.mark.parametrize(
     ("pattern", "number", "verdict"),

@@ -69,6 +69,7 @@ def of_kind(events, kind):
     return [event for event in events_of(events) if event["kind"] == kind]
 
 
+@pytest.mark.slow
 @RUNS
 def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
@@ -220,6 +221,7 @@ def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
 ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}, "</script>"]
 
 
+@pytest.mark.slow
 def test_any_value_in_any_field_is_a_page_or_a_message(copy):
     """Events of a file that somebody has edited, or another program has written."""
     events = events_of(copy)
@@ -344,7 +346,10 @@ def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("width", WIDTHS.values())
-@RUNS
+@pytest.mark.parametrize(
+    "run",
+    ["healed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stopped", "resumed"))],
+)
 def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request):
     (report,) = read_reports(request.getfixturevalue(run))
     figure = Figure()
@@ -365,6 +370,7 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
     assert not re.findall("#[0-9a-f]{6}", themed), "each colour has one for a dark page"
 
 
+@pytest.mark.slow
 def test_a_picture_of_anything():
     step = np.arange(100.0)
     nan, ones = np.full(100, np.nan), np.ones(100)

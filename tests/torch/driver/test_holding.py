@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from healcore import Checkpoints, Healer, Logging
+from healcore.runtime.healer import hooks_of
 from healcore.runtime.run import comparisons
 from healcore.tools.report.run_report import read_reports
 
@@ -164,7 +165,7 @@ def test_what_is_held_is_released_when_the_fault_is_over(tmp_path):
     assert last["held"] == ["optimizer.weight_decay held at 0.01, the program sets 40"]
     ranges = program.healer._run.comparisons.state.ranges
     assert not ranges.held
-    assert program.healer._run.driver.engines()["optimizer"]["state"]["norm_limit"] == 0
+    assert hooks_of(program.healer).driver.engines()["optimizer"]["state"]["norm_limit"] == 0
 
 
 class Killed(BaseException):
