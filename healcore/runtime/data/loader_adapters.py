@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from healcore.core.errors import HealcoreError
+from healcore.events.schema import rows_text
 from healcore.runtime.store import values
 
 POSITION_VERSION = 2
 """Version of the format of positions."""
-MAX_ROWS = 64
 _STATE_PATH = ("the loader's state",)
 
 
@@ -60,8 +60,8 @@ class BatchId(_Place):
     """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
 
     rows: list[int] | None = None
-    """The first `MAX_ROWS` rows of the dataset in a batch that was read, or None if unknown. They
-    are no part of the id."""
+    """The first rows of the dataset in a batch that was read, at most
+    `healcore.events.schema.MAX_ROWS`, or None if unknown. They are no part of the id."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -75,7 +75,7 @@ class BatchId(_Place):
         return no_info_after_validator_function(lambda place: cls(*place), handler(_Place))
 
     def __str__(self) -> str:
-        rows = "" if self.rows is None else f" (rows {', '.join(map(str, self.rows))})"
+        rows = "" if self.rows is None else f" (rows {rows_text(self.rows)})"
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from healcore.events.schema import MAX_ROWS
 from healcore.runtime.data.loader_adapters import (
-    MAX_ROWS,
     DataError,
     LoaderAdapter,
     catch_unreadable,

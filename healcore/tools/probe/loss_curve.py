@@ -51,6 +51,22 @@ def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
     return medians
 
 
+def values_to_learn(number: int, window: int) -> int:
+    """Number of values at the start of a curve in which `find_events` finds no event.
+
+    Args:
+        number: number of finite values of the curve.
+        window: values, or block medians of a long curve, from which the detector learns the noise.
+
+    Returns:
+        The number of values.
+    """
+    size = 1
+    while number // size >= _MAX_VALUES:  # as in `block_medians`
+        size *= 2
+    return min(window * size, number)
+
+
 class Shape(NamedTuple):
     """Level of a curve at its start, end and best, with its noise and trend. Lower is better.
 
