@@ -27,8 +27,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax import namespace
 from healcore.jax.array_leaves import is_static
+from healcore.jax.namespace import JAX
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -336,7 +336,7 @@ def make_signals(
     signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         bad_update = axes.any(bad_update)
-        norm = namespace.where(bad_update, jnp.nan, signals.grad_norm)
+        norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
         signals = signals._replace(grad_norm=norm)
     return signals, leaf_norms
 

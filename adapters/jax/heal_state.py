@@ -22,9 +22,10 @@ from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.state import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.jax import engine_rows, namespace
+from healcore.jax import engine_rows
 from healcore.jax.engine_rows import Layout
 from healcore.jax.gradients import compiled, is_gradient
+from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 
@@ -125,9 +126,9 @@ def _step(
     if not is_one_kernel():
         # XLA would compute them, and with them the engine, again in the kernel of each tensor.
         decision = decision._replace(
-            skip=namespace.shared(decision.skip),
-            grad_scale=namespace.shared_float(decision.grad_scale),
-            lr_scale=namespace.shared_float(decision.lr_scale),
+            skip=JAX.shared(decision.skip),
+            grad_scale=JAX.shared_float(decision.grad_scale),
+            lr_scale=JAX.shared_float(decision.lr_scale),
         )
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
@@ -144,7 +145,7 @@ def _judged(
     config = structure.unflatten(next(left) if part is None else part for part in rest)
     engine = Engine(config, limits_norm=limits_norm)
     layout = Layout.of(engine, groups)
-    new, decision = engine.step(layout.unpack(row, windows), signals, xp=namespace)
+    new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)

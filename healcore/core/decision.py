@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.array_namespace import Flag, Float, Int, Norms
 
 
 class Cause(enum.IntFlag):
@@ -60,33 +61,33 @@ def names(flags: enum.IntFlag) -> list[str]:
 class Reading(NamedTuple):
     """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
 
-    alarm: Any
+    alarm: Flag
     """bool: this step is an outlier."""
-    sustained: Any
+    sustained: Flag
     """bool: the fault lasts, so a rollback may help. During a sustained spike a single step may be
     normal; `alarm` is then false."""
-    cause: Any = None
+    cause: Int | None = None
     """int32 `Cause` flags from a detector with several causes, else None for its `CAUSE`."""
-    z: Any = None
+    z: Float | None = None
     """float32 score of `loss_spike`, 0 in its warm-up; None from other detectors."""
 
 
 class Decision(NamedTuple):
     """The decision about one step, in 0-d arrays."""
 
-    grad_scale: Any
+    grad_scale: Float
     """float32 in [0, 1]: factor on all gradients, 1 = unchanged."""
-    skip: Any
+    skip: Flag
     """bool: keep parameters, moments and counters unchanged."""
-    lr_scale: Any
+    lr_scale: Float
     """float32 in (0, 1]: factor on the update, 1 = the user's own schedule."""
-    action: Any
+    action: Int
     """int32 `Action` flags for the host."""
-    cause: Any
+    cause: Int
     """int32 `Cause` flags."""
-    rollback_depth: Any
+    rollback_depth: Int
     """int32: known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
-    group_scale: Any = None
+    group_scale: Norms = None
     """float32 (n,): one factor per tensor from per-tensor clipping rules; else None."""
 
 
@@ -95,15 +96,15 @@ class Telemetry(NamedTuple):
 
     decision: Decision
     """The ordered decision; in observe mode the enforced decision is neutral."""
-    loss: Any
+    loss: Float
     """float32: last finite loss."""
-    grad_norm: Any
+    grad_norm: Float
     """float32: last finite global gradient norm, before clipping."""
-    threshold: Any
+    threshold: Float
     """float32: norm above which gradients are clipped; 0 without a threshold."""
-    z: Any
+    z: Float
     """float32: z-score of the norm in the clipping rule; 0 during warm-up."""
-    z_loss: Any
+    z_loss: Float
     """float32: score of the loss-spike detector; 0 during warm-up or without the detector."""
 
 
@@ -141,22 +142,22 @@ class StepRecord(NamedTuple):
     The decision is as ordered; in observe mode it was not enforced.
     """
 
-    step: Any  # steps judged so far; this step counts only if it was judged
-    onset: Any  # judged steps before the first alarm of the last incident; -1: no incident
-    incident: Any  # number of the last incident, from 1; 0: no incident
-    incident_open: Any  # bool: an incident is open that has more than skipped non-finite steps
-    action: Any  # `Action` flags
-    cause: Any  # `Cause` flags
-    rollback_depth: Any  # known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK
-    skip: Any  # bool
-    grad_scale: Any  # factor on the gradients, 1 = unchanged
-    lr_scale: Any  # the learning-rate multiplier
-    loss: Any  # this and the next four are as in `Readings`
-    grad_norm: Any
-    threshold: Any
-    z: Any
-    z_loss: Any
-    lr: Any = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
+    step: Int  # steps judged so far; this step counts only if it was judged
+    onset: Int  # judged steps before the first alarm of the last incident; -1: no incident
+    incident: Int  # number of the last incident, from 1; 0: no incident
+    incident_open: Flag  # bool: an incident is open that has more than skipped non-finite steps
+    action: Int  # `Action` flags
+    cause: Int  # `Cause` flags
+    rollback_depth: Int  # known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK
+    skip: Flag  # bool
+    grad_scale: Float  # factor on the gradients, 1 = unchanged
+    lr_scale: Float  # the learning-rate multiplier
+    loss: Float  # this and the next four are as in `Readings`
+    grad_norm: Float
+    threshold: Float
+    z: Float
+    z_loss: Float
+    lr: Float = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
     engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
     evidence: tuple[SuspectGradient, ...] = ()  # worst first, at most 10; if there is a cause
     # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partialmethod
 from typing import Any
 
 import numpy as np
 
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.numerics import leaves
 
 _MAX_DEPTH = 20
@@ -111,17 +111,22 @@ for _name, _sign in (_ARITHMETIC | _OTHERS | _COMPARISONS).items():
         setattr(RecordedValue, f"__r{_name}__", _backward)
 
 
-class Tape:
-    """The recorded operations; also the array namespace `xp` of the recorded function."""
+class Tape(ArrayNamespace):
+    """The recorded operations; also the array namespace `xp` of the recorded function.
 
-    float32, int32, bool = np.float32, np.int32, np.bool_
-    arange = staticmethod(np.arange)
-    rounded_product = staticmethod(operator.mul)  # NumPy rounds a product by itself
+    A function of the namespace whose arguments are all constants returns its result. With a
+    placeholder among the arguments it records an expression of Python, and returns the placeholder
+    of the result.
+    """
+
+    float32 = np.float32
+    int32 = np.int32
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
         """Text of each value, with {} for its operands, and the operands' names."""
         self._known: dict[Any, RecordedValue] = {}
+        """(text, names) -> the value that this operation has given."""
         self._names: dict[Any, str] = {}
         """Key of a constant -> its name in the program."""
         self._scope: dict[str, Any] = {"new": tuple.__new__}
@@ -129,41 +134,56 @@ class Tape:
 
     # -- the namespace --------------------------------------------------------------------------
 
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        """`numpy.where`; a Python number takes the dtype of the other operand."""
-        samples = [_sample(each) for each in (condition, a, b)]
-        a, b = _like(a, samples[2]), _like(b, samples[1])
-        if a is b:
-            return a
+    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.where` if an operand is an array."""
+        samples = [_sample(each) for each in (condition, x, y)]
+        if_true, if_false = _like(x, samples[2]), _like(y, samples[1])
+        if if_true is if_false:
+            return if_true
         if any(isinstance(each, np.ndarray) for each in samples):
-            return self.call(np.where, condition, a, b)
-        if not isinstance(condition, RecordedValue):
-            return a if condition else b
-        return self.add("{1} if {0} else {2}", condition, a, b)
+            return self.call(np.where, condition, if_true, if_false)
+        if isinstance(condition, RecordedValue):
+            return self.add("{1} if {0} else {2}", condition, if_true, if_false)
+        if condition:
+            return if_true
+        return if_false
 
-    def _extreme(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
-        """`numpy.minimum` or `maximum`; a Python number takes the dtype of the other operand."""
-        a, b = _like(a, _sample(b)), _like(b, _sample(a))
-        if any(isinstance(_sample(each), np.ndarray) for each in (a, b)):
-            return self.call(function, a, b)
-        return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", a, b)
+    def minimum(self, x: Array, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.minimum` if an operand is an array."""
+        return self._extreme("<", np.minimum, x, y)
 
-    minimum = partialmethod(_extreme, "<", np.minimum)
-    maximum = partialmethod(_extreme, ">", np.maximum)
+    def maximum(self, x: Array, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.maximum` if an operand is an array."""
+        return self._extreme(">", np.maximum, x, y)
 
-    def clip(self, x: Any, low: Any, high: Any) -> Any:
-        """`numpy.clip`."""
+    def _extreme(self, sign: str, function: Callable[..., Any], x: Array, y: Array) -> Array:
+        """Records a minimum or maximum; the second comparison lets a NaN of `x` through."""
+        left, right = _like(x, _sample(y)), _like(y, _sample(x))
+        if any(isinstance(_sample(each), np.ndarray) for each in (left, right)):
+            return self.call(function, left, right)
+        return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", left, right)
+
+    def clip(self, x: Array, low: float, high: float, /) -> Array:
+        """A minimum and a maximum."""
         return self.maximum(self.minimum(x, high), low)
 
-    def sum(self, x: Any, axis: int) -> Any:
+    def abs(self, x: Array, /) -> Array:
+        """Python's `abs`."""
+        return self.add("abs({})", x)
+
+    def sqrt(self, x: Float, /) -> Float:
+        """`numpy.sqrt`."""
+        return self.call(np.sqrt, x)
+
+    def sum(self, x: Array, axis: int) -> Array:
         """`numpy.sum`."""
         return self.add(f"{{}}.sum({axis})", x)
 
-    def cumsum(self, x: Any, axis: int) -> Any:
+    def cumsum(self, x: Int, axis: int) -> Int:
         """`numpy.cumsum`."""
         return self.add(f"{{}}.cumsum({axis})", x)
 
-    def astype(self, x: Any, dtype: Any) -> Any:
+    def astype(self, x: Array, dtype: Any, /) -> Array:
         """`numpy.astype`, which takes ten times as long as arithmetic on scalars."""
         kind = type(_sample(x))
         if kind is np.bool_:
@@ -173,12 +193,26 @@ class Tape:
             return self.add("{} + float({})", _ZERO, x)
         return self.add("{}.astype({})", x, dtype)
 
-    def asarray(self, x: Any) -> Any:
-        """`numpy.asarray`, for constants."""
-        return x if isinstance(x, RecordedValue) else np.asarray(x)
+    def arange(self, n: int, /) -> Int:
+        """`numpy.arange`, a constant."""
+        return np.arange(n)
 
-    def with_slot(self, values: Any, slot: Any, value: Any) -> Any:
-        """See `numerics.with_slot`."""
+    def asarray(self, x: Any, /) -> Array:
+        """`numpy.asarray`, for constants."""
+        if isinstance(x, RecordedValue):
+            return x
+        return np.asarray(x)
+
+    def reciprocal(self, count: Int, /) -> Float:
+        """A division of 1 by the count as float32."""
+        return self.add("{} / {}", _ONE, self.astype(count, np.float32))
+
+    def product(self, x: Float | Number, y: Float, /) -> Float:
+        """A plain product, because NumPy rounds each operation by itself."""
+        return x * y
+
+    def with_slot(self, values: Array, slot: Int, value: Array, /) -> Array:
+        """A copy with one other element, or `values` itself if the element is equal."""
         return self.call(_with_slot, values, slot, value)
 
     # -- recording -----------------------------------------------------------------------------
@@ -204,9 +238,8 @@ class Tape:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Records a function call."""
-        return self.add(
-            f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})", *arguments
-        )
+        placeholders = ", ".join(["{}"] * len(arguments))
+        return self.add(f"{self._constant(function)}({placeholders})", *arguments)
 
     def add(self, text: str, *arguments: Any) -> Any:
         """Records an operation. An operation on constants returns its result.
@@ -222,9 +255,6 @@ class Tape:
                 return sample
             recorded = self._known[text, names] = self._new(text, names, sample)
         return recorded
-
-    abs, sqrt = partialmethod(add, "abs({})"), partialmethod(call, np.sqrt)
-    reciprocal = partialmethod(add, "{} / {}", _ONE)
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
         """Compiles the operations on which the result depends."""
@@ -273,8 +303,12 @@ class Tape:
         return body, template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
 
     def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
-        constants = [f"{name}={name}" for name in self._names.values()]  # defaults: fast locals
-        source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
+        parameters = list(arguments)
+        if self._names:
+            # Constants are defaults of keyword parameters, because local variables are fast.
+            parameters.append("*")
+            parameters += [f"{name}={name}" for name in self._names.values()]
+        source = f"def program({', '.join(parameters)}):\n " + "\n ".join(lines)
         scope = dict(self._scope)
         exec(compile(source, "<the engine's step, recorded>", "exec"), scope)
         return scope["program"]

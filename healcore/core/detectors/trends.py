@@ -19,9 +19,10 @@ is noise; `patience` in a row raise the alarm, until an evaluation with a smalle
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, Reading
 from healcore.core.detectors.thresholds import (
     NOISE_WINDOW,
@@ -31,7 +32,7 @@ from healcore.core.detectors.thresholds import (
     learn_noise,
     noise_unit,
 )
-from healcore.core.numerics import Flag, Float, Int, map_leaves, zero_init
+from healcore.core.numerics import map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
 
@@ -65,7 +66,7 @@ class DivergenceConfig(NamedTuple):
     init = zero_init(DivergenceState)
 
     def update(
-        self, state: DivergenceState, seen: Observed, *, xp: Any
+        self, state: DivergenceState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[DivergenceState, Reading]:
         """Learns `seen.loss`, then compares the trend with the best level."""
         learn, loss = seen.finite, seen.loss
@@ -73,16 +74,16 @@ class DivergenceConfig(NamedTuple):
         warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
         unit = noise_unit(values, trend, SMALL_NOISE, xp=xp)
-        threshold = numerics.product(self.rise, unit, xp=xp)
+        threshold = xp.product(self.rise, unit)
         max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
         learnt, weight = learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
-        trend = trend + numerics.product(weight, distance, xp=xp)
+        trend = trend + xp.product(weight, distance)
         best = xp.where(warm, trend, xp.minimum(trend, state.best))
         excess = trend - best
         positive = (best > 0) & (trend > POSITIVE * unit)
-        at_best = numerics.quotient(numerics.product(threshold, best, xp=xp), trend, xp=xp)
+        at_best = xp.quotient(xp.product(threshold, best), trend)
         high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > HIGH * (peak - best))
@@ -118,7 +119,7 @@ class PlateauState(NamedTuple):
 class PlateauConfig(NamedTuple):
     """Thresholds of the plateau detector."""
 
-    window: Annotated[Any, whole(2)] = 500
+    window: Annotated[Number, whole(2)] = 500
     """Steps per window."""
     patience: Steps = 3
     """Consecutive windows without improvement that raise the alarm."""
@@ -134,14 +135,14 @@ class PlateauConfig(NamedTuple):
     init = zero_init(PlateauState)
 
     def update(
-        self, state: PlateauState, seen: Observed, *, xp: Any
+        self, state: PlateauState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[PlateauState, Reading]:
         """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
         learn, loss, restart = seen.finite, seen.loss, seen.restart
         started = (state.windows > 0) | (state.count > 0)
         count = xp.where(learn, state.count + 1, state.count)
         divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
-        step = numerics.quotient(loss - state.mean, divisor, xp=xp)
+        step = xp.quotient(loss - state.mean, divisor)
         mean = state.mean + xp.where(learn, step, 0.0)
         moved = xp.where(started, xp.abs(loss - state.last), 0.0)
         change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
@@ -197,7 +198,7 @@ class OverfitConfig(NamedTuple):
     init = zero_init(OverfitState)
 
     def update(
-        self, state: OverfitState, seen: Observed, *, xp: Any
+        self, state: OverfitState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[OverfitState, Reading]:
         """Learns `seen.loss`; judges `seen.eval_loss` at steps with an evaluation."""
         learn = seen.finite

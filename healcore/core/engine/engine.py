@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.array_namespace import NUMPY, Array, ArrayNamespace, Flag, Float, as_namespace
 from healcore.core.clipping import RULES
 from healcore.core.decision import (
     NONFINITE,
@@ -145,14 +147,15 @@ class Engine:
         return init(self.config, groups=groups, batch=batch)
 
     def step(
-        self, state: EngineState, signals: Signals, *, xp: Any
+        self, state: EngineState, signals: Signals, *, xp: ArrayNamespace | ModuleType
     ) -> tuple[EngineState, Decision]:
         """Judges one step.
 
         Args:
             state: from `init` or the previous step.
             signals: at least a loss or a gradient norm.
-            xp: the array namespace of all arrays.
+            xp: the array namespace of all arrays: an `ArrayNamespace`, or a module with NumPy's
+                functions, such as `numpy` itself.
 
         Returns:
             The new state, and the decision to enforce. In observe mode the decision is neutral, and
@@ -160,14 +163,25 @@ class Engine:
 
         Raises:
             ValueError: the signals have neither a loss nor a gradient norm.
+
+        Examples:
+            >>> import numpy as np
+            >>> from healcore.core.signals import Signals
+            >>> from healcore.policy import engine_of
+            >>> engine = engine_of("default")
+            >>> signals = Signals(loss=np.float32(2.0), grad_norm=np.float32("nan"))
+            >>> state, decision = engine.step(engine.init(), signals, xp=np)
+            >>> bool(decision.skip)
+            True
         """
         if signals.loss is None and signals.grad_norm is None:
             raise ValueError(
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
+        xp = as_namespace(xp)
         # NumPy warns of invalid values that `where` discards later.
-        with np.errstate(all="ignore") if xp is np else nullcontext():
+        with np.errstate(all="ignore") if xp is NUMPY else nullcontext():
             new, decision = judge(self.config, state, signals, limits_norm=self.limits_norm, xp=xp)
             observes = self.mode == "observe"
             if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
@@ -182,7 +196,13 @@ class Engine:
         return new, decision
 
     def _without_step(
-        self, old: EngineState, new: EngineState, signals: Signals, skipped: Any, *, xp: Any
+        self,
+        old: EngineState,
+        new: EngineState,
+        signals: Signals,
+        skipped: Flag,
+        *,
+        xp: ArrayNamespace,
     ) -> EngineState:
         """The old state if the caller skips the step, with the signals that come only once.
 
@@ -201,7 +221,7 @@ class Engine:
             detectors.append(before._replace(**learnt) if learnt else before)
         return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
-    def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
+    def expect_change(self, state: EngineState, *, xp: ArrayNamespace | ModuleType) -> EngineState:
         """Opens the grace window at the next step, because the LR, the batch or the data change.
 
         Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
@@ -209,7 +229,9 @@ class Engine:
         del xp
         return state._replace(change_expected=state.change_expected | True)
 
-    def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
+    def on_rollback(
+        self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Combines the restored detectors with the live budget and limits after a rollback.
 
         The LR multiplier and the limit of the gradient norm stay as they are in the live state,
@@ -224,6 +246,7 @@ class Engine:
             restored: the state in the checkpoint.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         incident, budget = live.incident, live.budget
         then = restored.lr
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
@@ -246,11 +269,14 @@ class Engine:
             last=live.last,
         )
 
-    def subtract_rollback(self, state: EngineState, *, xp: Any) -> EngineState:
+    def subtract_rollback(
+        self, state: EngineState, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Subtracts a rollback that the last step ordered from the budget.
 
         For observe mode and replays, in which no host rolls back.
         """
+        xp = as_namespace(xp)
         ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
         recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
         return state._replace(budget=state.budget._replace(recoveries=recoveries))
@@ -278,7 +304,14 @@ class Engine:
             self._specialised[key] = Engine(config, limits_norm=limits_norm)
         return self._specialised[key]
 
-    def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
+    def limit_lr(
+        self,
+        state: EngineState,
+        limit: Float,
+        rate: Float | None,
+        *,
+        xp: ArrayNamespace | ModuleType,
+    ) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
 
         Args:
@@ -288,19 +321,26 @@ class Engine:
                 of 1.
             xp: the array namespace.
         """
+        namespace = as_namespace(xp)
         budget, tally = state.budget, state.tally
         config = self.config.lr
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=xp),
+            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=namespace),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
         allowed = budget.lr_cuts > 0
-        return map_leaves(lambda new, old: select(allowed, new, old, xp=xp), limited, state)
 
-    def limit_norm(self, state: EngineState, limit: Any, *, xp: Any) -> EngineState:
+        def allowed_or_old(new: Array, old: Array) -> Array:
+            return select(allowed, new, old, xp=namespace)
+
+        return map_leaves(allowed_or_old, limited, state)
+
+    def limit_norm(
+        self, state: EngineState, limit: Float | None, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Sets or releases a limit on the gradient norm for the host; this costs no budget.
 
         From the next step on, a finite gradient whose norm is above the limit is scaled down to it,
@@ -313,11 +353,13 @@ class Engine:
                 0, None or a number that is no limit (negative, NaN, Inf) releases the limit.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         none = state.norm_limit - state.norm_limit
-        if limit is None:
-            limit = none
-        is_limit = (limit > numerics.FLUSH) & (limit <= numerics.FLOAT32_MAX)
-        state = state._replace(norm_limit=xp.where(is_limit, limit, none))
+        given = none
+        if limit is not None:
+            given = limit
+        is_limit = (given > numerics.FLUSH) & (given <= numerics.FLOAT32_MAX)
+        state = state._replace(norm_limit=xp.where(is_limit, given, none))
         if self.config.clip is not None:
             return state
         # Without clipping and without a limit a step does not write the factor, which is 1.
@@ -335,7 +377,9 @@ class Engine:
         withheld = state.norm_limit - state.norm_limit + WITHHELD
         return state._replace(norm_limit=withheld)
 
-    def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
+    def apply_rate(
+        self, state: EngineState, rate: Float, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 
         A rollback restores the schedule, and a cut limits the rate in absolute terms. At a lower
@@ -346,6 +390,7 @@ class Engine:
             rate: the schedule's learning rate, float32 array.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         never = state.step < 0
         orders = incidents.RecoveryOrders(~never, never, never if self.cuts_lr else None)
         rescaled = incidents.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
@@ -401,7 +446,7 @@ class Engine:
         return from_plain(self.init(groups=count), data.get("state"), "state")
 
 
-def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:
     """Replaces the decision by a neutral one where `when` holds; the causes stay."""
     group = decision.group_scale
     return decision._replace(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Norms, Number
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
 from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
@@ -22,15 +23,29 @@ ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 """Actions that a rule orders once, not at each step of the same trouble."""
 
 
+Scales = tuple[Float, Norms | None, Flag | None]
+"""(grad_scale, group_scale, clipped): the fields of `Decision`, and whether the step is clipped.
+
+`group_scale` is None unless the policy clips per tensor. `clipped` is None if nothing can clip."""
+
+
 class Firing(NamedTuple):
     """Whether a rule fires at one step."""
 
-    fired: Any  # bool: the rule's condition holds
-    fresh: Any  # bool: fired for the first time in `quiet_steps` steps; for alerts, saves and stops
+    fired: Flag
+    """The rule's condition holds."""
+    fresh: Flag
+    """The rule fires for the first time in `quiet_steps` steps. Alerts, saves and stops are ordered
+    only then."""
 
 
 def judge(
-    config: EngineConfig, state: EngineState, signals: Signals, *, limits_norm: bool, xp: Any
+    config: EngineConfig,
+    state: EngineState,
+    signals: Signals,
+    *,
+    limits_norm: bool,
+    xp: ArrayNamespace,
 ) -> tuple[EngineState, Decision]:
     """The new state, and the decision as the policy orders it, in any mode.
 
@@ -45,14 +60,14 @@ def judge(
     seen = observe(signals, change_expected, state.last, clips=clips, xp=xp)
 
     detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
-    cause = numerics.shared(_cause_flags(config, readings, seen, xp=xp), xp=xp)
-    no_flag = xp.never(cause) if hasattr(xp, "never") else cause != cause  # False in its shape
+    cause = xp.shared(_cause_flags(config, readings, seen, xp=xp))
+    no_flag = xp.never(cause)
     rule_states, fired = _run_rules(config, state, readings, no_flag, xp=xp)
 
     wished = _any([f.fired for rule, f in fired if rule.skip], no_flag)
     skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
     if skip is not seen.bad:
-        skip = numerics.shared(skip, xp=xp)
+        skip = xp.shared(skip)
     skip_by_rules = skip
     if limits_norm:
         skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
@@ -104,7 +119,12 @@ def judge(
 
 
 def _run_detectors(
-    config: EngineConfig, states: tuple[Any, ...], seen: Observed, may_alarm: Any, *, xp: Any
+    config: EngineConfig,
+    states: tuple[Any, ...],
+    seen: Observed,
+    may_alarm: Flag,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
     """Runs the detectors that have their signals. Without `may_alarm` only `nonfinite` alarms."""
     new, readings = [], {}
@@ -122,21 +142,21 @@ def _run_detectors(
 
 
 def _cause_flags(
-    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
-) -> Any:
+    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: ArrayNamespace
+) -> Int:
     """`Cause` flags (int32) of this step's alarms, sustained ones too."""
     causes = []
     for name, detector in config.detectors:
         if name in readings:
             alarm, sustained, own, _ = readings[name]
             alarm = alarm if sustained is alarm else alarm | sustained
-            causes.append(numerics.flag(alarm, detector.CAUSE, xp=xp) if own is None else own)
+            causes.append(xp.flag(alarm, detector.CAUSE) if own is None else own)
     if not causes:  # no detector has its signals
         return xp.astype(seen.finite & False, xp.int32)
     return functools.reduce(operator.or_, causes)
 
 
-def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Any]:
+def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Flag]:
     """Whether each detector of the rule's causes has found its cause."""
     found = []
     for name, detector in config.detectors:
@@ -153,9 +173,9 @@ def _run_rules(
     config: EngineConfig,
     old: EngineState,
     readings: Mapping[str, Reading],
-    no_flag: Any,
+    no_flag: Flag,
     *,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> tuple[tuple[RuleState, ...], list[tuple[RuleConfig, Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
@@ -164,7 +184,7 @@ def _run_rules(
         if key not in hits:
             found = _hits(config, rule, readings)
             hit = _any(found, no_flag)
-            hits[key] = numerics.shared(hit, xp=xp) if found[1:] else hit
+            hits[key] = xp.shared(hit) if found[1:] else hit
         quiet = config.incident.quiet_steps
         counted, firing = update_rule(rule, state, hits[key], old.step, quiet, xp=xp)
         new.append(counted)
@@ -173,7 +193,13 @@ def _run_rules(
 
 
 def update_rule(
-    config: RuleConfig, state: RuleState, hit: Any, step: Any, quiet_steps: Any, *, xp: Any
+    config: RuleConfig,
+    state: RuleState,
+    hit: Flag,
+    step: Int,
+    quiet_steps: Number,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[RuleState, Firing]:
     """Counts one step, the `step`-th; `hit`: whether a cause of the rule is present.
 
@@ -187,7 +213,7 @@ def update_rule(
         fired = fresh = hit & (run >= config.consecutive)
     if config.within:
         slot, value = step % config.within, xp.astype(hit, xp.int32)
-        window = numerics.with_slot(window, slot, value, xp=xp)
+        window = xp.with_slot(window, slot, value)
         fired = fresh = fired & (xp.sum(window, axis=-1) >= config.count)
     if config.action & ONCE:
         fresh = fired & (age >= quiet_steps)
@@ -196,19 +222,23 @@ def update_rule(
 
 
 def _actions_of_rules(
-    config: EngineConfig, fired: list[tuple[RuleConfig, Firing]], no_flag: Any, *, xp: Any
-) -> list[Any]:
+    config: EngineConfig,
+    fired: list[tuple[RuleConfig, Firing]],
+    no_flag: Flag,
+    *,
+    xp: ArrayNamespace,
+) -> list[Int]:
     """The actions of `ONCE` that the rules order, as one int32 for each set of them."""
     actions = []
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [numerics.flag(_any(fresh, no_flag), once, xp=xp)] if once else []
+        actions += [xp.flag(_any(fresh, no_flag), once)] if once else []
     return actions
 
 
 def _limit_skips(
-    config: EngineConfig, streak: Any, wished: Any, seen: Observed, *, xp: Any
-) -> tuple[Any, Any]:
+    config: EngineConfig, streak: Int, wished: Flag, seen: Observed, *, xp: ArrayNamespace
+) -> tuple[Int, Flag]:
     """Decides which steps are skipped; returns the new `streak` of finite skips, and the skip.
 
     Steps with non-finite gradients are always skipped, other steps at most `max_skips` times in a
@@ -227,7 +257,7 @@ def _limit_skips(
 
 
 def _clip(
-    config: EngineConfig, state: EngineState, seen: Observed, skip: Any, *, xp: Any
+    config: EngineConfig, state: EngineState, seen: Observed, skip: Flag, *, xp: ArrayNamespace
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
@@ -238,7 +268,7 @@ def _clip(
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
 
-def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, Any, Any]:
+def _scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) -> Scales:
     """(grad_scale, group_scale or None, clipped or None); a skipped step is not clipped."""
     if clip is None:
         return one, None, None
@@ -249,8 +279,8 @@ def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, An
 
 
 def _limit_norm(
-    limit: Any, norm: Any, skip: Any, scales: tuple[Any, Any, Any], clip: Clip | None, *, xp: Any
-) -> tuple[Any, Any, Any]:
+    limit: Float, norm: Float, skip: Flag, scales: Scales, clip: Clip | None, *, xp: ArrayNamespace
+) -> Scales:
     """The result of `_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw one, because the limited one of `Observed` is too small above SIGNAL_LIMIT.
@@ -260,7 +290,7 @@ def _limit_norm(
     """
     over = (limit > 0) & (norm > limit)
     over = numerics.and_not(over, skip)
-    to_limit = numerics.quotient(limit, norm + EPSILON, xp=xp)
+    to_limit = xp.quotient(limit, norm + EPSILON)
     factor = numerics.flush(xp.where(over, to_limit, 1.0), xp=xp)
     grad_scale, group_scale, clipped = scales
     clipped = over if clipped is None else clipped | over
@@ -269,7 +299,7 @@ def _limit_norm(
     return factor if clip is None else xp.minimum(grad_scale, factor), None, clipped
 
 
-def _counted(tally: Tally, skip: Any, cause: Any, clipped: Any, cut: Any) -> Tally:
+def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Flag | None) -> Tally:
     """The tally with this step. `clipped` and `cut` are None if the policy never does it."""
     tally = tally._replace(skips=tally.skips + skip, alarms=tally.alarms + (cause != 0))
     if clipped is not None:
@@ -285,7 +315,7 @@ def _telemetry(
     readings: Mapping[str, Reading],
     *,
     clips: bool,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> Telemetry:
     """Numbers for loggers; a non-finite value leaves the last finite one in place."""
     loss, norm, threshold, z, z_loss = last[1:]
@@ -302,6 +332,6 @@ def _telemetry(
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
 
 
-def _any(flags: list[Any], no_flag: Any) -> Any:
+def _any(flags: list[Array], no_flag: Array | None) -> Array:
     """Logical or; `no_flag` if there are no flags."""
     return functools.reduce(operator.or_, flags) if flags else no_flag

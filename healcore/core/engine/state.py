@@ -14,9 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.array_namespace import Flag, Float, Int, Number
 from healcore.core.decision import Decision, Telemetry
 from healcore.core.errors import HealcoreError
-from healcore.core.numerics import Flag, Float, Int, map_leaves, zeros
+from healcore.core.numerics import map_leaves, zeros
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 WITHHELD = -1.0
@@ -34,9 +35,9 @@ class RuleConfig(NamedTuple):
     """`Action` flags it orders. Static."""
     sustained: bool = False
     """Only sustained alarms are hits. Static."""
-    consecutive: Any = 1
+    consecutive: Number = 1
     """Hits in a row from which the rule fires."""
-    count: Any = 0
+    count: Int = 0
     """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
     within: int = 0
     """Length of the window for `count`, in steps. Static."""
@@ -54,11 +55,11 @@ class IncidentConfig(NamedTuple):
 class RollbackConfig(NamedTuple):
     """Which checkpoint a rollback restores."""
 
-    depth: Any = 1
+    depth: Number = 1
     """Known-good checkpoint that the first rollback restores; 1 = newest."""
-    deepen: Any = 1
+    deepen: Number = 1
     """Increase of the depth per further rollback in the same region."""
-    region: Any = 500
+    region: Number = 500
     """Distance in steps below which two onsets are in the same region."""
 
 
@@ -67,13 +68,13 @@ class LrConfig(NamedTuple):
 
     factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
-    floor: Annotated[Any, number(above=0, most=1)] = 0.1
+    floor: Annotated[Number, number(above=0, most=1)] = 0.1
     """Lower limit of the multiplier."""
     hold_steps: StepsOrZero = 100
     """Healthy steps at the cut rate before the ramp."""
     ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Annotated[Any, number(least=0, most=1)] = 0.0
+    ceiling: Annotated[Number, number(least=0, most=1)] = 0.0
     """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
     the ramp ends at the full schedule, even if that rate broke the run."""
     reset_moments: OnOff = False
@@ -86,11 +87,11 @@ class LrConfig(NamedTuple):
 class BudgetConfig(NamedTuple):
     """How often a run may recover."""
 
-    recoveries: Any = 3
+    recoveries: Number = 3
     """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
-    lr_cuts: Any = 4
+    lr_cuts: Number = 4
     """Cuts of the learning rate."""
-    refund_after: Any = 1000
+    refund_after: Number = 1000
     """Steps without an incident that refund one rollback and one cut."""
 
 
@@ -108,9 +109,9 @@ class EngineConfig(NamedTuple):
     rollback: RollbackConfig = RollbackConfig()
     lr: LrConfig = LrConfig()
     budget: BudgetConfig = BudgetConfig()
-    max_skips: Any = 10
+    max_skips: Number = 10
     """Limit of consecutive finite steps skipped; a step without an alarm resets it."""
-    grace_steps: Any = 50
+    grace_steps: Number = 50
     """Steps after an expected change in which only non-finite values are alarms."""
 
 
@@ -151,7 +152,7 @@ def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Float) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")
 
 
