@@ -39,17 +39,23 @@ class ShiftConfig(NamedTuple):
 class ShiftState(NamedTuple):
     """Count and statistics of recent rejections."""
 
-    run: Int  # leaky count of rejections, each of which adds `gain`
-    level: Float  # moving average of the raw values since the first rejection
-    spread: Float  # variance of these values
+    run: Int
+    """Leaky count of rejections, each of which adds `gain`."""
+    level: Float
+    """Moving average of the raw values since the first rejection."""
+    spread: Float
+    """Variance of these values."""
 
 
 class Shift(NamedTuple):
     """Result of `watch_level`."""
 
-    escaped: Flag  # bool: the level has shifted; `level` and `spread` are the new baseline
-    level: Float  # float32: mean
-    spread: Float  # float32: variance
+    escaped: Flag
+    """The level has shifted; `level` and `spread` are the new baseline."""
+    level: Float
+    """Mean of the recent values."""
+    spread: Float
+    """Variance of the recent values."""
 
 
 def watch_level(
@@ -62,9 +68,25 @@ def watch_level(
     *,
     xp: ArrayNamespace,
 ) -> tuple[ShiftState, Shift]:
-    """Updates the rejections by one finite raw value, and decides whether the level has shifted.
+    """Updates the rejections by one value, and decides whether the level has shifted.
 
-    Where `learn` is false the state is unchanged. `restart` clears earlier rejections.
+    Without this, a rule that learns only accepted values rejects every value after a lasting shift.
+
+        accepted   o o o o o                             o o o o   the new level is the baseline
+        rejected             x x x x x x x x x x x x x x
+        run        0 0 0 0 0 4 8 ...       patience * gain: escaped, if the values are at one level
+
+    Args:
+        config: when rejections establish a new level.
+        state: earlier rejections.
+        value: the raw value, finite, before any clipping.
+        rejected: the rule rejects the value as an outlier.
+        learn: the value counts. Elsewhere the state is unchanged, except by `restart`.
+        restart: earlier rejections are forgotten first.
+        xp: the array namespace.
+
+    Returns:
+        The new state, and whether and to which level the values have shifted.
     """
     rejected = rejected & learn
     rejections = xp.where(restart, 0, state.run)
@@ -93,7 +115,19 @@ def watch_level(
 def limit_outlier(
     value: Float, mean: Float, count: Int, warm: Flag, *, xp: ArrayNamespace
 ) -> tuple[Float, Flag]:
-    """The limited value of a norm, and whether to forget the `count` norms before it."""
+    """Keeps a norm of a warm-up from spoiling the mean.
+
+    Args:
+        value: the norm.
+        mean: mean of the norms before it.
+        count: number of the norms before it.
+        warm: the warm-up is not over. Afterwards the norm is not limited.
+        xp: the array namespace.
+
+    Returns:
+        The norm, limited to ten times the mean; and whether to forget the norms before it, because
+        this one is below a tenth of their mean.
+    """
     judged = warm & (count > 0)
     ceiling = _OUTLIER_RATIO * mean
     value = xp.where(judged & (value > ceiling), ceiling, value)

@@ -61,14 +61,25 @@ EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 class Clip(NamedTuple):
     """Clipping of one step: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
 
-    scale: Float  # from 0 to 1: factor on the gradient; 1 = unchanged
-    threshold: Float  # norm above which the gradient is clipped; 0 = no limit (warm-up)
-    z: Float  # z-score of the norm; 0 in warm-up and in rules without a variance
-    clipped: Flag  # the norm is above the threshold
+    scale: Float
+    """From 0 to 1: factor on the gradient; 1 = unchanged."""
+    threshold: Float
+    """Norm above which the gradient is clipped; 0 = no limit (warm-up)."""
+    z: Float
+    """z-score of the norm; 0 in warm-up and in rules without a variance."""
+    clipped: Flag
+    """The norm is above the threshold."""
 
 
 def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Float:
-    """Factor that reduces `norm` to `limit` where `over` holds, else exactly 1."""
+    """Factor that reduces a norm to a limit.
+
+    Args:
+        limit: the norm after clipping.
+        norm: the norm before clipping, of the same shape.
+        over: whether the norm is clipped. Elsewhere the factor is exactly 1.
+        xp: the array namespace.
+    """
     target = xp.where(over, limit, norm)
     scale = xp.quotient(target, norm + EPSILON)
     return numerics.flush(xp.where(over, scale, 1.0), xp=xp)
@@ -102,9 +113,11 @@ class FixedConfig(NamedTuple):
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms."""
 
-    count: Int  # norms learnt, at most `warmup_steps`
+    count: Int
+    """Norms learnt, at most `warmup_steps`."""
     mean: Float
-    var: Float  # population variance during warm-up, then its moving average
+    var: Float
+    """Population variance during warm-up, then its moving average."""
     shift: baseline.ShiftState
 
 
@@ -235,7 +248,8 @@ BINS = len(EDGES) - 1  # number of bins
 class AutoClipState(NamedTuple):
     """Histogram of the recent norms."""
 
-    counts: Int  # (BINS,): norms per bin
+    counts: Int
+    """(BINS,): norms per bin."""
 
 
 class AutoClipConfig(NamedTuple):
@@ -311,9 +325,12 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 class AdaGCState(NamedTuple):
     """State of n tensors."""
 
-    count: Int  # steps learnt, at most `warmup_steps`
-    gamma: Float  # (n,): level of each tensor's norm; 0 = no norm seen
-    shift: baseline.ShiftState  # arrays of shape (n,)
+    count: Int
+    """Steps learnt, at most `warmup_steps`."""
+    gamma: Float
+    """(n,): level of each tensor's norm; 0 = no norm seen."""
+    shift: baseline.ShiftState
+    """Arrays of shape (n,)."""
 
 
 class AdaGCConfig(NamedTuple):

@@ -120,11 +120,16 @@ the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the 
 class Readings(NamedTuple):
     """The measured values behind a cause; each may be NaN or Inf."""
 
-    loss: float  # last finite loss; NaN before the first
-    grad_norm: float  # last finite global norm of the gradients, before clipping; NaN before it
-    threshold: float  # norm above which gradients are clipped; 0 without a threshold
-    z: float  # z-score of the norm in the clipping rule
-    z_loss: float  # score of the loss-spike detector
+    loss: float
+    """Last finite loss; NaN before the first one."""
+    grad_norm: float
+    """Last finite global norm of the gradients, before clipping; NaN before the first one."""
+    threshold: float
+    """Norm above which gradients are clipped; 0 without a threshold."""
+    z: float
+    """z-score of the norm in the clipping rule."""
+    z_loss: float
+    """Score of the loss-spike detector."""
 
 
 class SuspectGradient(NamedTuple):
@@ -139,35 +144,62 @@ class SuspectGradient(NamedTuple):
 class StepRecord(NamedTuple):
     """One step as judged by one engine: Python values on the host, arrays in a replay.
 
-    The decision is as ordered; in observe mode it was not enforced.
+    This is what the host reads of a step: the runtime decides by it, loggers and events are made
+    from it. The first 16 fields are numbers of the engine, which a device packs into one array (see
+    `RECORD_FIELDS`). The others are added by the host. The decision is as ordered; in observe mode
+    it was not enforced.
     """
 
-    step: Int  # steps judged so far; this step counts only if it was judged
-    onset: Int  # judged steps before the first alarm of the last incident; -1: no incident
-    incident: Int  # number of the last incident, from 1; 0: no incident
-    incident_open: Flag  # bool: an incident is open that has more than skipped non-finite steps
-    action: Int  # `Action` flags
-    cause: Int  # `Cause` flags
-    rollback_depth: Int  # known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK
-    skip: Flag  # bool
-    grad_scale: Float  # factor on the gradients, 1 = unchanged
-    lr_scale: Float  # the learning-rate multiplier
-    loss: Float  # this and the next four are as in `Readings`
+    step: Int
+    """Steps judged so far; this step counts only if it was judged."""
+    onset: Int
+    """Judged steps before the first alarm of the last incident; -1 without an incident."""
+    incident: Int
+    """Number of the last incident, from 1; 0 without an incident."""
+    incident_open: Flag
+    """An incident is open that has more than skipped non-finite steps."""
+    action: Int
+    """`Action` flags."""
+    cause: Int
+    """`Cause` flags."""
+    rollback_depth: Int
+    """Known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
+    skip: Flag
+    """The step was ordered to keep parameters, moments and counters unchanged."""
+    grad_scale: Float
+    """Factor on the gradients, 1 = unchanged."""
+    lr_scale: Float
+    """The learning-rate multiplier."""
+    loss: Float
+    """Last finite loss; 0 before the first one."""
     grad_norm: Float
+    """Last finite global norm of the gradients, before clipping; 0 before the first one."""
     threshold: Float
+    """Norm above which gradients are clipped; 0 without a threshold."""
     z: Float
+    """z-score of the norm in the clipping rule."""
     z_loss: Float
-    lr: Float = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
-    engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
-    evidence: tuple[SuspectGradient, ...] = ()  # worst first, at most 10; if there is a cause
-    # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
+    """Score of the loss-spike detector."""
+    lr: Float = 0.0
+    """The program's learning rate at the step; 0 or 1 if unknown."""
+    engine: str = ""
+    """Name of the optimizer in the run's state; each optimizer has its own engine."""
+    evidence: tuple[SuspectGradient, ...] = ()
+    """The tensors behind a cause, worst first, at most 10. Empty without a cause."""
     rank_signals: tuple[float, float] | None = None
-    by_optimizer: bool = False  # the gradients were finite, and the optimizer's update was not
-    judged: bool = True  # False: the step only accumulated gradients, or was not taken
-    taken: bool = True  # False: the training step kept its old state, including the healing state
-    loss_ratio: float | None = None  # loss over the mean of recent healthy losses
-    eval_loss: float | None = None  # evaluation since the last step, or None
-    eval_gap: float | None = None  # `eval_loss` minus the mean of recent healthy losses
+    """(loss, gradient norm) of this rank alone, or None. For steps with a cause on several ranks."""
+    by_optimizer: bool = False
+    """The gradients were finite, and the optimizer's update was not."""
+    judged: bool = True
+    """False if the step only accumulated gradients, or was not taken."""
+    taken: bool = True
+    """False if the training step kept its old state, including the healing state."""
+    loss_ratio: float | None = None
+    """Loss over the mean of recent healthy losses, or None if unknown."""
+    eval_loss: float | None = None
+    """Evaluation loss since the last step, or None."""
+    eval_gap: float | None = None
+    """`eval_loss` minus the mean of recent healthy losses, or None."""
 
     @property
     def decision(self) -> Decision:

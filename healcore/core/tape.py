@@ -1,9 +1,33 @@
 """Records the engine's step as one straight Python function, for NumPy scalars.
 
-The engine has no branches, so its operations are the same for all numbers. They are recorded once
-and compiled. A step then has no calls, no branches on the configuration and no tuples.
-`numpy.where` on two scalars takes a microsecond, and a conditional of Python a tenth of it; an
-operand of a `where` is computed only if it is selected. Values and dtypes equal NumPy's.
+On the host the engine judges one step at a time, on single numbers. With NumPy most of that time is
+overhead: the calls of the core's functions, their branches on the policy, and `numpy.where`, which
+takes a microsecond on two scalars. The engine has no branch on a value, so its operations are the
+same for all numbers. They are recorded once, written as the source of a Python function, and
+compiled. A conditional expression of Python takes a tenth of a `numpy.where`, and computes only the
+operand that it selects. Values and dtypes equal NumPy's.
+
+How it works: `to_program` calls the function once with a placeholder, a `RecordedValue`, for each
+number of its arguments, and with a `Tape` as `xp`. Each operator on a placeholder, and each call
+of the tape, adds a line and returns a new placeholder. A placeholder also holds the `sample` that
+NumPy computes from the example arguments, for its dtype and shape only. From the result the tape
+finds the lines that are needed. A line that is used once becomes part of the line that uses it.
+
+    def judged(state, norm, *, xp):                 # what the core has
+        mean, unused = state
+        over = norm > 2.0 * mean
+        accepted = xp.where(over, mean, norm)
+        mean = mean + xp.product(np.float32(0.125), accepted - mean)
+        return (mean, unused), xp.flag(over, 4)
+
+    def program(tree0, tree1, *, c0=2.0, c1=0.125, c2=1, c3=0, c4=4):           # what is recorded
+        [v0, _] = tree0
+        v1 = tree1
+        v3 = v1 > (c0 * v0)
+        return (((v0 + (c1 * ((v0 if v3 else v1) - v0))), None, ), ((c2 if v3 else c3) * c4), )
+
+Constants are NumPy scalars, and defaults of keyword parameters. The names `v0`, `v1`, ... number
+all lines, so numbers of lines that were inlined or are not needed are missing.
 """
 
 from __future__ import annotations
@@ -30,12 +54,25 @@ class NotRecordable(TypeError):
 def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
 
-    The function must be pure. The trees are nested NamedTuples, tuples and None with NumPy scalars
-    and arrays: examples of the structure, dtypes and shapes of later calls. Later calls need
-    ``np.errstate(all="ignore")``.
+    Args:
+        function: a pure function without branches on a value, such as `Engine.step`.
+        trees: examples of its arguments: nested NamedTuples, tuples and None with NumPy scalars and
+            arrays. Later calls must have the same structure, dtypes and shapes, which the program
+            does not check.
+
+    Returns:
+        A function of trees like these, without `xp`. A call needs ``np.errstate(all="ignore")``.
 
     Raises:
         NotRecordable: the function branches on a value.
+
+    Examples:
+        >>> import numpy as np
+        >>> def larger(pair, *, xp):
+        ...     return xp.where(pair[0] > pair[1], pair[0], pair[1])
+        >>> program = to_program(larger, (np.float32(1), np.float32(2)))
+        >>> program((np.float32(7), np.float32(5)))
+        np.float32(7.0)
     """
     tape = Tape()
     with np.errstate(all="ignore"):
@@ -47,11 +84,17 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
 def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
     """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `to_program`.
 
-    `state` and `inputs`, a tuple of scalars, are examples, and the outputs are a tuple.
+    A replay judges a million steps. In a loop the numbers of the state stay in local variables, and
+    are not packed into NamedTuples after each step. Only those that the step changes are assigned.
+
+    Args:
+        function: returns the new state and a tuple of outputs.
+        state: an example of the state.
+        inputs: an example of one step's inputs, a tuple of scalars.
 
     Returns:
-        A function of the first state and of the inputs of all steps. It returns the last state and
-        the outputs of each step.
+        A function of the first state and of an iterable with the inputs of each step. It returns
+        the last state and a list with the outputs of each step.
     """
     tape = Tape()
     with np.errstate(all="ignore"):
@@ -61,7 +104,16 @@ def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[.
 
 
 class RecordedValue:
-    """Placeholder for a number or an array in the recorded function."""
+    """Placeholder for a number or an array in the recorded function.
+
+    It has the operators of a NumPy array, which record a line. It has no truth value, because the
+    line of a branch that was not taken would be missing.
+
+    Attributes:
+        tape: where the operations on it are recorded.
+        place: index of its line. Its name in the program is ``v{place}``.
+        sample: its value for the example arguments, for its dtype and shape.
+    """
 
     __slots__ = ("place", "sample", "tape")
     __array_ufunc__ = None  # an array as the left operand defers to this class
@@ -92,6 +144,8 @@ class RecordedValue:
 
 
 def _binary(sign: str) -> tuple[Any, Any]:
+    """Makes the methods of an operator: with the placeholder on its left, and on its right."""
+
     def forward(self: RecordedValue, other: Any) -> RecordedValue:
         return self.tape.binary(sign, self, other)
 
@@ -242,9 +296,15 @@ class Tape(ArrayNamespace):
         return self.add(f"{self._constant(function)}({placeholders})", *arguments)
 
     def add(self, text: str, *arguments: Any) -> Any:
-        """Records an operation. An operation on constants returns its result.
+        """Records an operation.
 
-        An equal operation returns the value that exists.
+        Args:
+            text: the expression, with {} for each operand.
+            arguments: the operands, placeholders and constants.
+
+        Returns:
+            The placeholder of the result. An operation on constants only returns its result, and an
+            operation that is recorded already returns the placeholder that exists.
         """
         names = tuple(self._name(each) for each in arguments)
         recorded = self._known.get((text, names))
@@ -257,7 +317,12 @@ class Tape(ArrayNamespace):
         return recorded
 
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
-        """Compiles the operations on which the result depends."""
+        """Compiles the operations on which the result depends.
+
+        Args:
+            patterns: how each argument is unpacked, ``[v0, [v1, _]]``; see `given`.
+            result: what the recorded function has returned.
+        """
         body, answer = self._operations(result)
         arguments = [f"tree{i}" for i in range(len(patterns))]
         unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
@@ -278,7 +343,12 @@ class Tape(ArrayNamespace):
         return self._compiled(["state", "inputs"], [*lines, f"return {last}, rows"])
 
     def _operations(self, result: Any) -> tuple[list[str], str]:
-        """Writes the operations on which a result depends, and the result as an expression."""
+        """Writes the operations on which a result depends, and the result as an expression.
+
+        First it counts, from the last line to the first one, how often each value is used. A value
+        that is used once is written where it is used, in parentheses, unless these would be nested
+        deeper than `_MAX_DEPTH`. Python evaluates it in the same order as before.
+        """
         template, places = self._written(result)
         uses = [0] * len(self._lines)
         for name in places:
@@ -303,6 +373,7 @@ class Tape(ArrayNamespace):
         return body, template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
 
     def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
+        """Compiles a function of these parameters with these lines as its body."""
         parameters = list(arguments)
         if self._names:
             # Constants are defaults of keyword parameters, because local variables are fast.
@@ -328,15 +399,22 @@ class Tape(ArrayNamespace):
         return inner, [place for _, places in parts for place in places]
 
     def _new(self, text: str, names: tuple[str, ...], sample: Any) -> RecordedValue:
+        """Adds a line, and returns the placeholder of its value."""
         self._lines.append((text, names))
         return RecordedValue(self, len(self._lines) - 1, sample)
 
     def _name(self, value: Any) -> str:
-        return f"v{value.place}" if isinstance(value, RecordedValue) else self._constant(value)
+        """The name of a placeholder or constant in the program."""
+        if isinstance(value, RecordedValue):
+            return f"v{value.place}"
+        return self._constant(value)
 
     def _constant(self, value: Any) -> str:
-        plain = isinstance(value, (int, float, np.generic))
-        key = (type(value), repr(value)) if plain else id(value)
+        """The name of a constant. Equal numbers of one type have one name."""
+        if isinstance(value, (int, float, np.generic)):
+            key = (type(value), repr(value))  # as text: -0.0 equals 0.0, and NaN not itself
+        else:
+            key = id(value)
         if key not in self._names:
             self._names[key] = f"c{len(self._names)}"
             self._scope[self._names[key]] = value  # the reference keeps the id unique
@@ -344,7 +422,10 @@ class Tape(ArrayNamespace):
 
 
 def _sample(value: Any) -> Any:
-    return value.sample if isinstance(value, RecordedValue) else value
+    """The example of a placeholder, or the constant itself."""
+    if isinstance(value, RecordedValue):
+        return value.sample
+    return value
 
 
 def _like(value: Any, other: Any) -> Any:

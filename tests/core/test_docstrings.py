@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("module", ["array_namespace", "engine.engine", "numerics"])
+@pytest.mark.parametrize("module", ["array_namespace", "engine.engine", "numerics", "tape"])
 def test_the_examples_run(module: str):
     done = doctest.testmod(importlib.import_module(f"healcore.core.{module}"))
     assert done.attempted > 0

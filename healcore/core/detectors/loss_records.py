@@ -35,9 +35,12 @@ _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers abo
 class RecordHistory(NamedTuple):
     """Extremes of the loss since the start of the history."""
 
-    highest: Float  # the largest loss
-    lowest: Float  # the smallest loss
-    last: Float  # the last record; initially the first loss
+    highest: Float
+    """The largest loss."""
+    lowest: Float
+    """The smallest loss."""
+    last: Float
+    """The last record; initially the first loss."""
 
 
 def add_loss(
@@ -67,10 +70,13 @@ def add_loss(
 class RecordsState(NamedTuple):
     """History of the loss since the start or the last alarm, and the score."""
 
-    count: Int  # steps learnt
+    count: Int
+    """Steps learnt."""
     history: RecordHistory
-    score: Float  # evidence for damage; the alarm is at 1 / alpha
-    record: Flag  # the last step counted as a record
+    score: Float
+    """Evidence for damage; the alarm is at 1 / alpha."""
+    record: Flag
+    """The last step counted as a record."""
 
 
 class RecordsConfig(NamedTuple):
@@ -127,11 +133,15 @@ class RecordsConfig(NamedTuple):
 class InstabilityState(NamedTuple):
     """Extremes of the loss, the usual norm, and the current series of records."""
 
-    count: Int  # steps learnt since the start of the history
+    count: Int
+    """Steps learnt since the start of the history."""
     history: RecordHistory
-    usual: Float  # usual size of the gradient norm
-    records: Int  # records with a large norm at intervals of at most `patience` steps
-    since: Int  # steps since the last such record
+    usual: Float
+    """Usual size of the gradient norm."""
+    records: Int
+    """Records with a large norm at intervals of at most `patience` steps."""
+    since: Int
+    """Steps since the last such record."""
 
 
 class InstabilityConfig(NamedTuple):

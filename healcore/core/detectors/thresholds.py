@@ -55,7 +55,8 @@ class NonFiniteConfig(NamedTuple):
 class VanishingState(NamedTuple):
     """Count of consecutive small norms."""
 
-    run: Int  # consecutive steps below the threshold, at most `patience`
+    run: Int
+    """Consecutive steps below the threshold, at most `patience`."""
 
 
 class VanishingConfig(NamedTuple):
@@ -89,9 +90,12 @@ class VanishingConfig(NamedTuple):
 class CeilingState(NamedTuple):
     """Largest of the first values, and the count of consecutive alarms."""
 
-    count: Int  # values learnt, at most `first_steps`
-    top: Float  # the largest learnt value
-    run: Int  # consecutive alarms, at most `sustain` (losses) or `escape` (norms)
+    count: Int
+    """Values learnt, at most `first_steps`."""
+    top: Float
+    """The largest learnt value."""
+    run: Int
+    """Consecutive alarms, at most `sustain` (losses) or `escape` (norms)."""
 
 
 class LossCeilingConfig(NamedTuple):
@@ -205,9 +209,12 @@ class NoiseState(NamedTuple):
     its rounding step.
     """
 
-    count: Int  # values learnt, at most the window
-    last: Float  # the last value
-    noise: Float  # mean absolute difference of successive values
+    count: Int
+    """Values learnt, at most the window."""
+    last: Float
+    """The last value."""
+    noise: Float
+    """Mean absolute difference of successive values."""
 
 
 def begin_noise(
@@ -264,9 +271,12 @@ class SpikeState(NamedTuple):
 
     values: NoiseState
     level: Float
-    threshold: Float  # height of an outlier above the level, in units of the noise
-    votes: Float  # decayed sum of the votes
-    lasting: Int  # values since the spike became sustained; 0 = not sustained
+    threshold: Float
+    """Height of an outlier above the level, in units of the noise."""
+    votes: Float
+    """Decayed sum of the votes."""
+    lasting: Int
+    """Values since the spike became sustained; 0 = not sustained."""
 
 
 class LossSpikeConfig(NamedTuple):

@@ -44,10 +44,14 @@ class DivergenceState(NamedTuple):
     """The trend, its lowest and highest levels, and the count of elevated steps."""
 
     values: NoiseState
-    trend: Float  # smoothed loss
-    best: Float  # lowest trend
-    peak: Float  # highest trend since the trend left the best level
-    run: Int  # elevated steps minus recovering steps
+    trend: Float
+    """Smoothed loss."""
+    best: Float
+    """Lowest trend."""
+    peak: Float
+    """Highest trend since the trend left the best level."""
+    run: Int
+    """Elevated steps minus recovering steps."""
 
 
 class DivergenceConfig(NamedTuple):
@@ -106,14 +110,22 @@ class DivergenceConfig(NamedTuple):
 class PlateauState(NamedTuple):
     """The current window, the best window, and the change per step."""
 
-    count: Int  # steps in the current window
-    mean: Float  # mean of the current window so far
-    best: Float  # lowest window mean
-    windows: Int  # finished windows, at most 1
-    stale: Int  # consecutive windows without improvement, at most `patience`
-    last: Float  # previous loss
-    change: Float  # moving average of the absolute step-to-step change of the loss
-    chance: Flag  # the last finished window was at chance level
+    count: Int
+    """Steps in the current window."""
+    mean: Float
+    """Mean of the current window so far."""
+    best: Float
+    """Lowest window mean."""
+    windows: Int
+    """Finished windows, at most 1."""
+    stale: Int
+    """Consecutive windows without improvement, at most `patience`."""
+    last: Float
+    """Previous loss."""
+    change: Float
+    """Moving average of the absolute step-to-step change of the loss."""
+    chance: Flag
+    """The last finished window was at chance level."""
 
 
 class PlateauConfig(NamedTuple):
@@ -178,9 +190,12 @@ class PlateauConfig(NamedTuple):
 class OverfitState(NamedTuple):
     """Smoothed training loss, and the count of consecutive high evaluations."""
 
-    train: Float  # smoothed training loss
-    started: Flag  # `train` has learnt a loss
-    run: Int  # consecutive evaluations with too wide a gap, at most `patience`
+    train: Float
+    """Smoothed training loss."""
+    started: Flag
+    """`train` has learnt a loss."""
+    run: Int
+    """Consecutive evaluations with too wide a gap, at most `patience`."""
 
 
 class OverfitConfig(NamedTuple):

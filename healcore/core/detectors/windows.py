@@ -25,9 +25,12 @@ from healcore.core.signals import Observed
 class Window(NamedTuple):
     """A ring of recent values."""
 
-    values: Float  # (a power of two,): the recent values; 0 in an empty slot
-    place: Int  # index of the next slot
-    count: Int  # number of values, at most the window's length
+    values: Float
+    """(a power of two,): the recent values; 0 in an empty slot."""
+    place: Int
+    """Index of the next slot."""
+    count: Int
+    """Number of values, at most the window's length."""
 
 
 def empty(length: int) -> Window:
@@ -87,8 +90,10 @@ class LossRatioState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    last: Float  # last accepted loss
-    run: Int  # consecutive outliers, at most `escape`
+    last: Float
+    """Last accepted loss."""
+    run: Int
+    """Consecutive outliers, at most `escape`."""
 
 
 class LossRatioConfig(NamedTuple):
@@ -159,7 +164,8 @@ class WindowState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    run: Int  # consecutive outliers, at most `sustain`
+    run: Int
+    """Consecutive outliers, at most `sustain`."""
 
 
 class LossWindowConfig(NamedTuple):
@@ -239,8 +245,10 @@ class GradWindowConfig(LossWindowConfig):
 class GradEmaState(NamedTuple):
     """Moments of the accepted norms."""
 
-    count: Int  # norms learnt, at most `warmup_steps`
-    weight: Float  # 1 - decay ** (norms learnt), the sum of the weights
+    count: Int
+    """Norms learnt, at most `warmup_steps`."""
+    weight: Float
+    """1 - decay ** (norms learnt), the sum of the weights."""
     mean: Float
     var: Float
     shift: baseline.ShiftState

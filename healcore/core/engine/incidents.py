@@ -94,6 +94,7 @@ def _only_skips(config: EngineConfig) -> bool:
 
 
 def _may_recover(config: EngineConfig) -> bool:
+    """Whether a rule of the policy rolls back or cuts the rate."""
     return any(rule.action & _RECOVERS for rule in config.rules)
 
 
@@ -106,7 +107,28 @@ def update_incidents(
     *,
     xp: ArrayNamespace,
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
-    """Updates incidents and budget by one step, and grants the orders that the rules want."""
+    """Updates incidents and budget by one step, and grants the orders that the rules want.
+
+    A policy never changes during a run, so the part that it can need is chosen from the policy, and
+    nothing else is computed or changed:
+
+        the policy                                     what is updated
+        some rule rolls back or cuts the rate          incidents, orders and their budget
+        no such rule                                   incidents, refunds of limits of the rate
+        only NaN and Inf are alarms, which one rule    the same, by `_update_skips`
+        skips at once
+
+    Args:
+        config: the policy.
+        before: the state before the step.
+        cause: the `Cause` flags of the step.
+        skip: the rules skip the step. A step that the host withholds is not meant.
+        wants: the orders of the rules that fire.
+        xp: the array namespace.
+
+    Returns:
+        The new incidents, the new budget, and the orders for which the budget is left.
+    """
     if _only_skips(config):
         return _update_skips(config, before, skip, xp=xp)
     state, budget = before.incident, before.budget
@@ -154,7 +176,17 @@ def update_incidents(
 def _update_skips(
     config: EngineConfig, before: EngineState, skip: Flag, *, xp: ArrayNamespace
 ) -> tuple[IncidentState, BudgetState, RecoveryOrders]:
-    """`update_incidents` for a policy of `_only_skips`: every skip belongs to an incident."""
+    """`update_incidents` for a policy of `_only_skips`: every skip belongs to an incident.
+
+    It gives the same incidents by fewer operations. `default` is such a policy, and its engine has
+    201 equations in JAX with this form and 232 without it. No incident is ever `open`, because no
+    step of it changes the model, so `only_skips` alone says whether there is one. `quiet` counts
+    from ``-quiet_steps`` to 0, where the incident ends:
+
+        step          ok   NaN   ok   ok  ...   ok      (quiet_steps = 20)
+        quiet          0   -20  -19  -18  ...    0
+        only_skips    no   yes  yes  yes  ...   no
+    """
     state = before.incident
     opened = numerics.and_not(skip, state.only_skips)
     quiet = xp.where(skip, -config.incident.quiet_steps, state.quiet + state.only_skips)
@@ -176,7 +208,11 @@ def _due_orders(
     *,
     xp: ArrayNamespace,
 ) -> tuple[IncidentState, RuleOrders]:
-    """The wanted orders that are due, at the onset or after `patience` alarms, with the depth."""
+    """Finds out which of the wanted orders are due.
+
+    An order is due at the onset of an incident, and again after `patience` alarms in it. Returns
+    the incident with new counts, and the due orders with the depth of the rollback.
+    """
     patience = config.incident.patience
     since_rollback = xp.where(opened, -1, new.alarms_since_rollback)
     recover_due = (since_rollback < 0) | (since_rollback >= patience)
@@ -255,7 +291,16 @@ def _refund_limits(
     *,
     xp: ArrayNamespace,
 ) -> tuple[BudgetState, RecoveryOrders]:
-    """The budget of a policy without recovery: long health gives back limits of the rate."""
+    """The budget of a policy without recovery: long health gives back limits of the rate.
+
+    Args:
+        config: the policy.
+        budget: the budget before the step.
+        unhealthy: the step does not count as healthy.
+        in_incident: the step resets the count of healthy steps, or None if no incident is ever
+            open in which the model may get worse.
+        xp: the array namespace.
+    """
     if not may_limit_rate(config.lr):
         return budget, RecoveryOrders()
     count = budget.healthy_steps + ~unhealthy
