@@ -60,7 +60,7 @@ def heal(
         are inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for
         a signal that is not a 0-d number or bool.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(heal("zclip"), optax.sgd(0.1))
         >>> params = {"w": jnp.ones(3)}
@@ -192,7 +192,7 @@ def protect(
             iterate that the cut does not reach; see `scale_by_heal_lr`.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> tx = protect(optax.adamw(1e-3), "zclip")
         >>> params = {"w": jnp.ones(3)}

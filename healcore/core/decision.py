@@ -187,7 +187,9 @@ class StepRecord(NamedTuple):
     evidence: tuple[SuspectGradient, ...] = ()
     """The tensors behind a cause, worst first, at most 10. Empty without a cause."""
     rank_signals: tuple[float, float] | None = None
-    """(loss, gradient norm) of this rank alone, or None. For steps with a cause on several ranks."""
+    """(loss, gradient norm) of this rank alone, or None.
+
+    Only a step with a cause has them, and only a run on several ranks."""
     by_optimizer: bool = False
     """The gradients were finite, and the optimizer's update was not."""
     judged: bool = True

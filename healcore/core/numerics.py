@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 
@@ -140,12 +140,13 @@ def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
             NamedTuples. The annotation gives the dtype.
         shape: of each array.
     """
-    return kind(
-        *(
-            np.zeros(shape, hint.__metadata__[0]) if get_origin(hint) else zeros(hint, shape)
-            for hint in _hints(kind)
-        )
-    )
+    fields = []
+    for hint in _hints(kind):
+        if get_origin(hint) is Annotated:
+            fields.append(np.zeros(shape, hint.__metadata__[0]))
+        else:
+            fields.append(zeros(hint, shape))
+    return kind(*fields)
 
 
 @functools.cache
@@ -177,7 +178,9 @@ def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         return None
     if isinstance(tree, tuple):
         mapped = [map_leaves(fn, *parts) for parts in zip(tree, *rest, strict=True)]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
+        if hasattr(tree, "_fields"):
+            return type(tree)(*mapped)
+        return tuple(mapped)
     return fn(tree, *rest)
 
 
@@ -198,4 +201,6 @@ def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespa
     if if_true is if_false:
         return if_false
     trailing = (None,) * (if_false.ndim - condition.ndim)
-    return xp.where(condition[(..., *trailing)] if trailing else condition, if_true, if_false)
+    if trailing:
+        condition = condition[(..., *trailing)]
+    return xp.where(condition, if_true, if_false)

@@ -93,7 +93,9 @@ def observe(
             learn the last norm again.
         xp: the array namespace.
     """
-    most = numerics.SIGNAL_LIMIT if clips else numerics.FLOAT32_MAX
+    most, other_norm = numerics.FLOAT32_MAX, last.grad_norm
+    if clips:
+        most, other_norm = numerics.SIGNAL_LIMIT, 0.0
     loss = grad_norm = group_norms = eval_loss = None
     bad_loss = bad_grad = has_eval = None
     sanitized = functools.partial(numerics.sanitized, xp=xp)
@@ -102,12 +104,14 @@ def observe(
             signals.loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX, last.loss
         )
     if signals.grad_norm is not None:
-        other = 0.0 if clips else last.grad_norm
-        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other)
+        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other_norm)
     if signals.group_norms is not None:
         group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, most)
         any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
-        bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
+        if bad_grad is None:
+            bad_grad = any_bad
+        else:
+            bad_grad = bad_grad | any_bad
     if signals.eval_loss is not None:
         eval_loss, bad = sanitized(signals.eval_loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX)
         has_eval = ~bad

@@ -278,8 +278,10 @@ class Tape(ArrayNamespace):
         if isinstance(tree, tuple):
             parts = [self.given(part) for part in tree]
             values = [value for value, _ in parts]
-            rebuilt = type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-            return rebuilt, "[" + ", ".join(pattern for _, pattern in parts) + "]"
+            pattern = "[" + ", ".join(part for _, part in parts) + "]"
+            if hasattr(tree, "_fields"):
+                return type(tree)(*values), pattern
+            return tuple(values), pattern
         value = self._new("", (), tree)
         return value, f"v{value.place}"
 
@@ -438,7 +440,9 @@ def _like(value: Any, other: Any) -> Any:
         or (kind is np.bool_ and isinstance(value, bool))
         or (kind in (np.int32, np.int64) and isinstance(value, int) and abs(value) < 2**31)
     )
-    return kind(value) if fits else value
+    if fits:
+        return kind(value)
+    return value
 
 
 def _with_slot(values: Any, slot: Any, value: Any) -> Any:

@@ -47,8 +47,10 @@ class NonFiniteConfig(NamedTuple):
         flags = []
         if seen.bad_grad is not None:
             flags.append(xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD))
-        if seen.bad_loss is not None:  # combined with other flags, a bool would be the flag 1
-            flags.append(seen.bad_loss if flags else xp.flag(seen.bad_loss, 1))
+        if seen.bad_loss is not None and flags:
+            flags.append(seen.bad_loss)  # combined with an int32, a bool is the flag 1
+        elif seen.bad_loss is not None:
+            flags.append(xp.flag(seen.bad_loss, 1))
         return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
 
 

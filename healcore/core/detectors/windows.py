@@ -72,8 +72,10 @@ def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -
     occupied = xp.arange(slots) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
     squares = numerics.flush(xp.product(deviation, deviation), xp=xp)
-    several = window.count > (1 if bessel else 0)
-    divisor = xp.where(several, window.count - 1 if bessel else window.count, 1)
+    if bessel:
+        divisor = xp.where(window.count > 1, window.count - 1, 1)
+    else:
+        divisor = xp.where(window.count > 0, window.count, 1)
     total = folded(squares, operator.add)
     return xp.quotient(total, numerics.as_float(divisor, xp=xp))
 

@@ -70,7 +70,9 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
-        self._clip_name = config.clip[0] if config.clip else None
+        self._clip_name: str | None = None
+        if config.clip is not None:
+            self._clip_name = config.clip[0]
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         self.limits_norm = limits_norm
@@ -128,7 +130,9 @@ class Engine:
     @cached_property
     def needs(self) -> frozenset[str]:
         """The `Signals` fields that the policy reads; a detector is inactive without its signal."""
-        names: set[str] = {"grad_norm"} if self.config.clip else set()
+        names: set[str] = set()
+        if self.config.clip is not None:
+            names.add("grad_norm")
         if self.per_tensor:
             names.add("group_norms")
         for name, detector in self.config.detectors:
@@ -217,8 +221,9 @@ class Engine:
         for (name, _), before, after in zip(
             self.config.detectors, kept.detectors, new.detectors, strict=True
         ):
-            learnt = {field: getattr(after, field) for field in FROM_EVALUATIONS.get(name, ())}
-            detectors.append(before._replace(**learnt) if learnt else before)
+            for field in FROM_EVALUATIONS.get(name, ()):
+                before = before._replace(**{field: getattr(after, field)})
+            detectors.append(before)
         return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
     def expect_change(self, state: EngineState, *, xp: ArrayNamespace | ModuleType) -> EngineState:
@@ -299,8 +304,9 @@ class Engine:
             return self
         key = limits_rate, limits_norm
         if key not in self._specialised:
-            lr = self.config.lr if limits_rate else self.config.lr._replace(ceiling=0.0)
-            config = self.config._replace(lr=lr)
+            config = self.config
+            if not limits_rate:
+                config = config._replace(lr=config.lr._replace(ceiling=0.0))
             self._specialised[key] = Engine(config, limits_norm=limits_norm)
         return self._specialised[key]
 
@@ -408,12 +414,15 @@ class Engine:
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale
+        groups = 0
+        if scale is not None:
+            groups = int(np.asarray(scale).shape[-1])
         return {
             "schema": SCHEMA,
             "policy": self.fingerprint,
             "clip": self._clip_name,
             "detectors": [name for name, _ in self.config.detectors],
-            "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
+            "groups": groups,
             "state": plain(state),
         }
 
@@ -448,12 +457,14 @@ class Engine:
 
 def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:
     """Replaces the decision by a neutral one where `when` holds; the causes stay."""
-    group = decision.group_scale
+    group_scale = decision.group_scale
+    if group_scale is not None:
+        group_scale = xp.where(when[..., None], 1.0, group_scale)
     return decision._replace(
         grad_scale=xp.where(when, 1.0, decision.grad_scale),
         skip=decision.skip & ~when,
         lr_scale=xp.where(when, lr_scale, decision.lr_scale),
         action=xp.where(when, 0, decision.action),
         rollback_depth=xp.where(when, 0, decision.rollback_depth),
-        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
+        group_scale=group_scale,
     )

@@ -143,7 +143,9 @@ def update_incidents(
     known_skips = state.only_skips
     turned = None
     if _may_recover(config):
-        ordered = wants.rollback if wants.cut is None else wants.rollback | wants.cut
+        ordered = wants.rollback
+        if wants.cut is not None:
+            ordered = ordered | wants.cut
         orders_recovery = xp.shared(harmless & ordered)
         harmless = xp.shared(harmless & ~orders_recovery)
         known_skips = state.only_skips & ~orders_recovery
@@ -153,7 +155,9 @@ def update_incidents(
     is_new = ~state.open
     begun = serious & is_new
     skip_begun = harmless & is_new & ~state.only_skips
-    first = begun if turned is None else begun & ~turned
+    first = begun
+    if turned is not None:
+        first = begun & ~turned
     opened = xp.shared(first | skip_begun)
     quiet = (state.quiet + 1) * (state.open | state.only_skips)
     quiet = xp.where(alarm, state.quiet * (harmless & state.open), quiet)
@@ -399,7 +403,9 @@ def _cut_hold_ramp(
     holding = hold > 0
     ramp = numerics.decremented(ramp + (holding | ~advances), xp=xp)
     hold = xp.where(advances & holding, hold - 1, hold)
-    top = _top_multiplier(config, rate_at_cut, peak, xp=xp) if may_limit_rate(config) else 1.0
+    top = 1.0
+    if may_limit_rate(config):
+        top = _top_multiplier(config, rate_at_cut, peak, xp=xp)
     bottom = xp.minimum(xp.quotient(rate_after_cut, divisor), top)
     # A division by ramp_steps is not exact in XLA if it is a constant (numerics). 1 / n rounds to
     # the same float32 from Python's double and from an array.

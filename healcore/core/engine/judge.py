@@ -47,9 +47,21 @@ def judge(
     limits_norm: bool,
     xp: ArrayNamespace,
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it, in any mode.
+    """Judges one step.
 
-    `limits_norm` is static: without it `EngineState.norm_limit` has no effect.
+        signals -> observe -> detectors -> rules -> skip -> clipping rule -> factor ----.
+                                             |                                           |
+                                             '-> incidents, budget -> learning rate -> Decision
+
+    Args:
+        config: the policy.
+        state: the state before the step.
+        signals: the measured signals.
+        limits_norm: whether `EngineState.norm_limit` has an effect. Static.
+        xp: the array namespace.
+
+    Returns:
+        The new state, and the decision as the policy orders it, in any mode.
     """
     change_expected = state.change_expected
     if signals.change_expected is not None:
@@ -74,13 +86,18 @@ def judge(
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = RuleOrders(
-        _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
-        _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
+        rollback=_any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
+        cut=_any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
     )
     incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
-    actions = [] if orders.action is None else [orders.action]
-    actions += _actions_of_rules(config, fired, no_flag, xp=xp)
+    actions = _actions_of_rules(config, fired, no_flag, xp=xp)
+    if orders.action is not None:
+        actions.insert(0, orders.action)
+    rollback_depth = orders.depth
+    if rollback_depth is None:
+        # No rule rolls back: the depth of the last step, which is 0.
+        rollback_depth = state.last.decision.rollback_depth
     # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
     # not written.
     unit_scale = state.last.decision.grad_scale
@@ -96,8 +113,7 @@ def judge(
         lr_scale=lr_state.scale,
         action=_any(actions, None) if actions else cause & 0,
         cause=cause,
-        # If no rule rolls back, the depth of the last step, which is 0.
-        rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
+        rollback_depth=rollback_depth,
         group_scale=group_scale,
     )
     tally = _counted(state.tally, skip, cause, clipped, orders.cut)
@@ -126,7 +142,18 @@ def _run_detectors(
     *,
     xp: ArrayNamespace,
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-    """Runs the detectors that have their signals. Without `may_alarm` only `nonfinite` alarms."""
+    """Runs the detectors that have their signals.
+
+    Args:
+        config: the policy.
+        states: the state of each detector.
+        seen: the checked signals.
+        may_alarm: false in the grace window, where only `nonfinite` alarms.
+        xp: the array namespace.
+
+    Returns:
+        The new states, and the readings of the detectors that ran, by name.
+    """
     new, readings = [], {}
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
@@ -148,9 +175,14 @@ def _cause_flags(
     causes = []
     for name, detector in config.detectors:
         if name in readings:
-            alarm, sustained, own, _ = readings[name]
-            alarm = alarm if sustained is alarm else alarm | sustained
-            causes.append(xp.flag(alarm, detector.CAUSE) if own is None else own)
+            reading = readings[name]
+            if reading.cause is not None:
+                causes.append(reading.cause)
+                continue
+            alarm = reading.alarm
+            if reading.sustained is not alarm:
+                alarm = alarm | reading.sustained
+            causes.append(xp.flag(alarm, detector.CAUSE))
     if not causes:  # no detector has its signals
         return xp.astype(seen.finite & False, xp.int32)
     return functools.reduce(operator.or_, causes)
@@ -162,10 +194,12 @@ def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading
     for name, detector in config.detectors:
         if name in readings and rule.causes & detector.CAUSE:
             reading = readings[name]
-            hit = reading.sustained if rule.sustained else reading.alarm
             if reading.cause is not None and detector.CAUSE & ~rule.causes:
-                hit = (reading.cause & rule.causes) != 0  # some of its causes
-            found.append(hit)
+                found.append((reading.cause & rule.causes) != 0)  # some of its causes
+            elif rule.sustained:
+                found.append(reading.sustained)
+            else:
+                found.append(reading.alarm)
     return found
 
 
@@ -183,8 +217,9 @@ def _run_rules(
         key = rule.sustained, rule.causes
         if key not in hits:
             found = _hits(config, rule, readings)
-            hit = _any(found, no_flag)
-            hits[key] = xp.shared(hit) if found[1:] else hit
+            hits[key] = _any(found, no_flag)
+            if len(found) > 1:
+                hits[key] = xp.shared(hits[key])
         quiet = config.incident.quiet_steps
         counted, firing = update_rule(rule, state, hits[key], old.step, quiet, xp=xp)
         new.append(counted)
@@ -232,7 +267,8 @@ def _actions_of_rules(
     actions = []
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [xp.flag(_any(fresh, no_flag), once)] if once else []
+        if once:
+            actions.append(xp.flag(_any(fresh, no_flag), once))
     return actions
 
 
@@ -296,7 +332,9 @@ def _limit_norm(
     clipped = over if clipped is None else clipped | over
     if group_scale is not None:
         return grad_scale, xp.minimum(group_scale, factor[..., None]), clipped
-    return factor if clip is None else xp.minimum(grad_scale, factor), None, clipped
+    if clip is None:
+        return factor, None, clipped
+    return xp.minimum(grad_scale, factor), None, clipped
 
 
 def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Flag | None) -> Tally:
@@ -304,7 +342,9 @@ def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Fl
     tally = tally._replace(skips=tally.skips + skip, alarms=tally.alarms + (cause != 0))
     if clipped is not None:
         tally = tally._replace(clips=tally.clips + clipped)
-    return tally if cut is None else tally._replace(lr_cuts=tally.lr_cuts + cut)
+    if cut is not None:
+        tally = tally._replace(lr_cuts=tally.lr_cuts + cut)
+    return tally
 
 
 def _telemetry(
@@ -322,7 +362,9 @@ def _telemetry(
     if seen.loss is not None:
         loss = seen.loss  # the last finite one, if this one is not finite
     if seen.grad_norm is not None:
-        norm = xp.where(seen.bad_grad, norm, seen.grad_norm) if clips else seen.grad_norm
+        norm = seen.grad_norm
+        if clips:  # then a bad norm was replaced by 0
+            norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
     if "loss_spike" in readings:
@@ -334,4 +376,6 @@ def _telemetry(
 
 def _any(flags: list[Array], no_flag: Array | None) -> Array:
     """Logical or; `no_flag` if there are no flags."""
-    return functools.reduce(operator.or_, flags) if flags else no_flag
+    if not flags:
+        return no_flag
+    return functools.reduce(operator.or_, flags)
