@@ -45,6 +45,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from healcore.core.errors import CommitError
+from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_traced
 
 State = TypeVar("State")
@@ -91,7 +92,7 @@ def commit(skip: jax.Array, old: State, new: State) -> State:
 
 
 def step_or_keep(
-    step: Step, skip: jax.Array, updates: Any, state: Any, params: Any
+    step: Step, skip: jax.Array, updates: PyTree, state: PyTree, params: PyTree
 ) -> tuple[Any, Any]:
     """Runs one optimizer step, and keeps the old state bit-identical where `skip` (bool, 0-d).
 
