@@ -98,14 +98,8 @@ def judge(
     if rollback_depth is None:
         # No rule rolls back: the depth of the last step, which is 0.
         rollback_depth = state.last.decision.rollback_depth
-    # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
-    # not written.
-    unit_scale = state.last.decision.grad_scale
-    if clips:
-        unit_scale = unit_scale - unit_scale + 1.0
-    scales = _scales(clip, skip, unit_scale, xp=xp)
-    if limits_norm and signals.grad_norm is not None:
-        scales = _limit_norm(state.norm_limit, signals.grad_norm, skip, scales, clip, xp=xp)
+    norm_to_limit = signals.grad_norm if limits_norm else None
+    scales = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
     grad_scale, group_scale, clipped = scales
     ordered = Decision(
         grad_scale=grad_scale,
@@ -304,8 +298,32 @@ def _clip(
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
 
-def _scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) -> Scales:
-    """(grad_scale, group_scale or None, clipped or None); a skipped step is not clipped."""
+def _scales(
+    config: EngineConfig,
+    state: EngineState,
+    skip: Flag,
+    clip: Clip | None,
+    norm_to_limit: Float | None,
+    *,
+    xp: ArrayNamespace,
+) -> Scales:
+    """The factors on the gradients, by the clipping rule and by the host's limit.
+
+    `norm_to_limit` is the raw gradient norm, or None if the host never limits it.
+    """
+    # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
+    # not written.
+    unit_scale = state.last.decision.grad_scale
+    if config.clip is not None:
+        unit_scale = unit_scale - unit_scale + 1.0
+    scales = _clip_scales(clip, skip, unit_scale, xp=xp)
+    if norm_to_limit is None:
+        return scales
+    return _limit_norm(state.norm_limit, norm_to_limit, skip, scales, clip, xp=xp)
+
+
+def _clip_scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) -> Scales:
+    """The factors of the clipping rule; a skipped step is not clipped. `one` is a factor of 1."""
     if clip is None:
         return one, None, None
     if clip.scale.ndim == skip.ndim:
@@ -317,7 +335,7 @@ def _scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) ->
 def _limit_norm(
     limit: Float, norm: Float, skip: Flag, scales: Scales, clip: Clip | None, *, xp: ArrayNamespace
 ) -> Scales:
-    """The result of `_scales` with the host's limit, 0 or the largest norm after scaling.
+    """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw one, because the limited one of `Observed` is too small above SIGNAL_LIMIT.
     A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
