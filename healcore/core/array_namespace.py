@@ -61,7 +61,7 @@ class ArrayNamespace(abc.ABC):
         >>> from healcore.core.array_namespace import NUMPY, ArrayNamespace, Float
         >>> def positive_part(x: Float, *, xp: ArrayNamespace) -> Float:
         ...     return xp.maximum(x, 0.0)
-        >>> positive_part(np.float32([-1, 2]), xp=NUMPY)
+        >>> positive_part(np.array([-1, 2], np.float32), xp=NUMPY)
         array([0., 2.], dtype=float32)
     """
 

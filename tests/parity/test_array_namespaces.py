@@ -19,7 +19,9 @@ from tests.core import policies
 
 _TORCH = Namespace(torch.device("cpu"))
 _RANDOM = np.random.default_rng(66)
-_SPECIAL = np.float32([0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 3e-30, 1e30, np.inf, -np.inf, np.nan])
+_SPECIAL = np.array(
+    [0.0, -0.0, 1.0, -1.0, 1e-30, -1e-30, 3e-30, 1e30, np.inf, -np.inf, np.nan], np.float32
+)
 X = np.concatenate([_RANDOM.normal(size=500), _SPECIAL]).astype(np.float32)
 Y = np.concatenate([_RANDOM.normal(size=500), _SPECIAL[::-1]]).astype(np.float32)
 COUNTS = np.arange(1, len(X) + 1, dtype=np.int32)
@@ -27,7 +29,7 @@ WHEN = X > Y
 NONZERO = np.where(Y == 0, np.float32(2), Y)
 SMALL = np.clip(np.nan_to_num(X), -1e15, 1e15)
 
-CALLS: dict[str, tuple[Any, tuple[np.ndarray, ...]]] = {
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "where": (lambda xp, x, y: xp.where(x > y, x, y), (X, Y)),
     "where, a number": (lambda xp, x: xp.where(x > 0, 1.0, x), (X,)),
     "minimum": (lambda xp, x, y: xp.minimum(x, y), (X, Y)),
