@@ -221,9 +221,11 @@ class LoaderRegistry(EpochLoop):
             self.names_epochs = True
         elif saved is not None and begun.beyond_last_epoch:
             self.notices.append(
-                f"the restart resumes in epoch {saved['epoch']}, and batches(loader) ends before "
-                "it: a loop over epochs needs batches(loader, epoch=epoch), see healer.epochs; "
-                "any other loop needs batches(loader, epochs=None)"
+                f"the run resumes in epoch {saved['epoch']}, so a pass over an earlier epoch "
+                "yields no batch, and no epoch is trained twice. But the program's own code after "
+                "such a pass, for example an evaluation, runs again. `for epoch in "
+                "healer.epochs(n)` with batches(loader, epoch=epoch) begins at the right epoch; a "
+                "loop without epochs needs batches(loader, epochs=None)"
             )
         self._forget_surplus()
         return begun

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from healcore.core.errors import HealcoreError
+from healcore.events.schema import rows_text
 from healcore.runtime.data.loader_protocols import LoaderState
 from healcore.runtime.store import values
 
 POSITION_VERSION = 2
 """Version of the format of positions. A position of another version is not read."""
-MAX_ROWS = 64
-"""Largest number of rows that `BatchId.rows` names."""
 _STATE_PATH = ("the loader's state",)
 
 SavedPosition = dict[str, Any]
@@ -86,8 +85,8 @@ class BatchId(_Place):
     """
 
     rows: list[int] | None = None
-    """The first `MAX_ROWS` rows of the dataset in a batch that was read, or None if unknown. They
-    are no part of the id."""
+    """The first rows of the dataset in a batch that was read, at most
+    `healcore.events.schema.MAX_ROWS`, or None if unknown. They are no part of the id."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -103,7 +102,7 @@ class BatchId(_Place):
     def __str__(self) -> str:
         rows = ""
         if self.rows is not None:
-            rows = f" (rows {', '.join(map(str, self.rows))})"
+            rows = f" (rows {rows_text(self.rows)})"
         return f"batch {self.index} of epoch {self.epoch}{rows}"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from healcore.events.schema import MAX_ROWS
 from healcore.runtime.data.loader_adapters import Batches, LoaderAdapter, catch_unreadable
 from healcore.runtime.data.loader_parts import generators_of, is_type, samplers_of
 from healcore.runtime.data.loader_protocols import (
@@ -26,7 +27,7 @@ from healcore.runtime.data.loader_protocols import (
     LoaderState,
     RandomGenerator,
 )
-from healcore.runtime.data.positions import MAX_ROWS, DataError
+from healcore.runtime.data.positions import DataError
 
 BEGUN = "_healcore_begun"
 """Attribute of a loader whose next epoch other code has begun: `iter` has drawn a seed."""

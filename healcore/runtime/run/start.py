@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from healcore.console import first_of
+from healcore.console import counted, first_of
 from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
@@ -378,8 +378,9 @@ def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, An
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
         run.loop.own_count_error = (
-            f"checkpoint {run.data.step} replaces the snapshot that the program has loaded: a "
-            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
+            "the optimizer that the program has passed was trained already, and checkpoint "
+            f"{run.data.step} replaces its state and the weights. A loop that counts its own steps "
+            "would lose or repeat steps: write healer.steps or healer.epochs"
         )
         run.loop.warn(run.loop.own_count_error)
 
@@ -450,7 +451,7 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         record.nonfinite_ok = saver.nonfinite_in_state()
         run.store.nonfinite_ok += tuple(record.nonfinite_ok)
         if record.nonfinite_ok:
-            shown = ", ".join(record.nonfinite_ok[:5])
+            shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
     run.end_requests.signals.start()
@@ -482,10 +483,10 @@ def _resume(run: Run, newest: RunRecord | None) -> None:
     lost = {at: wrong[at] for at in sorted(wrong) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
+        steps = counted(max(lost) - step, "step is", "steps are")
         run.loop.warn(
-            f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
-            f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
-            f"cannot be used: {which}"
+            f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
+            f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
 
 

@@ -317,7 +317,8 @@ class ArrayFormat(ABC):
         """
         if not isinstance(state, Mapping) or not state:
             raise StoreError(
-                f"the state to save is a non-empty mapping of names to values, not {state!r:.60}"
+                "the state to save is a non-empty mapping of names to values, as in "
+                f'{{"state": state}}, not {state!r:.60}'
             )
         flat = FlatState()
         for name, value in state.items():

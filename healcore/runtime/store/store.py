@@ -149,11 +149,14 @@ class CheckpointStore(Writer):
 
         Args:
             step: number of the optimizer step, >= 0.
-            state: name -> tree of arrays and Python values, or an object with `state_dict`.
+            state: non-empty mapping of names to values, such as `{"params": params}`. A value is a
+                tree of arrays and Python values, or an object with `state_dict`. A bare tree, such
+                as the pair (params, opt_state), needs a name: `{"state": state}`.
             record: the record of the run, JSON-safe. The attempt of the save is the number of items
                 in its list `attempts`, or 1 without the list.
 
         Raises:
+            StoreError: the state is no such mapping.
             UnsavableState: the state holds something that cannot be saved.
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """

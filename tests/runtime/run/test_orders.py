@@ -152,9 +152,9 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(monitor, capsys):
     assert lines[0].startswith("healcore: step 5: incident 1: nonfinite loss; ")
     assert "; skipped. The loss itself was NaN or Inf" in lines[0]
     assert [line.split("; ")[-1] for line in lines[1:]] == [
-        "skipped, 10 of the run",
-        "skipped, 100 of the run",
-        "skipped, 1000 of the run",
+        "skipped (10 so far)",
+        "skipped (100 so far)",
+        "skipped (1,000 so far)",
     ]
 
 

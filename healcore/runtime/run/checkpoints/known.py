@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from healcore.console import first_of
 from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
 from healcore.runtime.store.host_copy import MEMORY
 
@@ -135,7 +136,7 @@ class KnownCheckpoints:
                 self._finite[step] = False
             if step in self._nonfinite_now:
                 continue
-            problem = f"checkpoint {step} is not finite in {', '.join(names[:3])}"
+            problem = f"checkpoint {step} is not finite in {first_of(names)}"
             self.run.log.event("problem", step=step, problem=problem)
             if not self.nonfinite:
                 self.run.log.warning(

@@ -3,8 +3,8 @@
     need = StorageNeed(size_on_disk=84e9, size_in_memory=84e9, on_disk=6, in_memory=4)
     need.text()  # "up to 6 x 84 GB on disk and 4 x 84 GB in host memory"
 
-The sizes are those of the arrays. The structure and the random states add some 40 kB, and a
-`loss_fn` the batches on which weights are compared, at most 16 MB.
+The text adds to the arrays what each checkpoint also holds: the random states and the record of the
+run. A `loss_fn` adds the batches on which weights are compared, at most 16 MB.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import NamedTuple
 from healcore.runtime.run.compare.anchors import MAX_ANCHORS
 from healcore.runtime.store.checkpoints import Keep
 
+RECORD_BYTES = 200_000
+"""Bytes that random states, loader positions and the run's record need at most in a checkpoint."""
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -38,12 +40,12 @@ class StorageNeed(NamedTuple):
     def text(self) -> str:
         """The need in words, for the first line of a run."""
         bound = "at least" if self.at_least else "up to"
-        copies = f"{self.in_memory} x {size_text(self.size_in_memory)}"
+        copies = f"{self.in_memory} x {size_text(self.size_in_memory + RECORD_BYTES)}"
         if not self.directories:
             return f"{bound} {copies}"
         where = "on disk" if self.directories == 1 else "in each directory"
         more = " (one more at each doubling of the steps)" if self.older else ""
-        saves = f"{self.on_disk} x {size_text(self.size_on_disk)}"
+        saves = f"{self.on_disk} x {size_text(self.size_on_disk + RECORD_BYTES)}"
         return f"{bound} {saves} {where}{more} and {copies} in host memory"
 
 

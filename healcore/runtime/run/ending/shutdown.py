@@ -31,7 +31,14 @@ from healcore.runtime.run.ending.exits import (
 )
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import AFTER_A_KILL, RunEnd, advice, last_line, lasting_text
+from healcore.runtime.story.diagnosis import (
+    AFTER_A_KILL,
+    RunEnd,
+    advice,
+    last_line,
+    lasting_text,
+    likely_cause_text,
+)
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -510,11 +517,13 @@ def _incomplete_run_error(run: Run) -> BaseException | None:
         if judges and not run.nonfinite.weights_are_finite():
             found = run.saver.nonfinite_in_state()
         if found:
-            run.recovery.stop(f"{', '.join(found[:3])} became NaN or Inf at the end")
+            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
         if not run.policy.observes and 2 * (untrained + skipped) > total:
+            undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
             run.recovery.stop(
                 "the data have ended, and the run has not trained on most of them: of "
-                f"{total} steps, {untrained} were skipped and {skipped} had their batches skipped"
+                f"{total} steps, {untrained} were skipped{undone}"
+                f"{likely_cause_text(run.monitor.nonfinite_record)}"
             )
     except RunStopped as stop:
         return stop

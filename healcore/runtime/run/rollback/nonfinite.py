@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from healcore.console import first_of
 from healcore.core.decision import NONFINITE, Action
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.steps import StepResult
@@ -159,12 +160,12 @@ class NonfiniteState:
         if action & SERIOUS and self._is_expected(order):
             self.run.log.problem(
                 step,
-                f"{', '.join(order.arrays[:3])} became NaN or Inf again after a rollback, "
+                f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
                 "without any alarm and with finite weights: the run continues. If this is "
                 "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
             )
             return None
-        why = f"checkpoint {first} has NaN or Inf in {', '.join(order.arrays[:10])}"
+        why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
         self.run.log.event(
             "order", step=order.index, cause=[], action=action, why=why, observed=policy.observes
         )

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from healcore.console import first_of, passes_power_of_ten
+from healcore.console import counted, first_of, passes_power_of_ten
 from healcore.core.decision import NONFINITE, Action, Cause, names
 from healcore.events.models import Ending
 from healcore.events.schema import flag_names
@@ -192,7 +192,8 @@ class Recovery:
             order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
             return self.roll_back(order)
         if not needs_evidence or not self.run.nonfinite.weights_are_finite():
-            self.stop(f"{count} rollbacks have been made within {reach} steps of the run")
+            rollbacks = counted(count, "rollback has", "rollbacks have")
+            self.stop(f"{rollbacks} been made within {counted(reach, 'step')} of the run")
         return self._decline(order, "budget", "the budget of rollbacks is exhausted")
 
     def _needs_evidence(self, order: Order) -> bool:
@@ -218,7 +219,8 @@ class Recovery:
         self._declined[why] += 1
         times = self._declined[why]
         if passes_power_of_ten(times - 1, times):
-            line = f"step {order.index}: {flag_names(names(cause))}: {why}, therefore no rollback"
+            cause_names = flag_names(names(cause))
+            line = f"step {order.index}: no rollback for {cause_names}, because {why}"
             if times > 1:
                 line += f" ({times} times so far)"
             self.run.log.info(line)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from healcore.console import counted
+from healcore.console import counted, first_of
 from healcore.core.decision import Cause, names
-from healcore.events.schema import flag_names, sentence
+from healcore.events.schema import flag_names, lr_text, sentence
 from healcore.runtime.run.compare.holding import LASTING_STEPS
 from healcore.runtime.run.orders import Order, RollbackRecord
 
@@ -62,6 +62,11 @@ def report_rollback(run: Run, done: RollbackRecord) -> None:
     line += f"; {sentence(rollback)}"
     if not done.lost:  # otherwise the sentence has said what became of the data
         line += f", data {data}"
+    if done.lr is None and run.policy.may_limit_lr and not lr_text(rollback):
+        line += (
+            "; the learning rate is unknown and stays as it is: pass learning_rate=rate to "
+            "tx.update, so that a rollback can lower it"
+        )
     run.log.warning(line)
 
 
@@ -91,7 +96,7 @@ def reason_of(order: Order) -> str:
 
 def nonfinite_save(order: Order) -> str:
     """Names of up to three arrays with NaN or Inf in a save, as a clause."""
-    return f"a save has found NaN or Inf in {', '.join(order.arrays[:3])}"
+    return f"a save has found NaN or Inf in {first_of(order.arrays)}"
 
 
 def no_finite_step(order: Order) -> str:
