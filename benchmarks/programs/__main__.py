@@ -149,6 +149,9 @@ def compared(
             assert killed.status == -signal.SIGKILL, f"{name} ended before it was killed"
         run = trained(program, folder, packages, "none" if kill else fault)
         print(name, folder.parent.name, run, flush=True)
+        if kill and run.status == 0:
+            resumed = run.passes < runs["on none"].passes
+            assert resumed, f"{name} was killed before its first checkpoint: choose a later pass"
         before = runs.get(folder.parent.name, run)
         runs[folder.parent.name] = min(run, before, key=lambda each: each.seconds or 0.0)
     found = {run: each._asdict() for run, each in runs.items()}
