@@ -98,15 +98,24 @@ def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
     return {} if healer is None else cast(TorchDriver, hooks_of(healer).driver).healings
 
 
-def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
-    """Loads the engine states of a trainer's checkpoint, by name of the optimizer.
+def adopt_trainer_checkpoint(
+    healer: Healer[Any], engines: Mapping[str, Any], *, step: int | None = None
+) -> None:
+    """Continues a run from the checkpoint that the trainer itself has loaded.
 
-    Without usable states, warns and keeps the initial baselines.
+    Without usable states of the policy, warns and keeps the initial baselines: the training can
+    continue without them.
+
+    Args:
+        healer: the open Healer, before its first batch.
+        engines: name of an optimizer -> state of its engine. Unknown names are ignored.
+        step: number of optimizer steps that the trainer has taken, or None if the Healer counts
+            from 0.
     """
     known = {name: state for name, state in engines.items() if name in healings_of(healer)}
     problem = "" if known else "it has none"
     try:
-        hooks_of(healer).load_engines(known)
+        hooks_of(healer).adopt_trainer_checkpoint(known, step=step)
     except StateError as error:
         problem = str(error)
     if problem:

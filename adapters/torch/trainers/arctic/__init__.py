@@ -136,7 +136,10 @@ class HealedEpochs:
         while not self._must_end():
             self._pending = self._pending or [next(self._batches, _END)]
             batch = self._pending[0]
-            if batch is _END or (epoch := hooks_of(self._healer).pending_batches[-1].epoch) > last:
+            if (
+                batch is _END
+                or (epoch := hooks_of(self._healer).read_position.pending[-1].epoch) > last
+            ):
                 break
             self.set_counts()
             trainer.epoch_idx = epoch

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -33,8 +31,8 @@ from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
+    adopt_trainer_checkpoint,
     healings_of,
-    load_engines,
     newest_settings,
     newest_step,
     patched,
@@ -105,6 +103,8 @@ class HealingCallback(TrainerCallback, ExportableState):
         self._loss_fn = loss_fn
         self.trainer: Any = None
         self.healer: Healer[Any] | None = None
+        self._added_to: Any = None
+        """The Trainer that has this callback among its callbacks, or None before it is added."""
         self._feed: EpochFeed | None = None
         self._open_healer: Healer[Any] | None = None
         """The Healer during `train()`, otherwise None."""
@@ -178,14 +178,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(type(self).__name__, {})
         entry = entry[0] if isinstance(entry, list) else entry
-        load_engines(healer, entry.get("attributes", {}).get("engines", {}))
-        hooks_of(healer).continue_from(state.global_step)
+        engines = entry.get("attributes", {}).get("engines", {})
+        adopt_trainer_checkpoint(healer, engines, step=state.global_step)
 
     # -- the Trainer's events -------------------------------------------------------------------
-
-    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Wraps `train()`. The Trainer does not call this for `add_callback`."""
-        _wrap_train(_trainer_of(self))
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Opens the Healer, and inserts it into the training loop.
@@ -193,11 +189,17 @@ class HealingCallback(TrainerCallback, ExportableState):
         The Trainer calls this when model, optimizer and loss sums exist, before the first epoch.
 
         Raises:
-            AttachError: the Trainer cannot be healed.
+            AttachError: the Trainer cannot be healed, or the callback was not given to a Trainer.
         """
+        if self._added_to is None:
+            raise AttachError(
+                "HealingCallback belongs to no Trainer: pass it to a transformers Trainer in "
+                "callbacks=[...] or call trainer.add_callback(callback), not callback_handler's; "
+                "in a loop of your own heal the optimizer with healcore.torch.attach"
+            )
         if self._open_healer is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
-        trainer = self.trainer = _trainer_of(self)
+        trainer = self.trainer = self._added_to
         self._check(trainer, state, kwargs.get("train_dataloader"))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -379,21 +381,22 @@ def heal_trainer(
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)
     trainer.add_callback(callback)
-    _wrap_train(trainer)
     return callback
 
 
-def _trainer_of(callback: HealingCallback) -> Any:
-    """The Trainer among the callers. Callbacks do not receive it as an argument."""
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        caller = frame.f_locals.get("self")
-        handler = getattr(caller, "callback_handler", None)
-        if any(other is callback for other in getattr(handler, "callbacks", ())):
-            return caller
-    raise AttachError(
-        "HealingCallback found no Trainer among its callers: give it to a transformers Trainer in "
-        "callbacks=[...], or heal the optimizer with healcore.torch.attach"
-    )
+def _healing_callbacks(trainer: Any) -> list[HealingCallback]:
+    """The callbacks of a Trainer that heal it."""
+    callbacks = trainer.callback_handler.callbacks
+    return [each for each in callbacks if isinstance(each, HealingCallback)]
+
+
+def _pass_trainer(trainer: Any) -> None:
+    """Tells the healing callbacks of a Trainer whose callbacks they are.
+
+    The events of transformers pass the arguments, the state and the model, but not the Trainer.
+    """
+    for callback in _healing_callbacks(trainer):
+        callback._added_to = trainer
 
 
 def _saved_argument(store: Any) -> Any:
@@ -412,7 +415,9 @@ def _wrap_train(trainer: Any) -> None:
     """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
 
     A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
-    The Trainer has no event for these moments, and a checkpoint replaces the callback's object.
+    The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
+    the callback's object within `train()`, and two Trainers may share a callback. So the callbacks
+    receive their Trainer again just before `on_train_begin`.
     """
     original = trainer.train
     if getattr(original, "_is_healed", False):
@@ -420,7 +425,7 @@ def _wrap_train(trainer: Any) -> None:
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = [e for e in trainer.callback_handler.callbacks if isinstance(e, HealingCallback)]
+        own = _healing_callbacks(trainer)
         steps = [newest_step(each._resolved_store(trainer)) for each in own]
         resume = resume_from_checkpoint
         if resume and steps.count(None) < len(steps):
@@ -435,8 +440,11 @@ def _wrap_train(trainer: Any) -> None:
             settings = newest_settings(callback._resolved_store(trainer))
             found = found_batch_size(settings, trainer.args)
             trainer._train_batch_size = found or trainer._train_batch_size
+        handler = trainer.callback_handler
+        begin = functools.partial(_begin_training, trainer, handler.on_train_begin)
         try:
-            return original(*args, **kwargs)
+            with patched(handler, "on_train_begin", begin):
+                return original(*args, **kwargs)
         except BaseException as error:
             for callback in own:
                 callback.close(error)
@@ -446,19 +454,28 @@ def _wrap_train(trainer: Any) -> None:
     trainer.train = train
 
 
-def _wrap_train_when_added() -> None:
-    """Makes `trainer.add_callback(HealingCallback(...))` wrap `train()`, as the constructor does.
+def _begin_training(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `CallbackHandler.on_train_begin` during `train()`."""
+    _pass_trainer(trainer)
+    return original(*args, **kwargs)
 
-    A callback learns that it was added only in `train()`, when the Trainer has loaded its own
-    checkpoint, or has raised because it has none although the store has the run. So a method of
-    the class is replaced. Trainers without a `HealingCallback` behave as before.
+
+def _wrap_train_when_added() -> None:
+    """Makes `Trainer.add_callback` pass the Trainer to healing callbacks, and wrap `train()`.
+
+    `Trainer.__init__` calls `add_callback` too, for its printer or progress bar, when it already
+    has the callbacks of its argument `callbacks`. So this replaced method sees the callbacks of
+    both ways. A callback otherwise learns that it was added only in `train()`, when the Trainer has
+    loaded its own checkpoint, or has raised because it has none although the store has the run.
+    Trainers without a `HealingCallback` behave as before.
     """
     original = Trainer.add_callback
 
     @functools.wraps(original)
     def add_callback(trainer: Trainer, callback: Any) -> None:
         original(trainer, callback)
-        if any(isinstance(e, HealingCallback) for e in trainer.callback_handler.callbacks):
+        if _healing_callbacks(trainer):
+            _pass_trainer(trainer)
             _wrap_train(trainer)
 
     Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]

@@ -69,7 +69,7 @@ class EpochFeed:
         """Number of batches that Trainer has received since the last step."""
         if self.healer is None:
             return 0
-        return len(hooks_of(self.healer).pending_batches) - len(self._pending)
+        return len(hooks_of(self.healer).read_position.pending) - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
         """Sets the position of a checkpoint. The Healer itself rewinds the data."""
@@ -189,7 +189,7 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = hooks_of(healer).pending_batches[-1].epoch
+            self._data_epoch = hooks_of(healer).read_position.pending[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:

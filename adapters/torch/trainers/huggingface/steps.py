@@ -56,15 +56,11 @@ class SplitSteps:
         self._stack = stack
         self._first_step = trainer.state.global_step
         self._hooks = hooks_of(healer)
-        self._hooks.set_trial(trainer.args.auto_find_batch_size)
+        self._hooks.is_trial = trainer.args.auto_find_batch_size
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
-        self._hooks.split_inputs_with(
-            lambda inputs: {"inputs": self._pair_rows(inputs, join=True)},
-            lambda part: self._pair_rows(part["inputs"], join=False),
-        )
         self._divides_by_items: bool | None = None
         """Whether the loss is divided by the items of the window, or None if unknown."""
 
@@ -84,11 +80,12 @@ class SplitSteps:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
             if self._trainer.state.global_step != self._first_step:
-                self._hooks.set_trial(False)
+                self._hooks.is_trial = False
         losses: list[Tensor] = []
-        batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
         parts = self._hooks.parts(
-            batch,
+            inputs,
+            to_split=self._to_split,
+            to_inputs=self._to_inputs,
             count=self._loss_items,
             split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
@@ -101,8 +98,7 @@ class SplitSteps:
                 self._trainer.state.num_input_tokens_seen -= self._tokens
                 self._tokens = 0
             with part:
-                rows = self._pair_rows(part.batch["inputs"], join=False)
-                loss = self._train(original, model, rows, items, part.weight)
+                loss = self._train(original, model, self._to_inputs(part.batch), items, part.weight)
                 # A repeated window begins with parts of the earlier micro-batches.
                 if part.batch["micro_batch"] == id(inputs):
                     losses.append(loss)
@@ -140,12 +136,20 @@ class SplitSteps:
 
     def _loss_items(self, batch: Any) -> int:
         """The number of tokens with a label, or of samples, that a mean loss averages over."""
-        inputs = self._pair_rows(batch["inputs"], join=False)
+        inputs = self._to_inputs(batch)
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
         if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
             shifted = getattr(self._trainer, "_loss_shifts_labels", True)
             return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
         return count_samples(batch)
+
+    def _to_split(self, inputs: Any) -> dict[str, Any]:
+        """What is split of a micro-batch: its inputs by pairs, and which micro-batch they are."""
+        return {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
+
+    def _to_inputs(self, part: Mapping[str, Any]) -> Any:
+        """The inputs of a part of the result of `_to_split`."""
+        return self._pair_rows(part["inputs"], join=False)
 
     def _pair_rows(self, inputs: Any, *, join: bool) -> Any:
         """Joins the chosen and rejected row of each pair, or separates them again.

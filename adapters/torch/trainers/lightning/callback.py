@@ -26,8 +26,8 @@ from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
+    adopt_trainer_checkpoint,
     healings_of,
-    load_engines,
     newest_step,
     patched,
     resolve_options,
@@ -295,8 +295,7 @@ class LightningHealingCallback(Callback):
             self._clip_after_measuring(trainer.precision_plugin)
         hooks = hooks_of(healer)
         if self._resumed_by_lightning:
-            load_engines(healer, self._loaded_engines)
-            hooks.ignore_first_weights()
+            adopt_trainer_checkpoint(healer, self._loaded_engines)
         return hooks
 
     def _training_loss(self, trainer: Any) -> StepLoss | None:
@@ -372,7 +371,7 @@ class LightningHealingCallback(Callback):
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
                 # The hooks and schedulers of the epoch follow.
-                hooks_of(self.healer).goes_on_after_step()
+                hooks_of(self.healer).mark_step_unfinished()
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 

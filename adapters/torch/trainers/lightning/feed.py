@@ -104,13 +104,14 @@ class Feed:
             limit = None if self._length is None else self._length_of
             self._batches = hooks.batches(self._loader, limit)
         batch = next(self._batches)
-        if len(hooks.pending_batches) == 1:
+        position = hooks.read_position
+        if len(position.pending) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
-        is_last = hooks.last_batch_ends_epoch or getattr(self._loader, "exhausted", False)
+        is_last = position.ends_epoch or getattr(self._loader, "exhausted", False)
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
-        epoch, index = hooks.pending_batches[-1]
+        epoch, index = position.pending[-1]
         before = 0 if epoch else self._progress.trained_before
         self.done = is_last or index < batch_progress.current.ready - before
         if self.done and self._length is not None:
@@ -254,7 +255,7 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Returns all counters as numbers."""
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.hooks is not None and self.hooks.pending_batches:
+        if self.hooks is not None and self.hooks.read_position.pending:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
         stepped = self._fit.epoch_loop._batches_that_stepped
