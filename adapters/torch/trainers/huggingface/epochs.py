@@ -11,7 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers.trainer_callback import ExportableState
 
@@ -28,6 +28,15 @@ class EpochChanged(BaseException):
 
     `EpochFeed.run` catches this exception, and calls `_run_epoch` again for the rest of the epoch.
     """
+
+
+class _Announced(NamedTuple):
+    """What Trainer was told of its epoch when `_run_epoch` was called."""
+
+    length: int | None
+    """Number of batches of the epoch, or None if unknown."""
+    skipped: int
+    """Number of batches that the run had skipped by then."""
 
 
 class EpochFeed:
@@ -52,8 +61,7 @@ class EpochFeed:
         self.nothing_to_do = False
         self._trainer = trainer
         self._loader: Any = loader
-        self._length: int | None = None
-        """Number of batches of this epoch, or None if unknown."""
+        self._announced = _Announced(None, 0)
         self._exhausted = False
         """Whether the data have ended and cannot be read again."""
         self._batches: Iterator[Batch] | None = None
@@ -61,8 +69,6 @@ class EpochFeed:
         """Batches that were read and that Trainer has not received."""
         self._window: list[Batch] = []
         """Batches that Trainer has received since the last step."""
-        self._skipped_at_begin = 0
-        """Number of skipped batches when `_run_epoch` was called."""
         self._data_epoch = 0
         """Epoch of the pending batches."""
 
@@ -100,7 +106,7 @@ class EpochFeed:
         Args:
             state: the `TrainerState`, after a step.
         """
-        length = self._length
+        length = self._announced.length
         if not length:  # Trainer then counts the batches of the whole run
             length = state.max_steps * self._trainer.args.gradient_accumulation_steps
         state.epoch = self.epoch + self.count / length
@@ -174,8 +180,7 @@ class EpochFeed:
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `_run_epoch` for the rest of the epoch, whose first batch is pending."""
         skipped_ids = hooks_of(self.healer).loaders.skipped_ids()
-        self._skipped_at_begin = len(skipped_ids)
-        self._length = None
+        self._announced = _Announced(None, len(skipped_ids))
         arguments: dict[str, Any] = {"epoch": self.epoch, "train_dataloader": self}
         try:
             length = len(self._loader)
@@ -188,14 +193,14 @@ class EpochFeed:
             for skipped in skipped_ids:
                 if skipped.epoch == self.epoch and first <= skipped.index < length:
                     rest -= 1
-        self._length = self.count + rest
+        self._announced = _Announced(self.count + rest, len(skipped_ids))
         steps = math.ceil(rest / self._trainer.args.gradient_accumulation_steps)
         return {**arguments, "steps_in_epoch": rest, "num_update_steps_per_epoch": steps}
 
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `_arguments` counted the rest of the epoch."""
         skipped = len(hooks_of(self.healer).loaders.skipped_ids())
-        return self._length is not None and skipped > self._skipped_at_begin
+        return self._announced.length is not None and skipped > self._announced.skipped
 
     def _has_batch(self) -> bool:
         """Whether this epoch has another batch. Reads that batch; may raise EpochChanged."""

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -15,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from healcore.adapter_registry import require
 from healcore.console import info
+from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.policy import PolicyLike
+from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.metrics import ChangedMetrics
@@ -44,6 +46,22 @@ else:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+
+
+@dataclass
+class _Fit:
+    """The facts of one `trainer.fit`, from `setup` to its end."""
+
+    progress: Progress
+    """The counters of the fit."""
+    policy: Policy | Engine
+    """The policy, with the Trainer's clipping limit as its own."""
+    store_has_run: bool = False
+    """Whether the run continues from the store."""
+    resumed_by_lightning: bool = False
+    """Whether the run continues from Lightning's own checkpoint."""
+    schedulers: list[Any] = field(default_factory=list)
+    """Lightning's configurations of the learning-rate schedulers with which the fit begins."""
 
 
 class LightningHealingCallback(Callback):
@@ -98,8 +116,8 @@ class LightningHealingCallback(Callback):
         self._uses_training_step = loss_fn == "auto" and self._may_compare()
         self._eval_loss = eval_loss
         self.healer: Healer[Any] | None = None
-        self._progress: Progress | None = None
-        """The counters of the running fit, or None outside of a fit."""
+        self._fit: _Fit | None = None
+        """The running fit, or None outside of a fit."""
         self._changes = ExitStack()
         """Restores the Trainer and its loops."""
         self._metrics = ChangedMetrics(dict)
@@ -142,12 +160,13 @@ class LightningHealingCallback(Callback):
                 f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
-        self._progress = progress = Progress(trainer)
-        progress.open = functools.partial(self._run_at_first_batch, trainer, progress)
+        progress = Progress(trainer)
+        fit = self._fit = _Fit(progress, self._policy)
+        progress.open = functools.partial(self._run_at_first_batch, trainer, fit)
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
-        self._store_has_run = newest is not None
+        fit.store_has_run = newest is not None
         if newest is not None:
-            self._choose_checkpoint(trainer, newest)
+            self._choose_checkpoint(trainer, fit, newest)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
         # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
@@ -159,41 +178,40 @@ class LightningHealingCallback(Callback):
         The hooks of the first epoch then see the epoch of the checkpoint. They may change the
         initial state, so the Healer of a new run is opened with the first batch.
         """
-        progress = self._progress
-        if progress is None:
+        fit = self._fit
+        if fit is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
-        self._resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
-        if self._resumed_by_lightning and self._options["store"] is not None:
+        fit.resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
+        if fit.resumed_by_lightning and self._options["store"] is not None:
             path = trainer.ckpt_path
             info(f"Lightning's {path} continues the run, because the store has no trained step")
-        self._policy_of_fit = self._policy
         limit = trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
-            self._policy_of_fit = with_limit(self._policy, float(limit))
+            fit.policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        fit = trainer.fit_loop
-        self._read_last_steps_of_epochs(fit)
-        self._schedulers = [*trainer.lr_scheduler_configs]
-        if not isinstance(internals.fetcher_of(fit), Feed):  # a search has made it
-            feed = Feed(trainer, progress)
-            internals.set_fetcher(fit, feed)
-            feed.setup(internals.combined_loader_of(fit), begun=True)
-        if self._store_has_run:
-            self._resume(trainer, progress)
+        loop = trainer.fit_loop
+        self._read_last_steps_of_epochs(loop)
+        fit.schedulers = [*trainer.lr_scheduler_configs]
+        if not isinstance(internals.fetcher_of(loop), Feed):  # a search has made it
+            feed = Feed(trainer, fit.progress)
+            internals.set_fetcher(loop, feed)
+            feed.setup(internals.combined_loader_of(loop), begun=True)
+        if fit.store_has_run:
+            self._resume(trainer, fit)
 
-    def _resume(self, trainer: LightningTrainer, progress: Progress) -> None:
+    def _resume(self, trainer: LightningTrainer, fit: _Fit) -> None:
         """Opens the Healer of a run that continues, before the hooks of the first epoch."""
-        fit = trainer.fit_loop
-        hooks = self._open(trainer, progress)
-        internals.mark_resumed(fit)
-        if hooks.had_completed and progress.saved_limits == progress.limits():
+        loop = trainer.fit_loop
+        hooks = self._open(trainer, fit)
+        internals.mark_resumed(loop)
+        if hooks.had_completed and fit.progress.saved_limits == fit.progress.limits():
             trainer.should_stop = True  # also a fit that another callback has stopped
-        if internals.reloads_dataloaders_now(fit):
+        if internals.reloads_dataloaders_now(loop):
             epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
-            count = fit.epoch_progress.current
+            count = loop.epoch_progress.current
             count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
-            fit.setup_data()
+            loop.setup_data()
             count.completed = epoch
             hooks.loaders.count_from(epoch // every)
 
@@ -234,9 +252,9 @@ class LightningHealingCallback(Callback):
             error: the exception that ends the fit, or None.
         """
         self._changes.close()
-        progress = self._progress
-        self._progress = None
-        if progress is None or self.healer is None:
+        fit = self._fit
+        self._fit = None
+        if fit is None or self.healer is None:
             return
         self._loaded_engines = {}
         if type(error).__name__ == "SIGTERMException":
@@ -285,7 +303,7 @@ class LightningHealingCallback(Callback):
         Calls the loggers itself, as LearningRateMonitor does: `self.log` would copy each number to
         the device.
         """
-        if self._progress is None or not internals.logs_this_step(trainer):
+        if self._fit is None or not internals.logs_this_step(trainer):
             return
         if not trainer.loggers:
             return
@@ -300,7 +318,7 @@ class LightningHealingCallback(Callback):
 
         Lightning ends the fit after the micro-batch of the signal, and its gradients would be lost.
         """
-        if self._progress is None or self.healer is None or not trainer.received_sigterm:
+        if self._fit is None or self.healer is None or not trainer.received_sigterm:
             return
         if hooks_of(self.healer).driver.window.is_accumulating():
             internals.put_off_sigterm(trainer)
@@ -313,7 +331,7 @@ class LightningHealingCallback(Callback):
         With several optimizers (manual optimization), the loss belongs to the optimizer that steps
         next. A GAN's generator is therefore not judged by the discriminator's loss.
         """
-        if self._progress is None:
+        if self._fit is None:
             return
         # Undoes two changes by Lightning: the GradScaler's scale, and the division by
         # accumulate_grad_batches (only in automatic optimization). The scale stays on the device.
@@ -343,26 +361,26 @@ class LightningHealingCallback(Callback):
         Does nothing without the argument `eval_loss`, in the sanity check before the training, and
         if validation has not logged a metric of that name.
         """
-        if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
+        if self._fit is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _run_at_first_batch(self, trainer: LightningTrainer, progress: Progress) -> RunHooks:
+    def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
         """Returns the open run when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
         if self.healer is None:
-            hooks = self._open(trainer, progress)
+            hooks = self._open(trainer, fit)
         else:
             hooks = hooks_of(self.healer)
         hooks.reload_before_first_batch()
         return hooks
 
-    def _open(self, trainer: LightningTrainer, progress: Progress) -> RunHooks:
+    def _open(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
         """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
         loss_fn = options["loss_fn"]
@@ -375,14 +393,14 @@ class LightningHealingCallback(Callback):
             options["loss_fn"] = loss_on_device
         elif self._uses_training_step:
             options["loss_fn"] = self._training_loss(trainer)
-        state = _state(trainer, progress, self._schedulers)
-        healer = Healer(self._policy_of_fit, state=state, **options)
+        state = _state(trainer, fit.progress, fit.schedulers)
+        healer = Healer(fit.policy, state=state, **options)
         self.healer = healer.__enter__()
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
         hooks = hooks_of(healer)
-        if self._resumed_by_lightning:
+        if fit.resumed_by_lightning:
             adopt_trainer_checkpoint(healer, self._loaded_engines)
         return hooks
 
@@ -423,7 +441,7 @@ class LightningHealingCallback(Callback):
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
-    def _choose_checkpoint(self, trainer: LightningTrainer, newest: int) -> None:
+    def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
         """Makes Lightning restore its own checkpoint only if the store has no trained step.
 
         Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
@@ -432,6 +450,7 @@ class LightningHealingCallback(Callback):
 
         Args:
             trainer: the Trainer, in `setup` of the fit.
+            fit: its `store_has_run` becomes False if Lightning restores its own checkpoint.
             newest: step of the newest checkpoint in the store; 0 for the state before training.
         """
 
@@ -439,7 +458,7 @@ class LightningHealingCallback(Callback):
             restore: Callable[..., None], checkpoint_path: Any, *args: Any, **options: Any
         ) -> None:
             if checkpoint_path and not newest:
-                self._store_has_run = False  # the Healer replaces the state before training
+                fit.store_has_run = False  # the Healer replaces the state before training
                 restore(checkpoint_path, *args, **options)
                 return
             if checkpoint_path:
