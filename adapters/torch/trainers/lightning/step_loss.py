@@ -64,7 +64,7 @@ class StepLoss:
     def __init__(self, trainer: LightningTrainer, as_passed: Callable[[Batch], Batch]) -> None:
         self._trainer = trainer
         self._as_passed = as_passed
-        self._internal = {*vars(nn.Module()), *vars(LightningModule()), "_hparams"}
+        self._internal = {*vars(nn.Module()), *vars(LightningModule()), internals.HPARAMS}
         """Attributes that the frameworks own."""
 
     @property

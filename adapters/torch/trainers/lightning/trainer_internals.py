@@ -1,9 +1,9 @@
 """Every private name of Lightning that healcore uses, and nothing else.
 
-The rest of this folder uses public names only. A new version of Lightning that renames one of these
-is repaired here. All names were tried with lightning and pytorch-lightning 2.6.6; the lowest
-version, lightning 2.5.0, has all of them except `_resuming_from_checkpoint`, which is set there
-without effect.
+The rest of this folder uses public names only, except that Lightning sets the profiler's functions
+on `Feed`. A new version of Lightning that renames one of these is repaired here. All names were
+tried with lightning and pytorch-lightning 2.6.6. The lowest version, lightning 2.5.0, has all of
+them except `_resuming_from_checkpoint`, which is set there without effect.
 
 name | owner | used for
 ---|---|---
@@ -47,6 +47,10 @@ Fetcher: TypeAlias = Any
 """Iterates over the batches of a fit, as (batch, index of the batch, index of the dataloader)."""
 Batch: TypeAlias = Any
 """A batch as a dataloader yields it."""
+
+
+HPARAMS = "_hparams"
+"""Attribute of a module after `save_hyperparameters()`."""
 
 
 # -- the data -------------------------------------------------------------------------------------
