@@ -22,6 +22,7 @@ from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
 from healcore.torch.attachment import Healing
+from healcore.torch.driver import optimizer_settings
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.added_groups import AddedGroups, group_names
 from healcore.torch.driver.attaching import attach_all
@@ -439,29 +440,12 @@ class TorchDriver(Driver):
         return settings
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The learning rates that the program has set now, as the engines read them.
-
-        Returns:
-            Optimizer name -> the largest rate of its groups, or None without one. A rate in a
-            tensor on an accelerator is a sync.
-        """
-        largest: dict[str, float | None] = {}
-        for name, optimizer in self._optimizers().items():
-            rates: list[float] = []
-            for group in optimizer.param_groups:
-                if group.get("lr") is not None:
-                    rates.append(float(group["lr"]))
-            largest[name] = max(rates, default=None)
-        return largest
+        """The learning rates that the program has set now, see `Driver.learning_rates`."""
+        return optimizer_settings.learning_rates(self.healings)
 
     def trained_rates(self) -> dict[str, float | None]:
         """See `Driver.trained_rates`."""
-        rates = self.learning_rates()
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None and numbers.rate is not None:
-                rates[name] = numbers.rate
-        return rates
+        return optimizer_settings.trained_rates(self.healings)
 
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
@@ -470,13 +454,7 @@ class TorchDriver(Driver):
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
-        ranges: dict[str, NumberRange] = {}
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None:
-                for place, number_range in numbers.ranges().items():
-                    ranges[f"{name}{place}"] = number_range
-        return ranges
+        return optimizer_settings.number_ranges(self.healings)
 
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
@@ -495,15 +473,7 @@ class TorchDriver(Driver):
         """
         if ranges:
             self.watch_numbers()
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is None:
-                continue
-            own: dict[str, NumberRange] = {}
-            for full_name, number_range in ranges.items():
-                if full_name.startswith(name):
-                    own[full_name.removeprefix(name)] = number_range
-            numbers.hold(own)
+        optimizer_settings.hold_numbers(self.healings, ranges)
 
     # -- the run --------------------------------------------------------------------------------
 
