@@ -45,9 +45,18 @@ class HostView(NamedTuple):
     """float32 (n,): norm of each gradient leaf at the last step."""
 
     def record(self, step: int) -> np.ndarray:
-        """The record of a step, from 1, see `engine_rows.records`."""
+        """The record of one step, see `engine_rows.records`.
+
+        Args:
+            step: number of the step, from 1. The ring must still have its record.
+
+        Returns:
+            The numbers of `RECORD_FIELDS`, in order.
+        """
         row = self.ring[(step - 1) % len(self.ring)]
-        return row if len(row) == len(RECORD_FIELDS) else engine_rows.record(row)
+        if len(row) == len(RECORD_FIELDS):
+            return row
+        return engine_rows.record(row)
 
 
 Views = Callable[[], list[list[HostView]]]
@@ -66,7 +75,8 @@ class _Once(Generic[Result]):
 
     def __call__(self) -> Result:
         if self._compute is not None:
-            self._result, self._compute = self._compute(), None
+            self._result = self._compute()
+            self._compute = None  # frees what the function refers to
         return self._result
 
 
@@ -75,21 +85,30 @@ def start_read(states: Sequence[HealState]) -> Views:
 
     A program that has waited for its loss has waited for these arrays too. They are then copied at
     once, which takes a quarter of the time of one more compiled function.
+
+    Args:
+        states: the state of each engine after the update, on the device.
+
+    Returns:
+        A function that waits for the copy, and returns the views of the one update.
     """
     arrays = [(array_of(state.heal_engine), array_of(state.heal_leaf_norms)) for state in states]
     if _are_ready(arrays):
-        views = [[_host_view(*(np.array(array) for array in pair)) for pair in arrays]]
-        return lambda: views
+        views: list[HostView] = []
+        for rows, norms in arrays:
+            views.append(_host_view(np.array(rows), np.array(norms)))
+        return lambda: [views]
     shapes = [(rows.shape, norms.size) for rows, norms in arrays]
     copied = _pack(arrays)
     copied.copy_to_host_async()
 
     def read() -> list[list[HostView]]:
         packed = np.asarray(copied)
-        results = []
+        results: list[HostView] = []
         for shape, tensors in shapes:
             end = math.prod(shape)
-            rows, norms = packed[:end].reshape(shape), packed[end : end + tensors]
+            rows = packed[:end].reshape(shape)
+            norms = packed[end : end + tensors]
             results.append(_host_view(rows, norms.view(np.float32)))
             packed = packed[end + tensors :]
         return [results]
@@ -126,24 +145,42 @@ BlockRecords = list[EngineRecords]
 
 
 def block_records(states: Sequence[HealState]) -> BlockRecords:
-    """What the host reads of the states after one update of a block."""
-    found = []
+    """What the host reads of the states after one update of a block. Traced into the block.
+
+    Args:
+        states: the state of each engine after the update.
+    """
+    found: BlockRecords = []
     for state in states:
         rows = state.heal_engine
-        step, ring = engine_rows.steps_judged(rows), engine_rows.records(rows)
+        step = engine_rows.steps_judged(rows)
+        ring = engine_rows.records(rows)
         found.append(EngineRecords(step, ring, state.heal_leaf_norms))
     return found
 
 
 def start_read_of_block(records: BlockRecords) -> Views:
-    """Begins to copy each engine's `HostView` after each update of a block."""
+    """Begins to copy each engine's `HostView` after each update of a block.
+
+    Args:
+        records: the records of each engine, with a first axis over the updates.
+
+    Returns:
+        A function that waits for the copy, and returns the views of each update.
+    """
     for array in jax.tree.leaves(records):
         array.copy_to_host_async()
 
     def read() -> list[list[HostView]]:
         engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
-        updates = range(len(engines[0].step))
-        return [[HostView(int(e.step[i]), e.rows[i], e.norms[i]) for e in engines] for i in updates]
+        views: list[list[HostView]] = []
+        for update in range(len(engines[0].step)):
+            of_update: list[HostView] = []
+            for engine in engines:
+                step = int(engine.step[update])
+                of_update.append(HostView(step, engine.rows[update], engine.norms[update]))
+            views.append(of_update)
+        return views
 
     return _Once(read)
 
@@ -161,8 +198,11 @@ class Dispatch(NamedTuple):
     """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
 
     read: Callable[[], list[list[StepRecord]]]
+    """See `PendingDispatch.read`."""
     count: int
+    """See `PendingDispatch.count`."""
     votes: Callable[[], bool]
+    """Whether the processes of the run vote after this dispatch."""
 
     @property
     def vote_requested(self) -> bool:
@@ -173,6 +213,12 @@ class Dispatch(NamedTuple):
 class StepReader:
     """Reads the steps of a run's engines.
 
+    An engine's state counts the steps that it has judged, and keeps the records of the last ones in
+    a ring. So the steps of a dispatch are the difference of two reads, after the dispatch before
+    and after this dispatch:
+
+        read before: step 7      read after: step 9      records 8 and 9 of the ring
+
     Args:
         engines: the engines of the run.
         accumulates: whether an optax.MultiSteps hides micro-batches from an engine.
@@ -182,25 +228,37 @@ class StepReader:
     def __init__(
         self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
     ) -> None:
-        self._engines, self._accumulates, self._warn = engines, accumulates, warn
+        self._engines = engines
+        self._accumulates = accumulates
+        self._warn = warn
         self._has_warned = False
         self._last: Views
+        """Reads the states from which the next dispatch starts. Set by `restart`."""
         self._stride: float | None = None
         """Number of steps of one update, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
-        self._untaken = self._accumulated = 0
-        """Latest updates in a row that left the healing state unchanged; and their number before
-        the previous change, which is the same in every accumulation."""
+        self._untaken = 0
+        """Latest updates in a row that left the healing state unchanged."""
+        self._accumulated = 0
+        """The number of these before the previous change. The same in every accumulation."""
 
     def restart(self, states: Sequence[HealState]) -> None:
-        """Sets the states from which the next dispatch starts."""
+        """Sets the states from which the next dispatch starts, at the start and after a load.
+
+        Args:
+            states: the state of each engine, on the device.
+        """
         self._last = start_read(states)
 
     def continues(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> StepReader:
         """A reader that continues with another structure, after its first step. Waits for it.
 
         Nobody has seen the state from which this step started.
+
+        Args:
+            engines: the engines in the new structure.
+            states: the state of each engine after the first step.
         """
         reader = StepReader(engines, self._accumulates, self._warn)
         reader._stride = self._stride
@@ -216,16 +274,30 @@ class StepReader:
         votes: Callable[[], bool],
         block: BlockRecords | None = None,
     ) -> Dispatch:
-        """Begins to copy a dispatch that has returned `states`; `block` has the records of a block.
+        """Begins to copy what the host reads of a dispatch.
 
-        `votes` returns whether the processes of the run vote after this dispatch. The first call
-        waits for the device, to learn the number of steps. Later dispatches are assumed to have as
-        many; a wrong number (the last dispatch of an epoch may have fewer) is corrected by `read`.
+        The first call waits for the device, to learn the number of steps. Later dispatches are
+        assumed to have as many; a wrong number (the last dispatch of an epoch may have fewer) is
+        corrected by `read`.
+
+        Args:
+            states: the state of each engine that the dispatch has returned.
+            votes: returns whether the processes of the run vote after this dispatch.
+            block: the records of a block of `Healer.scan`, or None for a single update.
+
+        Returns:
+            The dispatch, to be read later.
         """
         before = self._last
-        self._last = after = start_read(states) if block is None else start_read_of_block(block)
-        updates = 1 if block is None else len(block[0].rows)
-        steps = self._steps if block is None else self._steps_of_block
+        if block is None:
+            after = start_read(states)
+            updates = 1
+            steps = self._steps
+        else:
+            after = start_read_of_block(block)
+            updates = len(block[0].rows)
+            steps = self._steps_of_block
+        self._last = after
         read = _Once(lambda: steps(before()[-1], after()))
         if self._stride is None:
             self._stride = len(read()) / updates
@@ -252,7 +324,8 @@ class StepReader:
         earlier = before
         for after in views:
             of_update, changed = self._steps_of_update(earlier, after)
-            steps += of_update if changed else []
+            if changed:
+                steps += of_update
             earlier = after
         if not steps:
             return self._steps_of_update(before, views[-1])[0]
@@ -309,7 +382,8 @@ class StepReader:
     def _was_taken(self, changed: bool) -> bool:
         """Whether an update was a step or part of an accumulation; see `_untaken`."""
         if changed:
-            self._accumulated, self._untaken = self._untaken, 0
+            self._accumulated = self._untaken
+            self._untaken = 0
             return True
         self._untaken += 1
         taken = self._accumulates or self._untaken <= self._accumulated
@@ -329,11 +403,15 @@ _UNTAKEN = (
 
 def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
     """Smallest number of steps that an engine has judged, at least 1."""
-    moved = [new.step - old.step for old, new in zip(before, after, strict=True)]
-    return min([steps for steps in moved if steps > 0], default=1)
+    counts: list[int] = []
+    for old, new in zip(before, after, strict=True):
+        if new.step > old.step:
+            counts.append(new.step - old.step)
+    return min(counts, default=1)
 
 
 def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
+    """Raises HealStateError unless `new` follows from `old` by steps whose records exist."""
     if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
             f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '
@@ -354,5 +432,6 @@ def _has_changed(old: HostView, new: HostView) -> bool:
 
     A step that is not judged, or that the caller skips, does not change the record.
     """
-    seen = [view.record(new.step)[_SEEN].tobytes() for view in (old, new)]
-    return seen[0] != seen[1]
+    before = old.record(new.step)[_SEEN]
+    after = new.record(new.step)[_SEEN]
+    return before.tobytes() != after.tobytes()

@@ -265,7 +265,10 @@ class TorchDriver(Driver):
             Optimizer name -> `Engine.to_dict`, JSON-safe. Steps that are judged later are judged
             now.
         """
-        return {name: healing.state_dict() for name, healing in self.healings.items()}
+        states: dict[str, dict[str, Any]] = {}
+        for name, healing in self.healings.items():
+            states[name] = healing.state_dict()
+        return states
 
     def load(
         self,
@@ -294,7 +297,9 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        steps = {name: self.healings[name].live_engine.state.step for name in engines}
+        steps: dict[str, Any] = {}  # of the states that are replaced
+        for name in engines:
+            steps[name] = self.healings[name].live_engine.state.step
         for name, data in engines.items():
             # A state that only limits something is of the same step, so what the program has
             # reported for its next step still holds.
