@@ -13,7 +13,7 @@ from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.story.postmortem import path_for
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems

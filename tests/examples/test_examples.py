@@ -170,7 +170,7 @@ def test_a_killed_run_resumes_and_a_completed_one_trains_nothing(tmp_path):
     output(f"{command} --kill-at 300", status=-signal.SIGKILL, cwd=tmp_path)
     printed = "".join(output(command, cwd=tmp_path))
     check(resumed, printed)
-    assert "back to the checkpoint" in printed
+    assert "to the checkpoint of step" in printed
     check(nothing, "".join(output(command, cwd=tmp_path)))
 
 

@@ -15,7 +15,7 @@ from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.trainers import healings_of
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -457,7 +457,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], cut)
     assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
     assert rate * warm_up(second["step"] - 1) < limit < rate * warm_up(second["step"])
-    (line,) = (e for e in capsys.readouterr().err.splitlines() if "back to the checkpoint" in e)
+    (line,) = (e for e in capsys.readouterr().err.splitlines() if "to the checkpoint of" in e)
     assert f"learning rate at most {limit:.3g} (the schedule's rate was 0.01)" in line
     assert "data rewound" in line
     assert "×" not in line

@@ -21,8 +21,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run import termination
-from healcore.runtime.run.termination import EndRequested, RunStopped, Terminated
+from healcore.runtime.run.ending import requests
+from healcore.runtime.run.ending.exits import EndRequested, RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
 from tests.healer.training_loops import (
@@ -59,7 +59,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     with pytest.raises(RunStopped) as stopped:
         train(loop, policy, range(40), store=tmp_path)
     text, last_good = str(stopped.value), stopped.value.last_good
-    for part in ("budget", "nonfinite_loss", "a rollback from step", f"step {last_good}"):
+    for part in ("budget", "nonfinite loss", "Rolled back from step", f"step {last_good}"):
         assert part in " ".join(text.split())
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["diagnosis"]) == ("stopped", text)
@@ -70,7 +70,7 @@ def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
 def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
     framework, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(termination, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(requests, "POLL_INTERVAL_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
     def ask(healer):

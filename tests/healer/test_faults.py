@@ -252,6 +252,29 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path, capsys):
     assert_on_the_page(Cause.NETWORK, capsys.readouterr().err, tmp_path)
 
 
+def test_a_long_error_and_its_advice_are_printed_once(tmp_path, capsys):
+    """Up to the exception of the loop, which a program may catch."""
+    policy = load("default", retry={**QUICK, "attempts": 3})
+    text = "https://huggingface.co/" + "x" * 250
+
+    def refuse() -> None:
+        raise ConnectionResetError(text)
+
+    loop = loop_of("torch")
+    with pytest.raises(ConnectionResetError):
+        train(loop, policy, range(9), before=at(7, lambda healer: retrying(refuse, healer)()))
+    failed, again, given_up, *rest = [
+        line for line in capsys.readouterr().err.splitlines() if ": step 7: " in line
+    ]
+    assert text in failed
+    assert ("attempt 2" in again, again.endswith(": the same error")) == (True, True)
+    assert ("attempt 3), gives up: the same error" in given_up, text in given_up) == (True, False)
+    (raised,) = rest
+    assert "the loop raised ConnectionResetError" in raised
+    advice = FAILURES[Cause.NETWORK].diagnosis
+    assert (given_up + raised).count(advice) == 1
+
+
 def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):
     policy = with_answers(retry={"base_delay_s": 3600.0, "max_delay_s": 3600.0})
     loop = loop_of("torch")

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import healcore
 from healcore.runtime.data import Cursor
 from healcore.runtime.faults.retry import Retries
-from healcore.runtime.run.termination import Terminated
+from healcore.runtime.run.ending.exits import Terminated
 from healcore.runtime.run_options import HostPolicy
 from tests.healer.run_directory import events
 

@@ -13,9 +13,9 @@ from healcore import Checkpoints, CheckpointStore, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.shutdown import Shutdown
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.store import files
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import (
@@ -32,7 +32,7 @@ from tests.healer.training_loops import (
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
     *((Saver, name) for name in ("begin_attempt", "report_failures")),
-    *((Restorer, "_load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
+    *((Restorer, "load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]
 
 

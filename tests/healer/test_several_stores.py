@@ -9,7 +9,7 @@ import pytest
 from healcore import Healer, Keep
 from healcore.errors import StoreError
 from healcore.jax import OrbaxStore
-from healcore.runtime.run.termination import LastStateNotSaved
+from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.store import manifest
 from healcore.runtime.store.manifest import scan
 from healcore.torch.store import DCPStore, MemoryStore

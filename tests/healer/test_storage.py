@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 from healcore import Healer, Keep
 from healcore.errors import StateMismatch
 from healcore.jax import protect
-from healcore.runtime.run import save_schedule
+from healcore.runtime.run.checkpoints import schedule
+from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.runtime.run.termination import LastStateNotSaved
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
@@ -78,7 +78,7 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     def tick(healer, number):
         now[0] += 1.0
 
-    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(DCPStore, "save", slow)
     options = {"store": tmp_path, "before": tick, "save_every": every}
     train(loop_of("torch"), rules(), range(40 if every else 900), **options)
@@ -166,7 +166,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     assert loop.faults.order[0] == 10
     assert sorted(event["step"] for event in events(tmp_path, "damaged")) == [15, 20]
     (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
-    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in line
+    assert "resumes at step 10: 10 steps are lost up to checkpoint 20" in line
     assert line.count("damaged") == 2
 
 

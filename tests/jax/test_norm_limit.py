@@ -12,7 +12,7 @@ import pytest
 from healcore.core.engine import Engine
 from healcore.jax import from_dict, heal, last_decision, metrics, protect, to_dict
 from healcore.policy import engine_of
-from healcore.runtime.run.rollback_rates import limit_norms, norm_limits
+from healcore.runtime.run.engine_states import limit_norms, norm_limits
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 

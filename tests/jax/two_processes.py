@@ -24,7 +24,7 @@ from healcore.jax.opt_state import without_heal_state
 from healcore.jax.store import OrbaxStore
 from healcore.jax.store.coordination import CoordinatedRanks
 from healcore.runtime.healer import hooks_of
-from healcore.runtime.run.termination import RunStopped, Terminated
+from healcore.runtime.run.ending.exits import RunStopped, Terminated
 from healcore.runtime.store.checkpoints import StoreError
 from healcore.runtime.store.ranks import RankFailed
 from tests.healer.run_options import grouped

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action, Decision, StepRecord, host_record
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
@@ -278,7 +279,7 @@ class HostEngine(StatefulEngine):
     name = "host"
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, xp=np, place=lambda leaf: leaf[()])  # 0-d: scalars
+        super().__init__(engine, groups, xp=NUMPY, place=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
 

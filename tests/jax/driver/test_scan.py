@@ -14,9 +14,9 @@ from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.blocks import Block, Scan
 from healcore.runtime.healer import HealerError, hooks_of
+from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.shutdown import Shutdown
-from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules

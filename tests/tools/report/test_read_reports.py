@@ -23,7 +23,7 @@ from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.run import RunAttempt, count_incidents
 from healcore.policy import load
 from healcore.tools.cli import app
-from healcore.tools.report.page import WIDTHS, draw, outcome, plot, render
+from healcore.tools.report.page import WIDTHS, draw, outcome, plot, rate_changes, render
 from healcore.tools.report.run_report import ReportError, RunReport, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems
@@ -287,6 +287,28 @@ def test_every_incident_has_its_row(healed):
     # The last text is that of an attempt, undone or not.
     texts = "epoch 0: 250–260 (11 skipped)", "1 → 0.25", "[budget]", report.fingerprint, "completed"
     assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
+
+
+def test_the_tiles_have_plurals_and_a_rollback_without_an_alarm_its_reason_and_limit():
+    back = EventRecord(
+        kind="rollback", step=134, checkpoint=110, by="earlier_weights", steps_repeated=24,
+        lr_at_fault=0.0884, lr_limit=0.00571,
+    )  # fmt: skip
+    found = Incident(0, 0, onset_step=113.0, step=134.0, responses=(back,), lr_path=(1.0,))
+    report = hostile()._replace(incidents=(found,), counts=Counts(0, 1, 1, 1, 2), diagnosis="")
+    page = render([report])
+    text = " ".join(re.sub(r"<[^>]+>", " ", page.partition("<body>")[2]).split())
+    tiles = "0 incidents 1 rollback 1 step skipped 1 step clipped 2 steps with an alarm"
+    assert tiles in text
+    assert "Incidents and rollbacks Incident Steps Cause Outcome Skipped Learning rate" in text
+    row = (
+        "rollback 113–134 worse weights, found by comparison rolled back from step 134 to the "
+        "checkpoint of step 110, learning rate at most 0.00571 (it was 0.0884), 24 steps are "
+        "repeated 0 at most 0.00571 (it was 0.0884) –"
+    )
+    assert row in text
+    assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0, 0.5))) == "× 1 → 0.5"
+    assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0,))) == ""
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from healcore import Checkpoints, Healer, Logging
 from healcore.policy import load
-from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.healer.run_directory import flip_a_bit
 from tests.torch.driver.compared_run import CHANGE, STEPS, Run, at_change, events, left_alone

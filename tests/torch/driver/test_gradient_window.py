@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.driver import accumulation
 from healcore.torch.trainers import healings_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train

@@ -159,7 +159,7 @@ def test_a_dry_run_says_what_the_policy_would_do(tmp_path: Path):
 
 
 def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(tmp_path: Path):
-    errors: dict[str, Any] = {"Memory ran out: ": lambda *_: torch.empty(1 << 50)}
+    errors: dict[str, Any] = {"Memory ran out. ": lambda *_: torch.empty(1 << 50)}
     errors |= {"token ids": lambda *_: [].pop(), "columns": lambda *_: {}["labels"]}
     for note, raises in errors.items():
         trainer = tiny.plain(tmp_path, max_steps=3)
