@@ -7,6 +7,7 @@ step, and restored afterwards unless other code has written there.
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Optimizer
 
 from healcore.torch import gradients
-from healcore.torch.engines import StepOrder
+from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord, StepOrder, is_cut
 
 _ABSENT = object()
 
@@ -250,3 +251,69 @@ def reset_moments(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter]
             state["step"].zero_()
             state["sum"].fill_(group["initial_accumulator_value"])
+
+
+class MomentReset:
+    """Resets the moments of one optimizer at the step after a cut of the learning rate.
+
+    The step that cuts the rate does not reset the moments, because its gradient is damaged and
+    would become the first entry of the new moments. A skipped step postpones the reset further.
+
+        host engine      step n cuts ─► step n + 1 resets
+        device engine    step n cuts ─► its record is read at step n + RECORD_LAG ─► next step
+
+    Args:
+        optimizer: the optimizer, for which `moments_obstacle` has found no obstacle.
+        live_engine: the engine that orders the cuts.
+    """
+
+    def __init__(self, optimizer: Optimizer, live_engine: LiveEngine) -> None:
+        self._optimizer = optimizer
+        self._live_engine = live_engine
+        self._is_due = False
+        """Whether the next step that is not skipped resets the moments."""
+        self._unread: deque[PendingRecord] = deque()
+        """Records of an engine on a device, in which no cut was looked for yet."""
+
+    def carry_out(self, *, skip: bool | Tensor) -> None:
+        """Resets the moments if a reset is due. Call it before the optimizer's update.
+
+        Args:
+            skip: whether the step is skipped. A tensor on a device is not read, and counts as a
+                step that is not skipped.
+        """
+        if self._is_due and skip is not True:
+            reset_moments(self._optimizer)
+            self._is_due = False
+
+    def note(self, order: StepOrder) -> None:
+        """Makes a reset due if this order cuts the learning rate.
+
+        Args:
+            order: the order of the step that runs, in Python numbers.
+        """
+        if is_cut(order.action, order.skip):
+            self._is_due = True
+
+    def keep_record(self) -> None:
+        """Keeps the record of a step that was judged now, if cuts are known only later."""
+        if self._live_engine.is_late:
+            self._unread.append(self._live_engine.pending_record())
+
+    def read_cuts(self, *, order_is_known: bool) -> None:
+        """Reads the records that have arrived, and makes a reset due if one of them cuts the rate.
+
+        Args:
+            order_is_known: whether the order of the step that runs is on the host. `note` has then
+                looked at it, and the records are read without a look.
+        """
+        while len(self._unread) > RECORD_LAG:
+            read = self._unread.popleft()
+            record = read()
+            if not order_is_known and is_cut(record.action, record.skip):
+                self._is_due = True
+
+    def forget(self) -> None:
+        """Forgets cuts of an earlier state. Call it after the engine's state is replaced."""
+        self._unread.clear()
+        self._is_due = False

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from healcore.core.decision import StepRecord
 from healcore.core.errors import ParametersChangedError
 from healcore.torch import gradients
-from healcore.torch.enforcer import Enforcer, moments_obstacle, reset_moments
-from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord, StepOrder, is_cut
+from healcore.torch.enforcer import Enforcer, MomentReset, moments_obstacle
+from healcore.torch.engines import LiveEngine, StepOrder
 from healcore.torch.incident_log import IncidentLog
 from healcore.torch.measurement import Measurer, StepNorms, one_number
+from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.ranks import SignalAllReduce
-
-if TYPE_CHECKING:
-    from healcore.torch.optimizer_numbers import OptimizerNumbers
+from healcore.torch.step_listener import StepListener
 
 
 @dataclass
@@ -34,7 +31,7 @@ class _CurrentStep:
     order: StepOrder | None = None
     """Its order, if the numbers are on the host."""
     skipped: bool | Tensor | None = None
-    """See `HealedStep.on_ended`. None if the step was not judged."""
+    """See `StepListener.ended`. None if the step was not judged."""
     in_original: bool = False
     """Whether the order is enforced, and the original `step` may run."""
 
@@ -49,9 +46,9 @@ class HealedStep:
                     SignalAllReduce.reduce  only with several ranks
                     LiveEngine.step         Signals ─► StepOrder
                     Enforcer.enforce        clips, scales the rate, prepares a skip in the kernel
-                    _report                 ─► on_judged (a Healer), or the log
+                    _report                 ─► StepListener.judged
         original  `step` as it was before `attach`, unless the host skips
-        _end      Enforcer.restore, then ─► on_ended, on_step
+        _end      Enforcer.restore, then ─► StepListener.ended, stepped
 
     The host skips a step by not calling the original `step`. A fused kernel skips by itself.
     A closure is evaluated before the original `step`, which receives the result.
@@ -64,18 +61,15 @@ class HealedStep:
         all_reduce: reduces the signals over the ranks, and knows these ranks.
 
     Attributes:
-        incident_log: logs incidents while no Healer sets `on_judged`.
+        incident_log: the listener until `set_listener`; it also logs steps that were not judged.
+        listener: hears of each step.
         attached: whether the replacement is active.
         undo_stack: undoes at `detach` what a trainer or wrapper has changed besides `step`.
         pre_hook: the pre-hook of the optimizer; `attachment.healing_of` finds the `Healing` by it.
         in_update: whether a running step may have made a change; stays True after the step raised.
             False while the step waits for the other ranks' signals.
-        on_judged: called at every judged step, before the optimizer's update.
-        on_ended: called after each judged step with whether the step was skipped: a bool, or a 0-d
-            float32 of exactly 0 or 1. In observe mode always False.
-        on_step: called after every step.
         numbers: reads the numbers of the optimizer at every judged step, and names those to be
-            replaced for the step. None unless a Healer holds numbers, because it costs time.
+            replaced for the step. None until `watch_numbers`, because it costs time.
     """
 
     may_reset_moments = True  # whether the tensors of the moments may be replaced
@@ -99,18 +93,18 @@ class HealedStep:
         """Whether the last step that was not skipped left every `.grad` None. Then a skipped step
         sets them to None too: the next backward pass would add to NaN."""
         engine = live_engine.engine
-        resets = engine.resets_moments and self.may_reset_moments
-        self._resets_moments = resets and not moments_obstacle(optimizer)
-        """Whether a cut of the learning rate resets the moments."""
-        self._resets_next = False
-        """Whether the next step that is not skipped resets the moments. The step that cuts the
-        learning rate does not reset them, because its gradient is damaged."""
-        self.incident_log = IncidentLog(optimizer, engine, all_reduce.ranks, self._resets_moments)
-        self._records: deque[PendingRecord] = deque()
-        """Records that neither the log nor `_resets_next` has read."""
-        self.on_judged: Callable[[StepNorms], None] | None = None
-        self.on_ended: Callable[[bool | Tensor], None] | None = None
-        self.on_step: Callable[[], None] | None = None
+        self._moment_reset: MomentReset | None = None
+        """None unless a cut of the learning rate resets the moments."""
+        if engine.resets_moments and self.may_reset_moments and not moments_obstacle(optimizer):
+            self._moment_reset = MomentReset(optimizer, live_engine)
+        self.incident_log = IncidentLog(
+            optimizer,
+            live_engine,
+            measurer,
+            all_reduce.ranks,
+            resets_moments=self._moment_reset is not None,
+        )
+        self.listener: StepListener = self.incident_log
         self.numbers: OptimizerNumbers | None = None
 
         self.attached = True
@@ -258,11 +252,10 @@ class HealedStep:
                 self._grads_are_none = all(p.grad is None for p in params)
                 if self.numbers is not None:
                     self.numbers.find_changes_by_step()
-            self._read_records()
-            if self.on_ended is not None:
-                self.on_ended(self._current.skipped)
-        if self.on_step is not None:
-            self.on_step()
+            if self._moment_reset is not None:
+                self._moment_reset.read_cuts(order_is_known=self._current.order is not None)
+            self.listener.ended(self._current.skipped)
+        self.listener.stepped()
 
     def _check_running(self, *_: Any) -> None:
         """The pre-hook of the optimizer. A step that bypasses the replacement runs unjudged."""
@@ -278,7 +271,7 @@ class HealedStep:
     def detach(self) -> None:
         """See `Healing.detach`.
 
-        The callbacks are removed too, so that no Healer hears of later steps. State and metrics of
+        The listener is removed too, so that no Healer hears of later steps. State and metrics of
         the engine stay.
         """
         if not self.attached:
@@ -286,19 +279,53 @@ class HealedStep:
         self.attached = False
         self._restore_step()
         self.undo_stack.close()
-        self.on_judged = None
-        self.on_ended = None
-        self.on_step = None
-        self.numbers = None
+        self.remove_listener()
         self.measurer.clear()
+
+    # -- who hears of the steps -----------------------------------------------------------------
+
+    @property
+    def has_listener(self) -> bool:
+        """Whether `set_listener` has set a listener, so that the optimizer belongs to a Healer."""
+        return self.listener is not self.incident_log
+
+    def set_listener(self, listener: StepListener) -> None:
+        """Sets what hears of each step, in place of the listener before.
+
+        The listener is not an argument of the constructor: the Healer may be made long after
+        `attach` has healed the optimizer.
+
+        Args:
+            listener: hears of each step from now on. To add to the listener that is set now, pass
+                one that passes each call on to it.
+        """
+        self.incident_log.drop_unread()
+        self.listener = listener
+
+    def remove_listener(self) -> None:
+        """Ends what a Healer has begun: the log hears of the steps again, and no number is held."""
+        self.listener = self.incident_log
+        self.numbers = None
+
+    def watch_numbers(self) -> OptimizerNumbers:
+        """Starts to read the numbers of the optimizer at every judged step.
+
+        Further calls change nothing. Ended by `remove_listener`.
+
+        Returns:
+            The numbers, which can be held in a range too.
+        """
+        if self.numbers is None:
+            self.numbers = OptimizerNumbers(self.optimizer)
+        return self.numbers
 
     # -- judging --------------------------------------------------------------------------------
 
     def judge_dropped(self) -> None:
         """See `Healing.judge_dropped`.
 
-        The step counts as a step with non-finite gradients, and is reported like every other step:
-        to the Healer, or to the log. `on_step` is not called, because no `step()` was called.
+        The step counts as a step with non-finite gradients, and the listener hears of it as of
+        every other step. Only `StepListener.stepped` is not called, as no `step()` was called.
         """
         if not self.measurer.dropped.take():
             return
@@ -307,23 +334,24 @@ class HealedStep:
             alone = self.all_reduce.ranks.world == 1
             self.live_engine.step(self.measurer.measure_dropped(groups, alone=alone))
             self._report(StepNorms([], [], None))
-            self._read_records()
-        if self.on_ended is not None:
-            self.on_ended(False)
+            if self._moment_reset is not None:
+                self._moment_reset.read_cuts(order_is_known=self._current.order is not None)
+        self.listener.ended(False)
 
     def on_state_loaded(self, *, keeps_signals: bool = False) -> None:
         """Drops what belongs to an earlier state. Call it after the engine's state is replaced.
 
-        Records that were not read yet are logged first.
+        Records that were not read yet are logged first, unless a Healer reads the records.
 
         Args:
             keeps_signals: whether the losses and the evaluation since the last step still hold.
         """
         if not keeps_signals:
             self.measurer.clear()
-        self._read_records(lag=0)
+        self.incident_log.log_unread()
         self.incident_log.restart()
-        self._resets_next = False
+        if self._moment_reset is not None:
+            self._moment_reset.forget()
 
     @torch.no_grad()
     def _judge(self) -> None:
@@ -334,7 +362,7 @@ class HealedStep:
         for p in parameters:
             if p.grad is not None:
                 params.append(p)
-        has_ranks = self.all_reduce.ranks.world > 1
+        has_ranks = len(self.all_reduce.ranks.members) > 1
         if not params and not has_ranks:
             return
         if len(parameters) > live.groups:
@@ -367,9 +395,8 @@ class HealedStep:
         self.in_update = True  # a collective that raised before this line changed nothing
         order = live.step(signals, found_inf, divisor)
         self._current.skipped = False
-        if self._resets_next and order.skip is not True:
-            reset_moments(self.optimizer)
-            self._resets_next = False
+        if self._moment_reset is not None:
+            self._moment_reset.carry_out(skip=order.skip)
         if self.numbers is not None:
             self.numbers.read()
         if live.engine.mode != "observe":
@@ -385,37 +412,15 @@ class HealedStep:
             self._current.skipped = order.skip
             if not isinstance(order.skip, Tensor):
                 self._current.order = order
-                self._resets_next |= self._resets_moments and is_cut(order.action, order.skip)
+                if self._moment_reset is not None:
+                    self._moment_reset.note(order)
         self._report(StepNorms(params, self.measurer.norms, divisor, own_loss, bad_rates))
 
     def _report(self, norms: StepNorms) -> None:
-        """Reports a judged step to the Healer, or keeps its record for the log."""
-        engine = self.live_engine
-        needs_record = self.on_judged is None
-        if self.on_judged is not None:
-            self.on_judged(norms)
-            needs_record = self._resets_moments and engine.is_late
-        if needs_record:
-            self._records.append(engine.pending_record())
-
-    def _read_records(self, lag: int = RECORD_LAG) -> None:
-        """Reads the records that have arrived, for the log and for the reset of the moments."""
-        if not self._records and self.on_judged is not None:
-            return  # a Healer reads the records
-        if not self.live_engine.is_late:
-            lag = 0
-        due: list[PendingRecord] = []
-        while len(self._records) > lag:
-            due.append(self._records.popleft())
-        records: list[StepRecord] = []
-        for read in due:
-            records.append(read())
-        if self.on_judged is None:
-            self.incident_log.add(records, has_seen_loss=self.measurer.has_seen_loss)
-        if self._resets_moments and self._current.order is None:
-            for record in records:
-                if is_cut(record.action, record.skip):
-                    self._resets_next = True
+        """Tells the listener of a judged step. A subclass may change the norms."""
+        if self._moment_reset is not None:
+            self._moment_reset.keep_record()
+        self.listener.judged(norms)
 
 
 def _marks(params: Sequence[Tensor]) -> list[tuple[int, int, int]]:

@@ -1,10 +1,12 @@
-"""`IncidentLog`: one line for each incident, for `attach` without a Healer."""
+"""`IncidentLog`: the listener of `attach` without a Healer, which logs a line per incident."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from types import SimpleNamespace
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from healcore import console
@@ -14,6 +16,8 @@ from healcore.core.engine import Engine
 from healcore.events.schema import alarm_text
 from healcore.runtime.story.diagnosis import FROM_START, nonfinite_streak_text
 from healcore.runtime.story.program_clip import ProgramClip
+from healcore.torch.engines import RECORD_LAG, LiveEngine, PendingRecord
+from healcore.torch.measurement import Measurer, StepNorms
 from healcore.torch.ranks import StepRanks
 
 WITHOUT_LOSS = 20
@@ -32,9 +36,16 @@ class IncidentLog:
     Without a Healer nobody rolls back or stops the run, so a line also says what the loop has to do
     if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
 
+    It is the first `StepListener` of every healed step:
+
+        judged ─► unread records ─► ended reads those that have arrived ─► a line, or nothing
+
+    A record on an accelerator is read `RECORD_LAG` steps later, so that no step waits for it.
+
     Args:
         optimizer: the optimizer, whose class and learning rate the lines name.
-        engine: the policy's engine.
+        live_engine: the policy's engine with its state, whose records are read.
+        measurer: knows whether any step has had a loss.
         ranks: the ranks that step together.
         resets_moments: see the attribute.
 
@@ -44,10 +55,18 @@ class IncidentLog:
     """
 
     def __init__(
-        self, optimizer: Optimizer, engine: Engine, ranks: StepRanks, resets_moments: bool
+        self,
+        optimizer: Optimizer,
+        live_engine: LiveEngine,
+        measurer: Measurer,
+        ranks: StepRanks,
+        *,
+        resets_moments: bool,
     ) -> None:
         self._optimizer = optimizer
-        self._engine = engine
+        self._live_engine = live_engine
+        self._engine = live_engine.engine
+        self._measurer = measurer
         self._ranks = ranks
         self.resets_moments = resets_moments
         self.console: console.Console = "auto"
@@ -57,9 +76,48 @@ class IncidentLog:
         """Number of the newest incident."""
         self._logged: set[str] = set()
         """Lines of `write_once`."""
-        self._missing_loss = MissingLoss(engine)
+        self._missing_loss = MissingLoss(self._engine)
         self._program_clip = ProgramClip()
+        self._unread: deque[PendingRecord] = deque()
+        """Records of judged steps, oldest first."""
+        self._lag = 0
+        """Number of records that stay unread at the end of a step."""
+        if live_engine.is_late:
+            self._lag = RECORD_LAG
         self.restart()
+
+    # -- the listener ---------------------------------------------------------------------------
+
+    def judged(self, norms: StepNorms) -> None:
+        """Keeps the record of a step, to be read when it has arrived.
+
+        Args:
+            norms: not read: only a Healer names the tensors whose gradients were unusual.
+        """
+        self._unread.append(self._live_engine.pending_record())
+
+    def ended(self, skipped: bool | Tensor) -> None:
+        """Logs the records that have arrived.
+
+        Args:
+            skipped: not read: the record of the step has it.
+        """
+        while len(self._unread) > self._lag:
+            read = self._unread.popleft()
+            self._log(read())
+
+    def stepped(self) -> None:
+        """Does nothing: a step that was not judged has no record."""
+
+    def log_unread(self) -> None:
+        """Logs all records that were not read yet. Waits for the device."""
+        while self._unread:
+            read = self._unread.popleft()
+            self._log(read())
+
+    def drop_unread(self) -> None:
+        """Drops the records that were not read yet. Call it when another listener is set."""
+        self._unread.clear()
 
     def restart(self) -> None:
         """Forgets the last step. Call it after the engine's state is replaced.
@@ -69,27 +127,6 @@ class IncidentLog:
         self._last_step = -1
         """Number of the last record's step, or -1 before the first record of a state."""
 
-    def add(self, records: Iterable[StepRecord], *, has_seen_loss: bool) -> None:
-        """Logs the records of steps.
-
-        Args:
-            records: records of judged steps, oldest first.
-            has_seen_loss: whether any step so far has had a loss.
-        """
-        for record in records:
-            if record.step == self._last_step:
-                continue  # a step that a GradScaler skips has the record of the step before
-            if self._last_step < 0 and record.onset < record.step - 1:
-                self._incident = record.incident  # it began before the state was loaded
-            self._last_step = record.step
-            for line in self._missing_loss.add(has_seen_loss=has_seen_loss):
-                self._write(line)
-            if not record.skip:
-                line = self._program_clip.add(record.grad_norm)
-                if line:
-                    self._write(line)
-            self._log(record)
-
     def write_once(self, line: str) -> None:
         """Logs a line, unless it was logged by an earlier call."""
         if line not in self._logged:
@@ -97,7 +134,18 @@ class IncidentLog:
             self._write(line)
 
     def _log(self, record: StepRecord) -> None:
-        """Logs what is new in a record."""
+        """Logs what is new in the record of a step."""
+        if record.step == self._last_step:
+            return  # a step that a GradScaler skips has the record of the step before
+        if self._last_step < 0 and record.onset < record.step - 1:
+            self._incident = record.incident  # it began before the state was loaded
+        self._last_step = record.step
+        for line in self._missing_loss.add(has_seen_loss=self._measurer.has_seen_loss):
+            self._write(line)
+        if not record.skip:
+            line = self._program_clip.add(record.grad_norm)
+            if line:
+                self._write(line)
         if record.cause & NONFINITE:
             self._nonfinite_streak += 1
         else:
@@ -111,8 +159,11 @@ class IncidentLog:
         self._incident = record.incident
         if is_new and record.cause and is_logged(record.incident):
             self._write(self._incident_line(record))
-        if self._engine.mode == "observe":
-            return
+        if record.action and self._engine.mode != "observe":
+            self._log_action(record)
+
+    def _log_action(self, record: StepRecord) -> None:
+        """Logs a cut of the learning rate, and orders that the loop has to carry out itself."""
         # Only at a cut, because a rising schedule also changes the multiplier afterwards.
         if record.action & Action.CUT_LR and is_logged(record.incident):
             line = f"step {record.step - 1}: learning rate × {record.lr_scale:g}"

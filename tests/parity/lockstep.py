@@ -20,7 +20,7 @@ from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
 from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import one_kernel
-from healcore.torch.engines import Namespace
+from healcore.torch.array_namespace import Namespace
 from tests.core import fuzz
 from tests.core.engine_runner import recorded, scalars
 

@@ -15,8 +15,7 @@ from torch import nn
 
 import healcore.policy as policies
 from healcore.torch import attach
-from healcore.torch.engines import DeviceEngine
-from healcore.torch.healed_step import RECORD_LAG
+from healcore.torch.engines import RECORD_LAG, DeviceEngine
 
 GRADS = (1.0, 1.0, 1.0, 3.0, 50.0, float("nan"), float("inf"), 1e16, 0.0)
 """What the gradients of a step are multiplied by."""

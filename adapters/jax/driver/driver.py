@@ -16,8 +16,8 @@ from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
-from healcore.jax.driver.engines import BlockRecords, Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
+from healcore.jax.driver.pending_step import BlockRecords, Dispatch, StepReader
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle

@@ -39,7 +39,7 @@ class Accumulation:
     The hook of a backward pass is on one parameter, because a hook on each would cost time:
 
         backward pass     ─► _on_backward    gradients that no step has used
-        optimizer.step()  ─► _on_step        none
+        optimizer.step()  ─► on_step         none
         zero_grad()                          not seen; `in_progress` looks at `.grad`
 
     Args:
@@ -67,7 +67,6 @@ class Accumulation:
         """The parameter with the hook."""
         self._backward_handle: Any = None
         self._backward_hook: Any = torch.compiler.disable(self._on_backward)
-        healing.healed_step.on_step = self._on_step
         self._watch()
 
     @property
@@ -133,7 +132,8 @@ class Accumulation:
         self._reached = True
         self.reached_since_any_step = True
 
-    def _on_step(self) -> None:
+    def on_step(self) -> None:
+        """Notes a step of the optimizer, see `StepListener.stepped`."""
         self._reached = False
         self.stepped = True
         self.steps += 1

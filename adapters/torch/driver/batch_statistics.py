@@ -33,18 +33,22 @@ class BatchStatistics:
         step n ends ─► save ─► forward pass n + 1 writes ─► step n + 1 is skipped ─► restore
 
     Args:
+        name: name of the optimizer in the state.
         layers: the layers that the optimizer trains.
         healing: the handle of the optimizer.
+
+    Attributes:
+        name: name of the optimizer in the state.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], healing: Healing) -> None:
+    def __init__(self, name: str, layers: Sequence[nn.Module], healing: Healing) -> None:
+        self.name = name
         self._written = WrittenBuffers(layers, NAMES, gradients.parameters(healing.optimizer))
         self._layers = [layer for layer in layers if {*NAMES} & {*layer._buffers}]
         self._buffers: list[Tensor] = []
         self._blocks: list[tuple[list[Tensor], Tensor]] = []
         """For each dtype and device: 1-d views of the buffers, and their saved values."""
         self.save()
-        healing.healed_step.on_ended = self._on_ended
 
     @classmethod
     def of(cls, state: State, healings: Mapping[str, Healing]) -> list[BatchStatistics]:
@@ -62,7 +66,10 @@ class BatchStatistics:
         for name, healing in healings.items():
             if healing.engine.mode != "observe":
                 healed[name] = healing
-        return [cls(layers, healed[name]) for name, layers in layers_of(state, healed).items()]
+        found: list[BatchStatistics] = []
+        for name, layers in layers_of(state, healed).items():
+            found.append(cls(name, layers, healed[name]))
+        return found
 
     @torch.no_grad()
     def save(self) -> None:
@@ -87,7 +94,8 @@ class BatchStatistics:
         """Saves what the program has written into other buffers since the last step."""
         self._written.keep()
 
-    def _on_ended(self, skipped: bool | Tensor) -> None:
+    def on_step_ended(self, skipped: bool | Tensor) -> None:
+        """Ends a judged step, see `StepListener.ended`."""
         self.end(skipped)
         self._written.compare_contents()
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from healcore import console
-from healcore.console import first_of
 from healcore.core.decision import StepRecord
-from healcore.core.engine import Engine
-from healcore.core.engine.state import config_differences
 from healcore.core.errors import AttachError
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, check_engines
@@ -25,11 +21,15 @@ from healcore.runtime.store.ranks import Alone, Ranks
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.store.values import attribute
 from healcore.torch import gradients, live_state
-from healcore.torch.attachment import Healing, healing_of
-from healcore.torch.attachment import attach as attach_to
+from healcore.torch.attachment import Healing
+from healcore.torch.driver import optimizer_settings
 from healcore.torch.driver.accumulation import Accumulation, GradientWindow
 from healcore.torch.driver.added_groups import AddedGroups, group_names
+from healcore.torch.driver.attaching import attach_all
 from healcore.torch.driver.batch_statistics import BatchStatistics
+from healcore.torch.driver.listener import DriverListener
+from healcore.torch.driver.memory import cuda_profiles, memory_of
+from healcore.torch.driver.optimizer_steps import OptimizerSteps
 from healcore.torch.driver.pending_step import MOST_EARLY, PendingEntry, PendingStep, Recorder
 from healcore.torch.driver.structure import StructureWatch
 from healcore.torch.driver.weight_sample import WeightSample
@@ -39,7 +39,6 @@ from healcore.torch.enforcer import reset_moments as reset_moments_of
 from healcore.torch.engines import keep_after_cuda_error
 from healcore.torch.expected_moments import missing_moments
 from healcore.torch.live_state import State
-from healcore.torch.optimizer_numbers import OptimizerNumbers
 from healcore.torch.store import DCPStore, MemoryStore, apply
 from healcore.torch.store.gloo import GlooRanks
 from healcore.torch.store.partial_restore import load_common
@@ -55,7 +54,7 @@ class TorchDriver(Driver):
     asks the driver between two batches what has happened:
 
         program        observe ─► backward ─► optimizer.step()
-        in the step    HealedStep judges ─► Recorder keeps a PendingEntry
+        in the step    HealedStep judges ─► DriverListener ─► Recorder keeps a PendingEntry
         Healer         take_dispatch ─► PendingStep, some batches later read ─► StepRecords
 
     The other methods answer questions about the live state (weights, numbers, structure), or
@@ -92,42 +91,42 @@ class TorchDriver(Driver):
                     "load_state_dict(), which cannot be saved: a restart resumes with a new "
                     "episode, and after a rollback the current episode continues"
                 )
-        self.healings: dict[str, Healing] = {}
+        healings, own = attach_all(self._state, engine_of(policy), attach)
+        self.healings = healings
         """The handle of each optimizer, by its name in the state."""
-        self._own: list[Healing] = []
+        self._own = own
         """The handles that this driver has made, and detaches in `close`."""
-        try:
-            self._attach(engine_of(policy), {"scaler": live_state.scaler(self._state), **attach})
-        except BaseException:
-            for healing in self._own:
-                healing.detach()
-            raise
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = _do_nothing
         self._pending: deque[PendingEntry] = deque()
         """Judged steps since the last `take_dispatch` that nobody has read."""
         self._early: deque[StepRecord] = deque(maxlen=MOST_EARLY)
         """Records of the steps before `_pending`, which were read because they were too many."""
-        self._recorders = [
-            Recorder(name, self._state, self.healings, self._pending, self._early, self.warnings)
-            for name in self.healings
-        ]
-        healings = self.healings.values()
-        self._accumulations = [Accumulation(each, self._after_step) for each in healings]
-        self._usual = {*self._accumulations}
-        """The accumulations whose optimizers stepped for the last batch; at first all."""
-        self._observed = False
-        """Whether a loss was observed since the last step of any optimizer."""
+        self._recorders: list[Recorder] = []
+        for name in self.healings:
+            recorder = Recorder(
+                name, self._state, self.healings, self._pending, self._early, self.warnings
+            )
+            self._recorders.append(recorder)
+        self._accumulations: list[Accumulation] = []
+        for healing in healings.values():
+            self._accumulations.append(Accumulation(healing, self._after_step))
+        self._steps = OptimizerSteps(self._accumulations)
         self._unpolled = 0.0
         """Number of steps before the first call of `take_dispatch`, then -Inf."""
-        self._statistics = BatchStatistics.of(self._state, self.healings)
+        self._listeners: dict[str, DriverListener] = {}
+        """What hears of the steps of each optimizer, by its name in the state."""
+        for recorder, accumulation in zip(self._recorders, self._accumulations, strict=True):
+            self._listeners[recorder.name] = DriverListener(recorder, accumulation)
+        self._statistics: list[BatchStatistics] = []
+        self._find_statistics()
         self._weights = TorchWeights(self._state, self.healings, self._accumulations)
         self._sample: WeightSample | None = None
         """None until `keep_weight_sample`."""
         self.copy_weights = self._weights.copy
         self.losses_of = self._weights.losses_of
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
-        for healing in healings:
+        for healing in healings.values():
             healing.healed_step.measurer.use_order_of(modules)
         scaler = live_state.scaler(self._state)
         self._window = GradientWindow(self._accumulations, self._statistics, scaler, modules)
@@ -136,6 +135,8 @@ class TorchDriver(Driver):
         self._structure = StructureWatch(self._state, optimizers)
         self._added_groups = AddedGroups(self._state, optimizers)
         self._ranks: Ranks | None = None
+        for name, listener in self._listeners.items():
+            self.healings[name].healed_step.set_listener(listener)
 
     @property
     def live(self) -> Mapping[str, Any]:
@@ -161,7 +162,7 @@ class TorchDriver(Driver):
             AttachError: the state has no such optimizer.
             SignalError: see `Healing.observe`.
         """
-        self._observed = True
+        self._steps.observed = True
         kind = "cpu"
         if isinstance(loss, Tensor):
             kind = loss.device.type
@@ -201,25 +202,14 @@ class TorchDriver(Driver):
         for healing in self.healings.values():
             healing.judge_dropped()
         self._unpolled = -math.inf
-        if not any(each.in_progress for each in self._accumulations):
+        if not self._steps.in_progress:
             for statistics in self._statistics:
                 statistics.keep_written()
         entries = [*self._pending]
         early = [*self._early]
         self._pending.clear()
         self._early.clear()
-        stepped = self._stepped()
-        if stepped:
-            self._usual = stepped
-        for accumulation in self._accumulations:
-            if entries and not accumulation.stepped:
-                accumulation.idle += 1
-            accumulation.stepped = False
-        # Once each of several optimizers has stepped, remaining gradients and losses are
-        # by-products: a GAN's generator loss also has gradients in the discriminator.
-        if len(self._accumulations) > 1 and len(stepped) == len(self._accumulations):
-            for accumulation in self._accumulations:
-                accumulation.drop_by_products()
+        self._steps.end_batch(judged=bool(entries))
         if not entries:
             self._drop_losses_of_skipped_batches()
             return None
@@ -230,7 +220,7 @@ class TorchDriver(Driver):
 
         Such a batch has no backward pass.
         """
-        if any(each.reached_since_any_step for each in self._accumulations):
+        if self._steps.has_backward:
             return
         for healing in self.healings.values():
             loss = healing.healed_step.measurer.losses.mean()
@@ -275,7 +265,10 @@ class TorchDriver(Driver):
             Optimizer name -> `Engine.to_dict`, JSON-safe. Steps that are judged later are judged
             now.
         """
-        return {name: healing.state_dict() for name, healing in self.healings.items()}
+        states: dict[str, dict[str, Any]] = {}
+        for name, healing in self.healings.items():
+            states[name] = healing.state_dict()
+        return states
 
     def load(
         self,
@@ -304,7 +297,9 @@ class TorchDriver(Driver):
         if reset_moments:
             for healing in self.healings.values():
                 reset_moments_of(healing.optimizer)
-        steps = {name: self.healings[name].live_engine.state.step for name in engines}
+        steps: dict[str, Any] = {}  # of the states that are replaced
+        for name in engines:
+            steps[name] = self.healings[name].live_engine.state.step
         for name, data in engines.items():
             # A state that only limits something is of the same step, so what the program has
             # reported for its next step still holds.
@@ -330,7 +325,7 @@ class TorchDriver(Driver):
         if changes:
             for accumulation in self._accumulations:
                 accumulation.on_new_structure()
-            self._statistics[:] = BatchStatistics.of(self._state, self.healings)
+            self._find_statistics()
         return changes
 
     def load_common(self, saved: CommonState) -> None:
@@ -373,13 +368,7 @@ class TorchDriver(Driver):
         """
         if any(attribute(item, "mid_accumulation") for item in self._state.values()):
             return False
-        pending = [accumulation for accumulation in self._accumulations if accumulation.in_progress]
-        has_begun = self._observed or any(e.reached_since_any_step for e in self._accumulations)
-        for accumulation in pending:
-            is_abandoned = patience is not None and accumulation.idle >= patience
-            if has_begun or not is_abandoned:
-                return False
-        return True
+        return self._steps.may_save(patience)
 
     def is_interrupted(self) -> bool:
         """Whether an exception has interrupted an update, see `Driver.is_interrupted`.
@@ -389,8 +378,7 @@ class TorchDriver(Driver):
         """
         if any(healing.healed_step.in_update for healing in self.healings.values()):
             return True
-        stepped = self._stepped()
-        return bool(stepped) and stepped < self._usual
+        return self._steps.is_incomplete()
 
     def undo_window(self) -> str:
         """See `Driver.undo_window`.
@@ -435,37 +423,11 @@ class TorchDriver(Driver):
 
     def memory(self) -> dict[str, int]:
         """See `Driver.memory`."""
-        params = set(self._parameters())
-        for value in self._state.values():
-            if isinstance(value, nn.Module):
-                params.update(value.parameters())  # with frozen parameters
-        moments: list[Any] = []
-        for optimizer in self._optimizers().values():
-            for state in optimizer.state.values():
-                moments += state.values()
-        owners = {
-            "parameters": _size(params),
-            "gradients": _size(p.grad for p in params),
-            "optimizer state": _size(moments),
-        }
-        if torch.cuda.is_initialized():
-            owners["activations"] = max(0, torch.cuda.memory_allocated() - sum(owners.values()))
-        return owners
+        return memory_of(self._state, list(self._optimizers().values()))
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """CUDA's own reports about its memory, see `Driver.memory_profiles`.
-
-        Returns:
-            ".txt" -> CUDA's summary. Also ".pickle" -> its snapshot, if the program records the
-            history of allocations; https://pytorch.org/memory_viz shows it. Empty on a CPU.
-        """
-        if not torch.cuda.is_initialized():
-            return {}
-        profiles = {".txt": torch.cuda.memory_summary().encode()}
-        snapshot = torch.cuda.memory._snapshot()
-        if any(snapshot.get("device_traces", ())):
-            profiles[".pickle"] = pickle.dumps(snapshot)
-        return profiles
+        """See `Driver.memory_profiles`. CUDA's own reports; empty on a CPU."""
+        return cuda_profiles()
 
     def settings(self) -> dict[str, Any]:
         """See `Driver.settings`.
@@ -483,45 +445,21 @@ class TorchDriver(Driver):
         return settings
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The learning rates that the program has set now, as the engines read them.
-
-        Returns:
-            Optimizer name -> the largest rate of its groups, or None without one. A rate in a
-            tensor on an accelerator is a sync.
-        """
-        largest: dict[str, float | None] = {}
-        for name, optimizer in self._optimizers().items():
-            rates: list[float] = []
-            for group in optimizer.param_groups:
-                if group.get("lr") is not None:
-                    rates.append(float(group["lr"]))
-            largest[name] = max(rates, default=None)
-        return largest
+        """The learning rates that the program has set now, see `Driver.learning_rates`."""
+        return optimizer_settings.learning_rates(self.healings)
 
     def trained_rates(self) -> dict[str, float | None]:
         """See `Driver.trained_rates`."""
-        rates = self.learning_rates()
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None and numbers.rate is not None:
-                rates[name] = numbers.rate
-        return rates
+        return optimizer_settings.trained_rates(self.healings)
 
     def watch_numbers(self) -> None:
         """See `Driver.watch_numbers`."""
         for healing in self.healings.values():
-            if healing.healed_step.numbers is None:
-                healing.healed_step.numbers = OptimizerNumbers(healing.optimizer)
+            healing.healed_step.watch_numbers()
 
     def numbers(self) -> dict[str, NumberRange]:
         """See `Driver.numbers`. No sync: tensors on an accelerator are not read."""
-        ranges: dict[str, NumberRange] = {}
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is not None:
-                for place, number_range in numbers.ranges().items():
-                    ranges[f"{name}{place}"] = number_range
-        return ranges
+        return optimizer_settings.number_ranges(self.healings)
 
     def suspect_numbers(self) -> list[str]:
         """See `Driver.suspect_numbers`. A scheduler may have changed the rates since the step."""
@@ -540,15 +478,7 @@ class TorchDriver(Driver):
         """
         if ranges:
             self.watch_numbers()
-        for name, healing in self.healings.items():
-            numbers = healing.healed_step.numbers
-            if numbers is None:
-                continue
-            own: dict[str, NumberRange] = {}
-            for full_name, number_range in ranges.items():
-                if full_name.startswith(name):
-                    own[full_name.removeprefix(name)] = number_range
-            numbers.hold(own)
+        optimizer_settings.hold_numbers(self.healings, ranges)
 
     # -- the run --------------------------------------------------------------------------------
 
@@ -596,11 +526,7 @@ class TorchDriver(Driver):
         for accumulation in self._accumulations:
             accumulation.close()
         for healing in self.healings.values():
-            step = healing.healed_step
-            step.on_judged = None
-            step.on_ended = None
-            step.on_step = None
-            step.numbers = None
+            healing.healed_step.remove_listener()
         for healing in self._own:
             healing.detach()
 
@@ -615,7 +541,7 @@ class TorchDriver(Driver):
             statistics.save()
 
     def _after_step(self) -> None:
-        self._observed = False
+        self._steps.observed = False
         for accumulation in self._accumulations:
             accumulation.reached_since_any_step = False
         self._unpolled += 1
@@ -627,40 +553,11 @@ class TorchDriver(Driver):
             )
         self.on_step()
 
-    def _attach(self, engine: Engine, options: Mapping[str, Any]) -> None:
-        """Sets `healings`: attaches to each optimizer, or takes its handle if it has one."""
-        for name, optimizer in live_state.optimizers(self._state).items():
-            healing = healing_of(optimizer)
-            if healing is None:
-                item = self._state[name]
-                attach_with = getattr(item, "attach_with", None)
-                if attach_with is not None:  # from a trainer
-                    healing = attach_with(engine, **options)
-                else:
-                    healing = attach_to(item, engine, **options)
-                self._own.append(healing)
-            else:
-                self._check_attached(name, healing, engine)
-            self.healings[name] = healing
-
-    def _check_attached(self, name: str, healing: Healing, engine: Engine) -> None:
-        """Raises AttachError unless the handle of an earlier `attach` can be used."""
-        if healing.healed_step.on_judged is not None:
-            raise AttachError(
-                f'"{name}" belongs to a Healer that is still open: leave its `with` block, or '
-                "delete the object"
-            )
-        differences = config_differences(healing.engine.config, engine.config)
-        if differences:
-            raise AttachError(
-                f'"{name}" is healed already under another policy than that of the Healer '
-                f"({first_of(differences, 5, '; ')}): detach() its handle, or attach with the "
-                "policy of the Healer"
-            )
-
-    def _stepped(self) -> set[Accumulation]:
-        """The optimizers that have stepped since the last `take_dispatch`."""
-        return {accumulation for accumulation in self._accumulations if accumulation.stepped}
+    def _find_statistics(self) -> None:
+        """Finds the layers with batch statistics, at the start and after a change of structure."""
+        self._statistics[:] = BatchStatistics.of(self._state, self.healings)
+        for statistics in self._statistics:
+            self._listeners[statistics.name].statistics = statistics
 
     def _optimizers(self) -> dict[str, Optimizer]:
         """The optimizers by name, without wrappers."""
@@ -698,8 +595,3 @@ class TorchDriver(Driver):
 
 def _do_nothing() -> None:
     """`on_step` before the run sets it."""
-
-
-def _size(values: Iterable[Any]) -> int:
-    """Bytes of the tensors among these values, in the memory of this rank."""
-    return sum(gradients.local_part(each).nbytes for each in values if isinstance(each, Tensor))

@@ -43,8 +43,8 @@ class PendingEntry(NamedTuple):
 class Recorder:
     """Appends an entry to `pending` for every judged step of one optimizer, without a sync.
 
-        HealedStep.on_judged ─► _record ─► pending ─► PendingStep ─► read ─► StepRecord
-                                   └─► more than MOST_PENDING: read at once ─► early
+        StepListener.judged ─► record ─► pending ─► PendingStep ─► read ─► StepRecord
+                                    └─► more than MOST_PENDING: read at once ─► early
 
     Args:
         name: name of the optimizer in the state.
@@ -77,7 +77,6 @@ class Recorder:
         self._baseline: StepNorms | None = None
         """Gradient norms of the last step without an alarm."""
         self.restart()
-        self._healing.healed_step.on_judged = self._record
 
     def restart(self, *, unless_at: Any = None) -> None:
         """Forgets the last step. Call it after the engine's state is replaced. A sync.
@@ -90,8 +89,12 @@ class Recorder:
         if unless_at is None or int(unless_at) != now:
             self._last_step = now
 
-    def _record(self, norms: StepNorms) -> None:
-        """Appends an entry for a step that was judged now."""
+    def record(self, norms: StepNorms) -> None:
+        """Appends an entry for a step that was judged now, see `StepListener.judged`.
+
+        Args:
+            norms: the gradient norms of the step.
+        """
         step = self._healing.healed_step
         rates: list[float] = []
         for group in step.optimizer.param_groups:

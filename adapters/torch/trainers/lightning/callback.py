@@ -26,6 +26,8 @@ from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
+from healcore.torch.measurement import StepNorms
+from healcore.torch.step_listener import StepListener
 from healcore.torch.trainers import (
     TrainerOptions,
     adopt_trainer_checkpoint,
@@ -433,12 +435,14 @@ class LightningHealingCallback(Callback):
             else:
                 postponed[optimizer] = call
 
-        def judged(optimizer: Optimizer, record: Callable[..., None], norms: Any) -> None:
-            record(norms)
-            postponed.pop(optimizer, bool)()
+        def clip_postponed(optimizer: Optimizer) -> None:
+            call = postponed.pop(optimizer, None)
+            if call is not None:
+                call()
 
         for optimizer, step in steps.items():
-            step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
+            clip_step = functools.partial(clip_postponed, optimizer)
+            step.set_listener(_ClipAfterJudging(step.listener, clip_step))
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
     def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
@@ -488,6 +492,28 @@ class LightningHealingCallback(Callback):
                 hooks_of(self.healer).mark_step_unfinished()
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
+
+
+class _ClipAfterJudging:
+    """Passes each step on to the Healer's listener, and clips after the policy has measured.
+
+    A `StepListener`.
+
+    Args:
+        listener: the listener of the Healer's driver.
+        clip: makes Lightning's own clip of this step, if Lightning has asked for one.
+    """
+
+    def __init__(self, listener: StepListener, clip: Callable[[], None]) -> None:
+        self._clip = clip
+        self._listener = listener
+        self.ended = listener.ended
+        self.stepped = listener.stepped
+
+    def judged(self, norms: StepNorms) -> None:
+        """See `StepListener.judged`."""
+        self._listener.judged(norms)
+        self._clip()
 
 
 def _state(trainer: LightningTrainer, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""What the listener of a healed step hears, and what becomes of the log meanwhile."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, AdamW
+
+from healcore.torch import attach
+from healcore.torch.engines import DeviceEngine
+from healcore.torch.measurement import StepNorms
+from tests.torch import policies
+
+
+class Heard:
+    """A listener that keeps what it hears."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter
+        self.calls: list[Any] = []
+
+    def judged(self, norms: StepNorms) -> None:
+        self.calls.append(("judged", len(norms.params), float(self._parameter.detach())))
+
+    def ended(self, skipped: bool | Tensor) -> None:
+        self.calls.append(("ended", skipped, float(self._parameter.detach())))
+
+    def stepped(self) -> None:
+        self.calls.append("stepped")
+
+
+def healed(**options: Any) -> tuple[Parameter, Any, Any]:
+    """A weight of 1, its optimizer with a rate of 0.5, and the healed step."""
+    parameter = Parameter(torch.ones(()))
+    optimizer = SGD([parameter], lr=0.5)
+    heal = attach(optimizer, "default", **options)
+    return parameter, optimizer, heal.healed_step
+
+
+def test_a_listener_hears_of_a_step_before_and_after_the_update():
+    parameter, optimizer, step = healed()
+    heard = Heard(parameter)
+    step.set_listener(heard)
+    assert step.has_listener
+    parameter.grad = torch.ones(())
+    optimizer.step()
+    assert heard.calls == [("judged", 1, 1.0), ("ended", False, 0.5), "stepped"]
+
+
+def test_a_listener_hears_of_skipped_unjudged_and_failed_steps():
+    parameter, optimizer, step = healed()
+    heard = Heard(parameter)
+    step.set_listener(heard)
+    parameter.grad = torch.full((), math.nan)
+    optimizer.step()
+    assert heard.calls == [("judged", 1, 1.0), ("ended", True, 1.0), "stepped"]
+    heard.calls.clear()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert heard.calls == ["stepped"], "without gradients nothing is judged"
+    heard.calls.clear()
+    parameter.grad = torch.ones(())
+    optimizer.register_step_pre_hook(lambda *_: math.sqrt(-1))  # raises within the step
+    with pytest.raises(ValueError, match="math domain"):
+        optimizer.step()
+    assert heard.calls == [("judged", 1, 1.0)]
+
+
+def test_a_listener_hears_of_a_step_that_a_scaler_has_dropped():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    parameter, optimizer, step = healed(scaler=scaler)
+    heard = Heard(parameter)
+    step.set_listener(heard)
+    for gradient in (1.0, math.inf):
+        heard.calls.clear()
+        scaler.scale(parameter * gradient).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        step.judge_dropped()
+    assert heard.calls == [("judged", 0, 0.5), ("ended", False, 0.5)]
+
+
+def test_only_the_listener_or_the_log_hears_of_a_step(capfd):
+    parameter, optimizer, step = healed(console=True)
+    heard = Heard(parameter)
+
+    def lines_of_bad_step() -> list[str]:
+        heard.calls.clear()
+        for value in (1.0, math.nan, *[1.0] * 60):  # the last steps end the incident
+            parameter.grad = torch.full((), value)
+            optimizer.step()
+        return [line for line in capfd.readouterr().err.splitlines() if "incident" in line]
+
+    assert len(lines_of_bad_step()) == 1
+    assert heard.calls == []
+    step.set_listener(heard)
+    assert lines_of_bad_step() == []
+    assert len(heard.calls) == 3 * 62
+    step.remove_listener()
+    assert not step.has_listener
+    assert len(lines_of_bad_step()) == 1
+    assert heard.calls == []
+
+
+def test_the_readers_of_a_record_share_the_copy_of_their_step():
+    parameter = Parameter(torch.ones(3))
+    optimizer = AdamW([parameter], fused=True)
+    heal = attach(optimizer, policies.SKIPS, engine="device", compile=False)
+    live = heal.live_engine
+    assert isinstance(live, DeviceEngine)
+    assert not live.judges_late
+    reads = []
+    copies = []
+    for _ in range(2):
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        reads += [live.pending_record("first"), live.pending_record("second")]
+        copies.append(live._record_copies)
+    records = [read() for read in reads]
+    assert [(record.step, record.engine) for record in records] == [
+        (1, "first"),
+        (1, "second"),
+        (2, "first"),
+        (2, "second"),
+    ]
+    assert copies[0] is not copies[1]
