@@ -156,7 +156,7 @@ class RunHooks:
 
         An exception in that code leaves the step's work incomplete, so nothing is saved at it.
         """
-        self._run.loop.after_update = True
+        self._run.loop.goes_on_after_step()
 
     def save_completed(self) -> None:
         """Saves the last state of a run that is complete, before the trainer replaces it.
