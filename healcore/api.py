@@ -12,7 +12,7 @@ from healcore.runtime.faults.failures import Fault as Fault
 from healcore.runtime.faults.failures import classify as classify
 from healcore.runtime.faults.retry import retrying as retrying
 from healcore.runtime.healer import Healer as Healer
-from healcore.runtime.run.termination import RunStopped as RunStopped
+from healcore.runtime.run.ending.exits import RunStopped as RunStopped
 from healcore.runtime.run_options import Checkpoints as Checkpoints
 from healcore.runtime.run_options import Hooks as Hooks
 from healcore.runtime.run_options import IncidentContext as IncidentContext

@@ -18,11 +18,10 @@ from healcore.core.errors import (
 from healcore.core.signals import SignalError
 from healcore.policy import PolicyError
 from healcore.runtime.data import DataError, EmptyLoader, UnusableLoader
-from healcore.runtime.driver import UnknownState
+from healcore.runtime.driver_choice import UnknownState
 from healcore.runtime.faults.microbatches import MicrobatchError
 from healcore.runtime.healer import HealerError
-from healcore.runtime.run.start import StoreNotEmpty
-from healcore.runtime.run.termination import (
+from healcore.runtime.run.ending.exits import (
     AlreadyCompleted,
     EndRequested,
     IncompleteRun,
@@ -31,6 +30,7 @@ from healcore.runtime.run.termination import (
     RunStopped,
     Terminated,
 )
+from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.store.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,

@@ -16,19 +16,23 @@ from typing import Any, TypeVar
 import jax
 
 Tree = TypeVar("Tree")
+PyTree = Any
+"""A pytree of arrays and other leaves, for which JAX has no type."""
+Leaf = Any
+"""A leaf of a pytree: an array, traced or not, a number or any object."""
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: Leaf) -> bool:
     """Whether a leaf is a Python number or bool."""
     return type(leaf) in (bool, int, float)
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: Leaf) -> bool:
     """Whether a leaf is an array, a traced array or a number of NumPy. A dtype is none."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
-def is_static(leaf: Any) -> bool:
+def is_static(leaf: Leaf) -> bool:
     """Whether a leaf is neither an array nor a number, so that no checkpoint holds it."""
     return not (is_array(leaf) or is_number(leaf))
 
@@ -41,10 +45,13 @@ def arrays_of(tree: Tree) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_static, leaves)):
         return tree
-    return structure.unflatten(None if is_static(leaf) else leaf for leaf in leaves)
+    kept = []
+    for leaf in leaves:
+        kept.append(None if is_static(leaf) else leaf)
+    return structure.unflatten(kept)
 
 
-def with_arrays(tree: Tree, arrays: Any) -> Tree:
+def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
     """The tree with the arrays and numbers of `arrays`, a tree of the form of `arrays_of(tree)`.
 
     Static leaves are those of `tree`.
@@ -52,5 +59,8 @@ def with_arrays(tree: Tree, arrays: Any) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_static, leaves)):
         return arrays
-    new: Iterator[Any] = iter(jax.tree.leaves(arrays))
-    return structure.unflatten(leaf if is_static(leaf) else next(new) for leaf in leaves)
+    new: Iterator[Leaf] = iter(jax.tree.leaves(arrays))
+    joined = []
+    for leaf in leaves:
+        joined.append(leaf if is_static(leaf) else next(new))
+    return structure.unflatten(joined)

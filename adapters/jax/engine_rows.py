@@ -1,10 +1,33 @@
 """The numbers of an engine as one row of int32, and a ring of such rows: `HealState.heal_engine`.
 
-Each array of a state costs a jitted step 2 to 5 us (2 CPU cores), as much as the whole engine. So
-the numbers of an EngineState are one row, floats by their bits, and the rows of the last steps are
-in the same array. Row 0 is the current state; row ``1 + (i - 1) % records`` is the state after step
-i. A row has, from the left, the head, the integers of a record, the tally and all other integers.
-From the right it has the floats of a record, the factors of the decision and all other floats.
+An EngineState of `default` has about fifty arrays of one number. Each array of a state costs a
+jitted step 2 to 5 us (2 CPU cores), as much as the whole engine. So all numbers are one row of
+int32, in which a float stands by its bits, and a bool as 0 or 1. A step unpacks the row into an
+EngineState, judges, and packs the new row.
+
+One row, whose fixed parts are at both ends, so that their columns are the same for each policy:
+
+    column 0..1          2      3           4..7            8 = STEP ...     16 ... 21
+         +-------------+------+-----------+---------------+----------------+------+---------
+         | fingerprint | edit | loss_seen | decision:     | record: step,  | tally| other
+         | of policy   |      |           | skip action   | onset, ...     | (5)  | integers ...
+         |             |      |           | cause depth   | (8 integers)   |      |
+         +-------------+------+-----------+---------------+----------------+------+---------
+
+    column                         -10..-9        -8..-1
+                  ---------------+--------------+-------------------------------+
+                  ... other      | decision:    | record: grad_scale, lr_scale, |
+                      floats     | grad_scale   | loss, ... lr                  |
+                                 | lr_scale     | (8 floats)                    |
+                  ---------------+--------------+-------------------------------+
+
+The decision stands in the row twice: the record has the decision that the policy orders, which is
+also a part of the EngineState. The columns 4 to 7, -10 and -9 have the decision to enforce, which
+is neutral in observe mode.
+
+The array has ``1 + records`` rows. Row 0 is the current state. The others are a ring of the last
+steps, which a Healer reads after a dispatch of several steps: row ``1 + (i - 1) % records`` is the
+row after step i. An edit of the Healer (a limit, an announced change) changes row 0 only.
 
 Windows and numbers per tensor are arrays of their own, `HealState.heal_windows`.
 """
@@ -32,7 +55,7 @@ EDIT = 2
 LOSS_SEEN = 3
 """Column of the flag whether a loss was finite."""
 STATIC = 4
-"""Number of columns before those of the last step: the fingerprint, the edit and the flag."""
+"""Number of columns in the head: the fingerprint, the edit and the flag."""
 _DECISION_INTS = ("skip", "action", "cause", "rollback_depth")
 _DECISION_FLOATS = ("grad_scale", "lr_scale")
 _FLOATS = len(RECORD_FIELDS) - RECORD_INTS
@@ -45,9 +68,14 @@ CHANGE_EXPECTED = _TALLY + len(Tally._fields)
 
 
 class Layout(NamedTuple):
-    """The leaves of one policy's EngineState by the place where a HealState has them."""
+    """Where the leaves of one policy's EngineState are in a HealState.
+
+    The index of a leaf is its place in ``jax.tree.leaves(state)``. The layout follows from the
+    policy alone, so it is made again in each trace, and is not a part of the state.
+    """
 
     structure: Any
+    """The tree structure of the EngineState."""
     leaves: list[np.ndarray]
     """The leaves of the first state."""
     ints: list[int]
@@ -90,7 +118,11 @@ class Layout(NamedTuple):
         return STEP + len(self.ints) + len(_DECISION_FLOATS) + len(self.floats)
 
     def column(self, leaf: int) -> int:
-        """Column, from the right and below 0, of the float with this index among the leaves."""
+        """Column, counted from the right (-1 is the last one), of a float of the EngineState.
+
+        Args:
+            leaf: index of the float among the leaves.
+        """
         place = self.floats.index(leaf) - len(self.floats)
         return place if place >= -_FLOATS else place - len(_DECISION_FLOATS)
 
@@ -116,7 +148,15 @@ class Layout(NamedTuple):
         return xp.concatenate([xp.stack(ints), _view(xp.stack(floats), np.int32)])
 
     def unpack(self, row: Any, windows: Sequence[Any]) -> EngineState:
-        """The EngineState of a row and of its windows, in JAX or NumPy as they are."""
+        """Makes the EngineState of a row and of its windows; the reverse of `pack`.
+
+        Args:
+            row: int32 (width,), of JAX (traced or not) or NumPy.
+            windows: the arrays of `windows_of`, of the same library.
+
+        Returns:
+            The EngineState in arrays of this library.
+        """
         leaves: list[Any] = list(self.leaves)  # an empty window has no other value
         ints = _numbers(row[STEP : STEP + len(self.ints)])
         floats = _numbers(_view(row[STEP + len(self.ints) :], np.float32))
@@ -130,7 +170,7 @@ class Layout(NamedTuple):
         return self.structure.unflatten(leaves)
 
     def windows_of(self, state: EngineState) -> tuple[Any, ...]:
-        """The arrays of an EngineState that are not in its row."""
+        """The arrays with elements of an EngineState, which are not in its row."""
         leaves = jax.tree.leaves(state)
         return tuple(leaves[i] for i in self.windows)
 
@@ -147,7 +187,13 @@ def current_row(rows: Any) -> Any:
 
 
 def with_row(rows: jax.Array, row: jax.Array, step: jax.Array) -> jax.Array:
-    """The rows after a step: `row` is the current one, and the one of its step in the ring."""
+    """The rows after a step.
+
+    Args:
+        rows: the rows before the step, int32 (1 + records, width).
+        row: the new row, which becomes row 0 and the row of its step in the ring.
+        step: number of the step, int32 0-d, from 1.
+    """
     update = lax.expand_dims(row, (0,))
     zero = np.int32(0)  # a Python number would be an int64 where the program has enabled x64
     rows = lax.dynamic_update_slice(rows, update, (zero, zero))
@@ -161,7 +207,12 @@ def steps_judged(rows: Any) -> Any:
 
 
 def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
-    """The decision of the last step, as it was to be enforced."""
+    """The decision of the last step, as it was to be enforced.
+
+    Args:
+        rows: the rows of one state, or of several with a leading axis.
+        group_scale: `HealState.heal_group_scale`, which is no part of the rows.
+    """
     row = current_row(rows)
     ints = jnp.unstack(row[..., STATIC:STEP], axis=-1)
     floats = _view(row[..., -_FLOATS - len(_DECISION_FLOATS) : -_FLOATS], np.float32)

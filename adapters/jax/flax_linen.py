@@ -29,20 +29,22 @@ class HealTrainState(train_state.TrainState):
     the next step would use the same dropout mask or noise. A raw key is any uint32 array with a
     last axis of 2 or 4, so store a counter of such a shape as int32.
 
-    Example:
-        class State(HealTrainState):
-            batch_stats: Any
+    Examples:
+        A model with BatchNorm, whose statistics a skip reverts too:
 
-        state = State.create(
-            apply_fn=model.apply, params=params, batch_stats=stats,
-            tx=protect(optax.adamw(1e-3), "default"),
-        )
+            class State(HealTrainState):
+                batch_stats: Any
 
-        @functools.partial(jax.jit, donate_argnums=0)
-        def step(state, batch):
-            (loss, stats), grads = ...
-            state = state.apply_gradients(grads=grads, value=loss, batch_stats=stats)
-            return state, loss, state.last_decision
+            state = State.create(
+                apply_fn=model.apply, params=params, batch_stats=stats,
+                tx=protect(optax.adamw(1e-3), "default"),
+            )
+
+            @functools.partial(jax.jit, donate_argnums=0)
+            def step(state, batch):
+                (loss, stats), grads = ...
+                state = state.apply_gradients(grads=grads, value=loss, batch_stats=stats)
+                return state, loss, state.last_decision
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:

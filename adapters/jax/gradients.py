@@ -27,8 +27,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from healcore.core.engine import Engine
 from healcore.core.signals import SignalError, Signals
-from healcore.jax import namespace
-from healcore.jax.array_leaves import is_static
+from healcore.jax.array_leaves import Leaf, PyTree, is_static
+from healcore.jax.namespace import JAX
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -53,18 +53,18 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
     return call
 
 
-def is_gradient(leaf: Any) -> bool:
+def is_gradient(leaf: Leaf) -> bool:
     """Whether the dtype of a leaf is floating or complex. False for a function or a text."""
     return not is_static(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
-def gradient_leaves(tree: Any) -> list[jax.Array]:
+def gradient_leaves(tree: PyTree) -> list[jax.Array]:
     """The floating and complex leaves of a tree, in flattening order."""
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
 @compiled
-def both_norms(tree: Any) -> tuple[jax.Array, jax.Array]:
+def both_norms(tree: PyTree) -> tuple[jax.Array, jax.Array]:
     """L2 norm over all gradients, and of each gradient leaf in flattening order.
 
     Args:
@@ -120,7 +120,7 @@ def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array
 
 
 def clip_as_optax(
-    tree: Tree, measured: Any, max_norm: Any, factor: jax.Array, is_limited: jax.Array | None
+    tree: Tree, measured: PyTree, max_norm: Any, factor: jax.Array, is_limited: jax.Array | None
 ) -> Tree:
     """Clips gradients with the bits of `optax.clip_by_global_norm(max_norm)`.
 
@@ -198,12 +198,13 @@ def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
 
 def _full_like(leaf: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
     """An array of one value; both parts of a complex element are the value."""
-    is_complex = jnp.issubdtype(leaf.dtype, jnp.complexfloating)
-    number = jax.lax.complex(value, value) if is_complex else value
-    return jnp.full(leaf.shape, number, leaf.dtype)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        value = jax.lax.complex(value, value)
+    return jnp.full(leaf.shape, value, leaf.dtype)
 
 
 def _square_sum(leaf: jax.Array) -> jax.Array:
+    """Sum of the squares of all elements, float32 0-d."""
     if jnp.iscomplexobj(leaf):
         return _square_sum(jnp.real(leaf)) + _square_sum(jnp.imag(leaf))
     # XLA splits a plain reduction over the cores. A reshape to (rows, 1024) and two sums is 12
@@ -212,6 +213,7 @@ def _square_sum(leaf: jax.Array) -> jax.Array:
 
 
 def _product(leaf: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
+    """A leaf times a factor, computed in at least float32, in the dtype of the leaf."""
     if jnp.iscomplexobj(leaf):  # in a complex product, -0.0 becomes 0.0
         return jax.lax.complex(_product(jnp.real(leaf), factor), _product(jnp.imag(leaf), factor))
     # A product instead of a division by the norm, as in optax.clip_by_global_norm: XLA fuses a
@@ -229,9 +231,19 @@ def find_unread(
 ) -> list[bool]:
     """Whether each leaf of the gradients influences no update of this or any later step.
 
-    `step` is a pure function ``(gradients, state, params) -> (updates, state)`` of `args`, and is
-    traced. A step that cannot be traced reads every gradient. `known` holds the results of eager
-    calls by the structure of the gradients.
+    A frozen parameter has such a gradient. Its NaN harms nothing, so it must not skip a step. The
+    step is traced to a jaxpr, and a dead-code analysis finds what its outputs depend on. A gradient
+    may also enter the state and reach the updates of a later step: the state leaves that the step
+    reads are outputs too, until no more are found.
+
+    Args:
+        known: results of eager calls by the structure of the gradients. Eager calls add to it.
+        step: a pure function ``(gradients, state, params) -> (updates, state)``. It is traced. A
+            step that cannot be traced reads every gradient.
+        args: gradients, state and parameters.
+
+    Returns:
+        One bool for each leaf of the gradients.
     """
     structure = jax.tree.structure(args[0])
     eager = not is_traced(args)
@@ -257,7 +269,7 @@ def find_unread(
     return unread
 
 
-def is_traced(tree: Any) -> bool:
+def is_traced(tree: PyTree) -> bool:
     """Whether a tree contains a tracer."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
@@ -272,12 +284,15 @@ def finite_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
     return _changed(tree, unread, lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
 
 
-def _changed(tree: Tree, unread: Sequence[bool], change: Callable[[Any], jax.Array]) -> Tree:
+def _changed(tree: Tree, unread: Sequence[bool], change: Callable[[Leaf], jax.Array]) -> Tree:
+    """Changes the gradients of a tree that are `unread`."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(
-        change(leaf) if unused and is_gradient(leaf) else leaf
-        for leaf, unused in zip(leaves, unread, strict=True)
-    )
+    new = []
+    for leaf, is_unread in zip(leaves, unread, strict=True):
+        if is_unread and is_gradient(leaf):
+            leaf = change(leaf)
+        new.append(leaf)
+    return structure.unflatten(new)
 
 
 # -- signals of a step -----------------------------------------------------------------------------
@@ -297,16 +312,25 @@ def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def make_signals(
-    engine: Engine, updates: Any, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
+    engine: Engine, updates: PyTree, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
 ) -> tuple[Signals, jax.Array | None]:
-    """Makes one step's `Signals`, the same on every device, from its gradients and `given`.
+    """Makes one step's `Signals`, the same on every device.
 
-    `bad_update` is whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
-    The step is then as bad as one whose gradient is not finite: the norm is NaN, but the norms of
-    the leaves are those of the gradients.
+    Args:
+        engine: the engine of the policy.
+        updates: the gradients.
+        given: the signals that the caller passes, by the keywords of `NAMES`.
+        axes: the mesh axes over which signals are reduced.
+        bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
+            The step is then as bad as one whose gradient is not finite: the norm is NaN, but the
+            norms of the leaves are those of the gradients.
 
-    Also returns the norm of each gradient leaf, float32 (n,), or None if `given` has the global
-    norm and the policy needs no others. Raises SignalError if a signal is not a 0-d number or bool.
+    Returns:
+        The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
+        global norm and the policy needs no others.
+
+    Raises:
+        SignalError: a signal is not a 0-d number or bool.
     """
     inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
     if "value" not in given and inactive:
@@ -336,12 +360,12 @@ def make_signals(
     signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         bad_update = axes.any(bad_update)
-        norm = namespace.where(bad_update, jnp.nan, signals.grad_norm)
+        norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
         signals = signals._replace(grad_norm=norm)
     return signals, leaf_norms
 
 
-def count_leaves(params: Any) -> int:
+def count_leaves(params: PyTree) -> int:
     """Number of tensors with a gradient, at least one."""
     # optax.tree.map_params calls `init` with a placeholder that has no leaves, and expects a state
     # of the same structure.
@@ -408,7 +432,12 @@ class Axes(NamedTuple):
 
 
 def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
-    names = () if given is None else (given,) if isinstance(given, str) else given
+    """The names that a user passes as `argument`, as a tuple. Raises TypeError for other types."""
+    names = given
+    if given is None:
+        names = ()
+    elif isinstance(given, str):
+        names = (given,)
     if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f"{argument} must be the name of a mesh axis, or a tuple of names, got {given!r}: "
@@ -428,8 +457,11 @@ def _scalar(name: str, value: Any) -> jax.Array | None:
             f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
         ) from error
     is_flag = name in _FLAGS
-    kind, write = ("bool", f"({name} != 0)") if is_flag else ("floating number", f"{name}.mean()")
-    if shape or not jnp.issubdtype(dtype, jnp.bool_ if is_flag else jnp.floating):
+    if is_flag:
+        wanted, kind, write = jnp.bool_, "bool", f"({name} != 0)"
+    else:
+        wanted, kind, write = jnp.floating, "floating number", f"{name}.mean()"
+    if shape or not jnp.issubdtype(dtype, wanted):
         raise SignalError(
             f"{name} must be a 0-d {kind}, got {dtype} of shape {shape}: pass {name}={write}"
         )

@@ -1,4 +1,18 @@
-"""Defines `HealState`, the healing part of an optimizer state, and finds it in nested states."""
+"""Defines `HealState`, the healing part of an optimizer state, and finds it in nested states.
+
+The engine works on an `EngineState`, a tree of some fifty numbers. An optimizer state holds a
+`HealState` instead, which packs these numbers into the first row of one array, because each array
+costs a compiled step time (`engine_rows`):
+
+    HealState --unpack--> EngineState --Engine.step--> EngineState --pack--> HealState
+                                   ^                |
+                           Signals of the step      Decision, which the transformation enforces
+
+All of this is traced into the user's step (`step`). Outside of it, the Healer and the public
+functions of `healcore.jax` read and replace the state: `engine_state` unpacks it to NumPy, and
+`with_engine_state` packs a changed one. A HealState carries no policy, only the policy's
+fingerprint, so each of them takes the engine, and checks that the state belongs to it.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +37,10 @@ from healcore.core.engine import Engine, EngineState, StateError, neutral
 from healcore.core.engine.state import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
-from healcore.jax import engine_rows, namespace
+from healcore.jax import engine_rows
 from healcore.jax.engine_rows import Layout
 from healcore.jax.gradients import compiled, is_gradient
+from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.policy.loader import engine_of, name_of
 
@@ -80,7 +95,13 @@ only, and the error for a wrong policy names what differs."""
 
 
 def init(engine: Engine, leaves: int, records: int) -> HealState:
-    """The state before the first step, for `leaves` tensors with a gradient."""
+    """The state before the first step.
+
+    Args:
+        engine: the engine of the policy.
+        leaves: number of tensors with a gradient.
+        records: number of steps whose rows the state holds, at least the steps of one dispatch.
+    """
     if engine.fingerprint is not None:
         _policies[engine.fingerprint] = engine.config
     groups = leaves if engine.per_tensor else None
@@ -100,7 +121,21 @@ def step(
 ) -> tuple[HealState, Decision]:
     """Judges one step, and keeps the dtypes of the state, because weak types would recompile.
 
-    Skips an externally skipped step in observe mode too. Raises HealStateError like `engine_state`.
+    The numbers of the policy may be traced arrays, as in a sweep by `vmap`. So the engine is taken
+    apart: its arrays are arguments of the compiled function, and the rest is a static argument.
+
+    Args:
+        engine: the engine of the policy.
+        state: the state before the step.
+        signals: the signals of the step, 0-d.
+        leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last ones.
+
+    Returns:
+        The new state, and the decision to enforce. It also skips an externally skipped step, in
+        observe mode too.
+
+    Raises:
+        HealStateError: like `engine_state`.
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
@@ -126,9 +161,9 @@ def _step(
     if not is_one_kernel():
         # XLA would compute them, and with them the engine, again in the kernel of each tensor.
         decision = decision._replace(
-            skip=namespace.shared(decision.skip),
-            grad_scale=namespace.shared_float(decision.grad_scale),
-            lr_scale=namespace.shared_float(decision.lr_scale),
+            skip=JAX.shared(decision.skip),
+            grad_scale=JAX.shared_float(decision.grad_scale),
+            lr_scale=JAX.shared_float(decision.lr_scale),
         )
     norms = state.heal_leaf_norms
     if leaf_norms is not None and leaf_norms.shape == norms.shape:
@@ -145,7 +180,7 @@ def _judged(
     config = structure.unflatten(next(left) if part is None else part for part in rest)
     engine = Engine(config, limits_norm=limits_norm)
     layout = Layout.of(engine, groups)
-    new, decision = engine.step(layout.unpack(row, windows), signals, xp=namespace)
+    new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
@@ -163,9 +198,17 @@ _judge = one_kernel(_judged, static=(0, 1))
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """Unpacks the EngineState, as NumPy arrays unless the state is traced.
+    """Unpacks the EngineState.
 
-    Raises HealStateError for another policy or another type.
+    Args:
+        engine: the engine of the policy.
+        state: the state, with or without a trace. Without one, this waits for the device.
+
+    Returns:
+        The EngineState in NumPy arrays, or in traced arrays if the state is traced.
+
+    Raises:
+        HealStateError: the state is of another policy or another type.
     """
     _check(engine, state)
     rows, windows = state.heal_engine, state.heal_windows
@@ -186,9 +229,18 @@ def has_norm_limit(engine: Engine, state: HealState) -> Any:
 
 
 def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> HealState:
-    """Replaces the EngineState by NumPy arrays, outside of `jit`, and resets the last decision.
+    """Replaces the EngineState, outside of `jit`, and resets the last decision to a neutral one.
 
-    Raises StateError if `new` belongs to another model.
+    The fingerprint and the number of the edit stay. The new row is also the row of its step in the
+    ring, so that a Healer reads the same numbers in both.
+
+    Args:
+        engine: the engine of the policy.
+        state: the HealState whose EngineState is replaced.
+        new: the EngineState in NumPy arrays, as from `Engine.from_dict`.
+
+    Raises:
+        StateError: `new` belongs to a model with another number of tensors.
     """
     groups, saved = _groups(state), new.last.decision.group_scale
     if saved is not None and len(saved) != groups:
@@ -224,6 +276,7 @@ def with_edit(state: HealState, number: int) -> HealState:
 
 
 def _with_number(state: HealState, column: int, number: int) -> HealState:
+    """Replaces one number of row 0. The selection also works on a mesh of several processes."""
     rows = state.heal_engine
     here = np.zeros(rows.shape[-2:], bool)
     here[0, column] = True
@@ -348,7 +401,10 @@ Kind = type | tuple[type, ...] | Callable[[Any], bool]
 
 
 def nodes(kind: Kind, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The path and node of every node of a kind in a tree."""
+    """The path and node of every node of a kind in a tree.
+
+    The search does not enter a node that it has found.
+    """
     matches = _matching(kind)
     nodes_and_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
     return [(path, node) for path, node in nodes_and_paths if matches(node)]
@@ -360,7 +416,8 @@ def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return jax.tree.map(lambda node: fn(node) if matches(node) else node, tree, is_leaf=matches)
 
 
-def _matching(kind: Any) -> Callable[[Any], bool]:
+def _matching(kind: Kind) -> Callable[[Any], bool]:
+    """The predicate of a kind of nodes."""
     if isinstance(kind, type | tuple):
         return lambda node: isinstance(node, kind)
     return kind

@@ -1,73 +1,120 @@
-"""The array namespace of the core under JAX: functions of `jax.numpy`, and `shared`."""
+"""`JAX`: the array namespace of the core for JAX arrays, traced or not.
+
+A step of the core is traced into the user's compiled step, so these functions are written for the
+program that XLA receives. `jnp.where`, `jnp.minimum` and others are jitted functions: each call
+would be a call in that program, which XLA copies and inlines a hundred times. The functions here
+are single operations of `jax.lax` instead, after the operands have one dtype and shape.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-float32, int32, bool = jnp.float32, jnp.int32, jnp.bool_
-arange, cumsum, asarray = jnp.arange, jnp.cumsum, jnp.asarray
-abs, sqrt, sum, astype = jnp.abs, jnp.sqrt, jnp.sum, jnp.astype
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 
 _BEYOND = 1_000_003
 """A divisor above every shared value. XLA would turn a power of two into a cheap mask."""
 
 
-def where(condition: Any, x: Any, y: Any) -> Any:
-    """`jnp.where` without its jitted call, which XLA would copy and inline a hundred times."""
+class JaxNamespace(ArrayNamespace):
+    """The functions of the core for JAX. `JAX` is the instance."""
+
+    float32 = jnp.float32
+    int32 = jnp.int32
+
+    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
+        """`jnp.where` without its jitted call."""
+        dtype = jnp.result_type(x, y)
+        shape = jnp.broadcast_shapes(jnp.shape(condition), jnp.shape(x), jnp.shape(y))
+        if_true = jnp.broadcast_to(jnp.asarray(x, dtype), shape)
+        if_false = jnp.broadcast_to(jnp.asarray(y, dtype), shape)
+        return lax.select(jnp.broadcast_to(condition, shape), if_true, if_false)
+
+    def minimum(self, x: Array, y: Array | Number, /) -> Array:
+        """`jnp.minimum` without its jitted call."""
+        return lax.min(*_of_one_type(x, y))
+
+    def maximum(self, x: Array, y: Array | Number, /) -> Array:
+        """`jnp.maximum` without its jitted call."""
+        return lax.max(*_of_one_type(x, y))
+
+    def clip(self, x: Array, low: float, high: float, /) -> Array:
+        """`jnp.clip` without its jitted call."""
+        return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
+
+    def abs(self, x: Array, /) -> Array:
+        """`jnp.abs`."""
+        return jnp.abs(x)
+
+    def sqrt(self, x: Float, /) -> Float:
+        """`jnp.sqrt`."""
+        return jnp.sqrt(x)
+
+    def sum(self, x: Array, axis: int) -> Array:
+        """`jnp.sum`."""
+        return jnp.sum(x, axis=axis)
+
+    def cumsum(self, x: Int, axis: int) -> Int:
+        """`jnp.cumsum`."""
+        return jnp.cumsum(x, axis=axis)
+
+    def astype(self, x: Array, dtype: Any, /) -> Array:
+        """`jnp.astype`."""
+        return jnp.astype(x, dtype)
+
+    def arange(self, n: int, /) -> Int:
+        """`jnp.arange`."""
+        return jnp.arange(n)
+
+    def asarray(self, x: np.ndarray, /) -> Array:
+        """`jnp.asarray`."""
+        return jnp.asarray(x)
+
+    def reciprocal(self, count: Int, /) -> Float:
+        """1 / count by a division; `jnp.reciprocal` may multiply by a power."""
+        number = jnp.astype(count, jnp.float32)
+        return lax.div(lax.full_like(number, 1), number)
+
+    def flag(self, condition: Flag, flags: int, /) -> Int:
+        """A selection, which is one operation less than the product of the default."""
+        return self.where(condition, jnp.int32(flags), jnp.int32(0))
+
+    def shared(self, x: Array, /) -> Array:
+        """Makes XLA compute `x`, a bool or an int32 from 0 to a million, only once.
+
+        XLA duplicates cheap operations into every consumer. For a few flags of a whole policy,
+        1,700 operations became 18,000, and the compilation time grows in proportion. XLA does not
+        duplicate a remainder, which counts as expensive. The remainder by a larger number is `x`.
+
+        Alternatives fail: on a CPU XLA removes an optimization_barrier before fusion. A call that
+        is not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
+        """
+        number = lax.convert_element_type(x, jnp.int32)
+        kept = lax.rem(number, lax.full_like(x, _BEYOND, jnp.int32))
+        if x.dtype == jnp.bool_:
+            return lax.ne(kept, lax.full_like(kept, 0))
+        return kept
+
+    def shared_float(self, x: Float, /) -> Float:
+        """As `shared`, for a finite float32 of at least +0: the remainder of its bits."""
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        kept = lax.rem(bits, lax.full_like(bits, jnp.iinfo(jnp.int32).max))
+        return lax.bitcast_convert_type(kept, jnp.float32)
+
+
+JAX = JaxNamespace()
+"""The namespace of JAX arrays, for ``engine.step(state, signals, xp=JAX)``."""
+
+
+def _of_one_type(x: Array, y: Array | Number) -> tuple[jax.Array, jax.Array]:
+    """Both operands with the dtype and the shape of the result, as the functions of `lax` ask."""
     dtype = jnp.result_type(x, y)
-    shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, x, y)))
-    x, y = (jnp.broadcast_to(jnp.asarray(each, dtype), shape) for each in (x, y))
-    return lax.select(jnp.broadcast_to(condition, shape), x, y)
-
-
-def reciprocal(x: Any) -> Any:
-    """1 / x for a floating array; `jnp.reciprocal` may multiply by a power."""
-    return lax.div(lax.full_like(x, 1), x)
-
-
-def _of_two(operation: Any) -> Any:
-    """`jnp.minimum` or `jnp.maximum` without its jitted call."""
-
-    def apply(x: Any, y: Any) -> Any:
-        dtype, shape = jnp.result_type(x, y), jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y))
-        return operation(*(jnp.broadcast_to(jnp.asarray(n, dtype), shape) for n in (x, y)))
-
-    return apply
-
-
-minimum, maximum = _of_two(lax.min), _of_two(lax.max)
-
-
-def clip(x: Any, low: float, high: float) -> Any:
-    """`jnp.clip` without its jitted call."""
-    return lax.clamp(jnp.asarray(low, x.dtype), x, jnp.asarray(high, x.dtype))
-
-
-def flag(condition: Any, flags: int) -> Any:
-    """`flags` as int32 where the condition holds, else 0."""
-    return where(condition, jnp.int32(flags), jnp.int32(0))
-
-
-def shared(x: Any) -> Any:
-    """Makes XLA compute `x`, a bool or an int32 from 0 to a million, only once.
-
-    XLA duplicates cheap operations into every consumer. For a few flags of a whole policy, 1,700
-    operations became 18,000, and the compilation time grows in proportion. XLA does not duplicate
-    a remainder, which counts as expensive.
-
-    Alternatives fail: on a CPU XLA removes an optimization_barrier before fusion. A call that is
-    not inlined, a `while` or a `cond` blocks the host or does not batch on other platforms.
-    """
-    flag = x.dtype == jnp.bool_
-    kept = lax.rem(lax.convert_element_type(x, jnp.int32), lax.full_like(x, _BEYOND, jnp.int32))
-    return lax.ne(kept, lax.full_like(kept, 0)) if flag else kept
-
-
-def shared_float(x: Any) -> Any:
-    """As `shared`, for a finite float32 of at least +0."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    kept = lax.rem(bits, lax.full_like(bits, jnp.iinfo(jnp.int32).max))
-    return lax.bitcast_convert_type(kept, jnp.float32)
+    shape = jnp.broadcast_shapes(jnp.shape(x), jnp.shape(y))
+    left = jnp.broadcast_to(jnp.asarray(x, dtype), shape)
+    right = jnp.broadcast_to(jnp.asarray(y, dtype), shape)
+    return left, right

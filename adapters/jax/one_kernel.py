@@ -1,4 +1,17 @@
-"""Compiles a chain of operations on single numbers as one kernel of a CPU."""
+"""Compiles a chain of operations on single numbers as one kernel of a CPU.
+
+XLA is made for large arrays: it divides a program into kernels, each of which is a loop over
+elements. The engine is 200 operations on single numbers, whose results are read by many others. XLA
+divides it into dozens of kernels, each of which computes again what it reads of the others:
+
+    as a part of the step                           as one kernel
+    [kernel 1: bad, z]                              [one function: bad, z, skip, factor, counts]
+    [kernel 2: bad, z again, skip]
+    [kernel 3: bad, z, skip again, factor]
+
+XLA has no public way to ask for one function. But it compiles short loops of its own as a call of
+one function, and marks them by attributes of the call, which any call may have.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +41,14 @@ def one_kernel(
     once. An XLA that does not know the attributes compiles the function as any other.
 
     On other platforms, and with several devices, among which XLA would have to divide the call, the
-    operations are inlined. `static` has the positions of hashable arguments.
+    operations are inlined.
+
+    Args:
+        function: a pure function of JAX arrays.
+        static: positions of the arguments that are hashable values instead of arrays.
+
+    Returns:
+        A function with the same arguments and results, to be called while a step is traced.
     """
     inlined = jax.jit(function, static_argnums=static, inline=True)
     call = jax.jit(function, static_argnums=static)
@@ -44,5 +64,9 @@ def one_kernel(
 
 
 def is_one_kernel() -> bool:
-    """Whether functions of `one_kernel` are compiled as one kernel: the only device is a CPU."""
+    """Whether functions of `one_kernel` are compiled as one kernel: the only device is a CPU.
+
+    Otherwise the caller has to protect values that many operations read, see
+    `healcore.jax.namespace.JaxNamespace.shared`.
+    """
     return jax.default_backend() == "cpu" and jax.device_count() == 1

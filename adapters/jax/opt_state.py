@@ -17,6 +17,7 @@ import optax
 from healcore.console import first_of
 from healcore.core.decision import Decision
 from healcore.jax import heal_state
+from healcore.jax.array_leaves import PyTree
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
@@ -30,8 +31,6 @@ from healcore.jax.heal_state import (
 from healcore.jax.transform import ProtectState
 from healcore.policy import PolicyLike, engine_of
 
-PyTree = Any
-"""Any pytree. JAX has no type for it."""
 State = TypeVar("State")
 """Any nesting of optax states."""
 _HEALING = (HealState, ProtectState, ScaleByHealLrState)
@@ -184,9 +183,10 @@ def without_heal_state(state: PyTree) -> PyTree:
     `state` is any pytree, such as a train state.
     """
 
-    def bare(node: Any) -> Any:
-        is_wrapper = isinstance(node, ProtectState)
-        return without_heal_state(node.inner_state) if is_wrapper else optax.EmptyState()
+    def bare(node: PyTree) -> PyTree:
+        if isinstance(node, ProtectState):
+            return without_heal_state(node.inner_state)
+        return optax.EmptyState()
 
     return map_nodes(_HEALING, bare, state)
 
@@ -215,7 +215,7 @@ def with_heal_state(bare: PyTree, like: State) -> State:
     wanted = without_heal_state(like)
     structure = jax.tree.structure(wanted)
 
-    def fits(node: Any) -> bool:
+    def fits(node: PyTree) -> bool:
         return jax.tree.structure(node) == structure
 
     members = jax.tree.leaves(bare, is_leaf=fits)
@@ -232,12 +232,14 @@ def with_heal_state(bare: PyTree, like: State) -> State:
         )
     leaves = iter(jax.tree.leaves(bare))
 
-    def filled(node: Any) -> Any:
+    def filled(node: PyTree) -> PyTree:
         if isinstance(node, ProtectState):
             return node._replace(inner_state=walk(node.inner_state))
-        return node if isinstance(node, _HEALING) else next(leaves)
+        if isinstance(node, _HEALING):
+            return node
+        return next(leaves)
 
-    def walk(tree: Any) -> Any:
+    def walk(tree: PyTree) -> PyTree:
         return jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, _HEALING))
 
     return walk(like)

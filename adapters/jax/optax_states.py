@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.gradients import is_gradient
 from healcore.jax.heal_state import (
     HealState,
@@ -55,19 +56,18 @@ parameters. (Mechanic, D-Adaptation, DoG and Prodigy derive their iterate from t
 rate of COCOB scales its update.)"""
 
 
-def replicate_over_mesh(params: Any, state: State) -> State:
+def replicate_over_mesh(params: PyTree, state: State) -> State:
     """Replicates the arrays of a fresh state over the mesh of the parameters, if any.
 
     A compiled step returns its arrays on that mesh. If the first state were not on the mesh, the
     second step would be compiled again.
     """
-    shardings = (each.sharding for each in jax.tree.leaves(params) if _is_array(each))
-    sharding = next((each for each in shardings if isinstance(each, NamedSharding)), None)
-    if sharding is None:
+    mesh = _mesh_of(params)
+    if mesh is None:
         return state
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def replicated(leaf: Any) -> Any:
+    def replicated(leaf: Leaf) -> Leaf:
         if not _is_array(leaf) or leaf.committed or isinstance(leaf.sharding, NamedSharding):
             return leaf
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -80,17 +80,26 @@ def replicate_over_mesh(params: Any, state: State) -> State:
     return jax.tree.map(replicated, state)
 
 
-def _is_array(leaf: Any) -> bool:
+def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
+    """The mesh of the first parameter that is on one, or None."""
+    for leaf in jax.tree.leaves(params):
+        if _is_array(leaf) and isinstance(leaf.sharding, NamedSharding):
+            return leaf.sharding.mesh
+    return None
+
+
+def _is_array(leaf: Leaf) -> bool:
+    """Whether a leaf is a JAX array with values, not a traced one."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
 
 
-def _is_listed(table: Mapping[str, Any], node: Any) -> bool:
+def _is_listed(table: Mapping[str, Any], node: PyTree) -> bool:
     """Whether a node is a state of optax whose class is a key of the table."""
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind.__name__ in table
 
 
-def check_second_iterates(opt_state: Any, cut: str) -> None:
+def check_second_iterates(opt_state: PyTree, cut: str) -> None:
     """Raises HealStateError if scaling the update differs from lowering the learning rate.
 
     Args:
@@ -98,7 +107,7 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
         cut: name of the feature that scales the update, for the message.
     """
 
-    def has_second_iterate(node: Any) -> bool:
+    def has_second_iterate(node: PyTree) -> bool:
         # With opaque_mode SAM has no cache, and only moves the parameters.
         return _is_listed(_SECOND_ITERATES, node) and getattr(node, "cache", ()) is not None
 
@@ -116,9 +125,17 @@ def check_second_iterates(opt_state: Any, cut: str) -> None:
 
 
 def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
-    """Applies `zeroed` to each moment and each count of a bias correction, not to schedules."""
+    """Applies `zeroed` to each moment and each count of a bias correction, not to schedules.
 
-    def reset(node: Any) -> Any:
+    Args:
+        tree: the state of an optimizer.
+        zeroed: makes the new leaf of an old one, such as zeros of its shape.
+
+    Returns:
+        The state with the moments of the optax states that are listed in this file replaced.
+    """
+
+    def reset(node: PyTree) -> PyTree:
         fields = {name: getattr(node, name) for name in _MOMENTS[type(node).__name__]}
         return node._replace(**jax.tree.map(zeroed, fields))
 
@@ -128,10 +145,15 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
 _has_moments = partial(_is_listed, _MOMENTS)
 
 
-def moments_obstacle(tree: Any, engines: Iterable[tuple[Any, ...]]) -> str:
-    """Reason why moments cannot be reset, or an empty string. `engines`: paths of HealStates."""
+def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:
+    """Reason why moments cannot be reset, or an empty string.
 
-    def is_known(node: Any) -> bool:
+    Args:
+        tree: a run's state.
+        engines: path of each HealState in it. The optimizers beside these are looked at.
+    """
+
+    def is_known(node: PyTree) -> bool:
         return _has_moments(node) or isinstance(node, HealState | ScaleByHealLrState)
 
     for path in engines:

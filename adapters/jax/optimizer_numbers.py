@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
+from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.heal_state import node_at
 
 Path = tuple[Any, ...]
@@ -41,44 +42,36 @@ class HeldNumbers(NamedTuple):
     """The value in place of each number if it is replaced, float32 0-d."""
 
 
-def injected_leaves(tree: Any) -> dict[Path, Any]:
+def injected_leaves(tree: PyTree) -> dict[Path, Leaf]:
     """Path -> each 0-d hyperparameter in the states of `optax.inject_hyperparams`."""
-    return {
-        path: leaf
-        for path, leaf in tree_leaves_with_path(tree)
-        if len(path) > 1
-        and getattr(path[-2], "name", None) == "hyperparams"
-        and jnp.shape(leaf) == ()
-    }
+    found = {}
+    for path, leaf in tree_leaves_with_path(tree):
+        is_injected = len(path) > 1 and getattr(path[-2], "name", None) == "hyperparams"
+        if is_injected and jnp.shape(leaf) == ():
+            found[path] = leaf
+    return found
 
 
-def number_leaves(tree: Any) -> dict[Path, Any]:
+def number_leaves(tree: PyTree) -> dict[Path, Leaf]:
     """Path -> each injected number except learning rates and scheduled numbers.
 
     `optax.inject_hyperparams` computes a scheduled number from the schedule's own state within its
     update, and ignores the number in the state: a replacement would have no effect.
     """
-
-    def argument(path: Path) -> str:
-        return str(getattr(path[-1], "key", ""))
-
-    def is_scheduled(path: Path) -> bool:
-        return argument(path) in getattr(node_at(tree, path[:-2]), "hyperparams_states", {})
-
-    def is_number(leaf: Any) -> bool:
+    numbers = {}
+    for path, leaf in injected_leaves(tree).items():
+        name = str(getattr(path[-1], "key", ""))
         kind = jnp.result_type(leaf)
-        return jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-
-    return {
-        path: leaf
-        for path, leaf in injected_leaves(tree).items()
-        if not argument(path).endswith("learning_rate")
-        and is_number(leaf)
-        and not is_scheduled(path)
-    }
+        is_number = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
+        if name.endswith("learning_rate") or not is_number:
+            continue
+        scheduled = getattr(node_at(tree, path[:-2]), "hyperparams_states", {})
+        if name not in scheduled:
+            numbers[path] = leaf
+    return numbers
 
 
-def warn_if_rounded(make_state: Callable[[Any], Any], params: Any, inner_state: Any) -> None:
+def warn_if_rounded(make_state: Callable[[Any], Any], params: PyTree, inner_state: PyTree) -> None:
     """Warns of numbers that `optax.inject_hyperparams` has rounded to a small dtype.
 
     It casts every number to the dtype of the first parameter. In bfloat16 a `b2` of 0.999 is 1, so
@@ -90,17 +83,18 @@ def warn_if_rounded(make_state: Callable[[Any], Any], params: Any, inner_state: 
         params: its parameters.
         inner_state: result of `make_state(params)`.
     """
-    small = {
-        path: leaf
-        for path, leaf in injected_leaves(inner_state).items()
-        if jnp.result_type(leaf) in (jnp.bfloat16, jnp.float16)
-    }
+    small = {}
+    for path, leaf in injected_leaves(inner_state).items():
+        if jnp.result_type(leaf) in (jnp.bfloat16, jnp.float16):
+            small[path] = leaf
     if not small:
         return
 
-    def tiny(leaf: Any) -> Any:
-        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return np.zeros((1,) * jnp.ndim(leaf), np.float32 if is_float else jnp.result_type(leaf))
+    def tiny(leaf: Leaf) -> np.ndarray:
+        kind = jnp.result_type(leaf)
+        if jnp.issubdtype(kind, jnp.floating):
+            kind = np.float32
+        return np.zeros((1,) * jnp.ndim(leaf), kind)
 
     try:  # the same numbers in float32; outside of a trace, so that they have values
         with jax.ensure_compile_time_eval():
@@ -125,17 +119,27 @@ def warn_if_rounded(make_state: Callable[[Any], Any], params: Any, inner_state: 
         )
 
 
-def init(inner_state: Any) -> jax.Array | None:
+def init(inner_state: PyTree) -> jax.Array | None:
     """The first `HealState.heal_numbers`: nothing is held. None if there are no numbers."""
     count = len(number_leaves(inner_state))
-    return jnp.asarray(held([None] * count)) if count else None
+    if not count:
+        return None
+    return jnp.asarray(held([None] * count))
 
 
 def held(ranges: Sequence[Range | None]) -> np.ndarray:
-    """Makes a `HealState.heal_numbers` that holds each number in its range, unless it is None."""
+    """Makes a `HealState.heal_numbers`, float32 (6, n), whose numbers have not been seen yet.
+
+    Args:
+        ranges: the range in which each number is held, and its value outside of it; None for a
+            number that is not held.
+    """
     not_held = (-math.inf, math.inf, 0.0)  # no NaN: processes compare what they put on a device
     unseen = (math.inf, -math.inf, 0.0)
-    columns = [(*(not_held if each is None else each), *unseen) for each in ranges]
+    columns = []
+    for each in ranges:
+        limits = not_held if each is None else each
+        columns.append((*limits, *unseen))
     return np.array(columns, np.float32).T
 
 
@@ -145,14 +149,24 @@ def seen(numbers: np.ndarray) -> list[Range | None]:
     for column in numbers[_SEEN_LOW:].T:
         # The shortest decimal number: 0.999 instead of 0.9990000128746033.
         low, high, last = (float(str(value)) for value in column)
-        ranges.append((low, high, last) if low <= high else None)
+        if low <= high:
+            ranges.append((low, high, last))
+        else:
+            ranges.append(None)
     return ranges
 
 
-def step(numbers: jax.Array, inner_state: Any) -> tuple[jax.Array, HeldNumbers]:
+def step(numbers: jax.Array, inner_state: PyTree) -> tuple[jax.Array, HeldNumbers]:
     """Extends the ranges by the program's numbers at one step, and finds the numbers to replace.
 
     Written with selections instead of concatenations, so that XLA makes one kernel of it.
+
+    Args:
+        numbers: `HealState.heal_numbers`, float32 (6, n), before the step.
+        inner_state: the optimizer's state, with the program's numbers.
+
+    Returns:
+        The new `HealState.heal_numbers`, and the numbers that are outside of their held range.
     """
     leaves = [jnp.asarray(each).astype(jnp.float32) for each in number_leaves(inner_state).values()]
     column, row = (lax.broadcasted_iota(np.int32, numbers.shape, axis) for axis in (1, 0))
@@ -171,17 +185,16 @@ def step(numbers: jax.Array, inner_state: Any) -> tuple[jax.Array, HeldNumbers]:
     return new, HeldNumbers(jnp.unstack(replaced), jnp.unstack(numbers[_VALUE]))
 
 
-def with_held(inner_state: Any, numbers: HeldNumbers) -> Any:
+def with_held(inner_state: PyTree, numbers: HeldNumbers) -> PyTree:
     """The state in which the numbers to replace are replaced. Keeps dtypes and weak types."""
-    return _map_numbers(
-        lambda i, leaf: jnp.where(
-            numbers.replaced[i], jnp.full_like(leaf, numbers.values[i]), leaf
-        ),
-        inner_state,
-    )
+
+    def replaced(i: int, leaf: Leaf) -> Leaf:
+        return jnp.where(numbers.replaced[i], jnp.full_like(leaf, numbers.values[i]), leaf)
+
+    return _map_numbers(replaced, inner_state)
 
 
-def with_own(new: Any, given: Any, own: Any, numbers: HeldNumbers) -> Any:
+def with_own(new: PyTree, given: PyTree, own: PyTree, numbers: HeldNumbers) -> PyTree:
     """The state after a step, with the program's own numbers unless the step has changed them.
 
     Args:
@@ -192,16 +205,20 @@ def with_own(new: Any, given: Any, own: Any, numbers: HeldNumbers) -> Any:
     """
     replaced, before = (list(number_leaves(each).values()) for each in (given, own))
 
-    def restored(i: int, leaf: Any) -> Any:
+    def restored(i: int, leaf: Leaf) -> Leaf:
         is_same = leaf == jnp.full_like(leaf, replaced[i])
         return jnp.where(numbers.replaced[i] & is_same, jnp.full_like(leaf, before[i]), leaf)
 
     return _map_numbers(restored, new)
 
 
-def _map_numbers(change: Callable[[int, Any], Any], tree: Any) -> Any:
+def _map_numbers(change: Callable[[int, Leaf], Leaf], tree: PyTree) -> PyTree:
     """Replaces each number of `number_leaves`; `change` receives its index and leaf."""
     index = {path: i for i, path in enumerate(number_leaves(tree))}
-    return tree_map_with_path(
-        lambda path, leaf: change(index[path], leaf) if path in index else leaf, tree
-    )
+
+    def changed(path: Path, leaf: Leaf) -> Leaf:
+        if path not in index:
+            return leaf
+        return change(index[path], leaf)
+
+    return tree_map_with_path(changed, tree)

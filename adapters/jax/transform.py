@@ -16,7 +16,7 @@ from healcore.core import numerics
 from healcore.core.decision import Action, Decision
 from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
-from healcore.jax.array_leaves import arrays_of, with_arrays
+from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
 from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
 from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
@@ -60,7 +60,7 @@ def heal(
         are inactive. Unknown keywords are ignored. `update` raises SignalError, while tracing, for
         a signal that is not a 0-d number or bool.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(heal("zclip"), optax.sgd(0.1))
         >>> params = {"w": jnp.ones(3)}
@@ -137,7 +137,7 @@ class ProtectState(NamedTuple):
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
-    inner_state: Any
+    inner_state: PyTree
     """The state of the optimizer, bit-identical after a skipped step."""
 
 
@@ -192,7 +192,7 @@ def protect(
             iterate that the cut does not reach; see `scale_by_heal_lr`.
         healcore.policy.PolicyError: the policy does not exist or is invalid.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp, optax
         >>> tx = protect(optax.adamw(1e-3), "zclip")
         >>> params = {"w": jnp.ones(3)}
@@ -228,7 +228,7 @@ def protect(
         return replicate_over_mesh(params, state)
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ProtectState]:
         if not isinstance(state, ProtectState):
             raise heal_state.no_heal_state_error(state)
@@ -238,7 +238,7 @@ def protect(
             keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
         whole, params = params, arrays_of(params)
 
-        def optimizer_step(updates: Any, state: Any, arrays: Any) -> tuple[Any, Any]:
+        def optimizer_step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
             return inner.update(updates, state, with_arrays(whole, arrays), **keywords)
 
         inputs = updates, state.inner_state, params
@@ -315,7 +315,7 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
         return replicate_over_mesh(params, ScaleByHealLrState(jnp.ones((), jnp.float32)))
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, ScaleByHealLrState]:
         del params, extra_args
         return gradients.scale(updates, state.heal_lr_scale), state
@@ -326,9 +326,9 @@ def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
 def _step_or_skip(
     step: Step,
     decision: Decision,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: PyTree,
+    state: PyTree,
+    params: PyTree,
     *,
     scales_lr: bool,
     keeps_bad: bool,
@@ -360,7 +360,7 @@ def _changed_step(
         held: the numbers to replace for this step. The new state has the program's own numbers.
     """
 
-    def step(updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def step(updates: PyTree, state: PyTree, params: PyTree) -> tuple[Any, Any]:
         if resets is not None:
             # At the start of the step after the cut, XLA fuses the reset into the optimizer's
             # kernel. At the end of the step that cuts, it would be a second pass over all moments.
@@ -377,7 +377,9 @@ def _changed_step(
     return step
 
 
-def _injected_rate(update: Any, updates: Any, inner_state: Any, params: Any) -> dict[str, Any]:
+def _injected_rate(
+    update: Any, updates: PyTree, inner_state: PyTree, params: PyTree
+) -> dict[str, Any]:
     """The step's learning rate in a state of `optax.inject_hyperparams`, unless it has several."""
     rates = injected_rates(inner_state)
     paths = (keystr(path) for path, _ in tree_leaves_with_path(inner_state))
@@ -389,7 +391,7 @@ def _injected_rate(update: Any, updates: Any, inner_state: Any, params: Any) -> 
     return {"learning_rate": rates[0]} if len(rates) == 1 else {}
 
 
-def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
+def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
     """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
     return {
         keystr(path): leaf
@@ -398,7 +400,7 @@ def injected_hyperparameters(tree: Any) -> dict[str, jax.Array]:
     }
 
 
-def injected_rates(tree: Any) -> list[jax.Array]:
+def injected_rates(tree: PyTree) -> list[jax.Array]:
     """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
     found = injected_hyperparameters(tree)
     return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
@@ -411,7 +413,7 @@ def _transformation(
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: PyTree, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, HealState]:
         del params
         given, _ = split_keywords(extra_args)
@@ -444,7 +446,7 @@ def _clips_as_optax(engine: Engine, given: Mapping[str, Any], axes: Axes) -> boo
 
 
 def _clip_as_optax(
-    engine: Engine, decision: Decision, state: HealState, updates: Any, measured: Any
+    engine: Engine, decision: Decision, state: HealState, updates: PyTree, measured: PyTree
 ) -> Any:
     """See `gradients.clip_as_optax`."""
     assert engine.config.clip is not None

@@ -53,6 +53,7 @@ def makes_nonfinite(step: Callable[..., Any], keywords: dict[str, Any], *args: A
 
 
 def _check(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """`makes_nonfinite`, by a trace of the step of which only the cheap parts are evaluated."""
     closed, outputs = jax.make_jaxpr(lambda *given: step(*given, **keywords), return_shape=True)(
         *args
     )
@@ -62,7 +63,9 @@ def _check(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, 
         inputs = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
         (update,) = eval_jaxpr(jaxpr, closed.consts, *inputs)
         found.append(jnp.isfinite(update).all())
-    return ~functools.reduce(operator.and_, found) if found else None
+    if not found:
+        return None
+    return ~functools.reduce(operator.and_, found)
 
 
 _compiled_check = compiled(_check, static=(0,))

@@ -1,4 +1,4 @@
-"""`Namespace`: the array functions of the core in torch, with the bits of NumPy and XLA."""
+"""`Namespace`: the array namespace of the core in torch, with the bits of NumPy and XLA."""
 
 from __future__ import annotations
 
@@ -7,30 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from healcore.core.array_namespace import PRODUCT_LIMIT, Array, ArrayNamespace, Number
 from healcore.core.clipping import EDGES
-from healcore.core.numerics import PRODUCT_LIMIT
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """Square root, correctly rounded in float32 as in NumPy and XLA.
-
-    Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once. On a
-    CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
-    """
-    if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
-        return torch.sqrt(x.to(torch.float64)).to(torch.float32)
-    return torch.sqrt(x)
-
 
 _KINDS = {float: (torch.float32,), int: (torch.float32, torch.int32)}
 """Type of a Python number -> dtypes of a tensor with which the number has the same dtype."""
 
 
-class Namespace:
+class Namespace(ArrayNamespace):
     """Array functions of the core on one device, each in one or two torch calls.
-
-    The core calls them as `xp.where(...)`. A method that `numerics` looks for (`never`, `flag`)
-    replaces a slower form that is written with the other functions, with the same bits.
 
     All trace under ``torch.compile(fullgraph=True)``. Rejected: array-api-compat, which breaks the
     graph in Dynamo (measured) and keeps torch's inexact `sqrt`. The core's only table, and each
@@ -42,24 +27,13 @@ class Namespace:
 
     float32 = torch.float32
     int32 = torch.int32
-    bool = torch.bool
-
-    abs = torch.abs
-    clip = torch.clamp
-    minimum = torch.clamp_max
-    maximum = torch.clamp_min
-    sum = torch.sum
-    cumsum = torch.cumsum
-    astype = staticmethod(Tensor.to)
-    sqrt = staticmethod(_sqrt)
-    divides_ints = True  # float32 / int32 is float32, unlike in NumPy
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._edges = torch.as_tensor(EDGES).to(device)
         self._numbers: dict[tuple[Any, torch.dtype, torch.device], Tensor] = {}
 
-    def where(self, condition: Tensor, x: Any, y: Any) -> Tensor:
+    def where(self, condition: Tensor, x: Array | Number, y: Array | Number, /) -> Tensor:
         """`torch.where`, in which at most one of `x` and `y` is a Python number.
 
         A Python number becomes a tensor once, and not at every call.
@@ -85,49 +59,85 @@ class Namespace:
             self._numbers[key] = torch.full((), number, dtype=dtype, device=device)
         return self._numbers[key]
 
-    @staticmethod
-    def without_small(x: Tensor, limit: float) -> Tensor:
-        """See `numerics`."""
+    def minimum(self, x: Tensor, y: Tensor | Number, /) -> Tensor:
+        """`torch.clamp_max`, which also takes a Python number."""
+        return torch.clamp_max(x, y)
+
+    def maximum(self, x: Tensor, y: Tensor | Number, /) -> Tensor:
+        """`torch.clamp_min`, which also takes a Python number."""
+        return torch.clamp_min(x, y)
+
+    def clip(self, x: Tensor, low: float, high: float, /) -> Tensor:
+        """`torch.clamp`."""
+        return torch.clamp(x, low, high)
+
+    def abs(self, x: Tensor, /) -> Tensor:
+        """`torch.abs`."""
+        return torch.abs(x)
+
+    def sqrt(self, x: Tensor, /) -> Tensor:
+        """Square root, correctly rounded in float32 as in NumPy and XLA.
+
+        Computed in float64: its 53 bits exceed 2 * 24 + 2, so rounding twice equals rounding once.
+        On a CPU `torch.sqrt` in float32 (MKL's VML) differs by one ulp in 17 % of cases.
+        """
+        if x.dtype == torch.float32 and x.device.type != "mps":  # MPS has no float64
+            return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+        return torch.sqrt(x)
+
+    def sum(self, x: Tensor, axis: int) -> Tensor:
+        """`torch.sum`."""
+        return torch.sum(x, axis)
+
+    def cumsum(self, x: Tensor, axis: int) -> Tensor:
+        """`torch.cumsum`."""
+        return torch.cumsum(x, axis)
+
+    def astype(self, x: Tensor, dtype: torch.dtype, /) -> Tensor:
+        """`torch.Tensor.to`."""
+        return x.to(dtype)
+
+    def arange(self, n: int, /) -> Tensor:
+        """`torch.arange` on the device."""
+        return torch.arange(n, device=self.device)
+
+    def asarray(self, x: Any, /) -> Tensor:
+        """The core's only table, `EDGES`, on the device."""
+        del x
+        return self._edges
+
+    def reciprocal(self, count: Tensor, /) -> Tensor:
+        """1 / count in float32: float32 / int32 is float32 in torch, unlike in NumPy."""
+        if torch.compiler.is_compiling():
+            count = count.to(torch.float32)
+        return self._constant(1.0, torch.float32, count.device) / count
+
+    def without_small(self, x: Tensor, limit: float, /) -> Tensor:
+        """One operation instead of three."""
         return torch.nn.functional.hardshrink(x, limit)
 
-    @staticmethod
-    def rounded_product(x: Any, y: Any) -> Tensor:
-        """See `numerics`. Only a compiler fuses a product with an addition."""
+    def product(self, x: Any, y: Any, /) -> Tensor:
+        """A plain product, except in a compiled step: only a compiler fuses it with an addition."""
         if torch.compiler.is_compiling():
             return torch.clamp_max(x * y, PRODUCT_LIMIT)
         return x * y
 
-    def never(self, like: Tensor) -> Tensor:
-        """False in the shape of `like`."""
-        if like.ndim or torch.compiler.is_compiling():
-            return like != like
-        return self._constant(False, torch.bool, like.device)
-
-    def flag(self, condition: Tensor, flags: int) -> Tensor:
-        """See `numerics.flag`. The product of a bool and an int32 tensor is int32."""
-        bit = condition
-        if torch.compiler.is_compiling():
-            bit = condition.to(torch.int32)
-        return bit * self._constant(flags, torch.int32, condition.device)
-
-    def reciprocal(self, x: Tensor) -> Tensor:
-        """1 / x in float32."""
-        if torch.compiler.is_compiling():
-            x = x.to(torch.float32)
-        return self._constant(1.0, torch.float32, x.device) / x
-
-    def quotient(self, x: Tensor, y: Any) -> Tensor:
-        """See `numerics`. torch divides exactly by a tensor, but not by a Python number."""
+    def quotient(self, x: Tensor, y: Any, /) -> Tensor:
+        """A plain division. torch divides exactly by a tensor, but not by a Python number."""
         divisor = self._number(y, x)
         if not isinstance(divisor, Tensor):
             divisor = torch.full_like(x, divisor)
         return x / divisor
 
-    def arange(self, n: int) -> Tensor:
-        """0, 1, ... n - 1 on the device."""
-        return torch.arange(n, device=self.device)
+    def flag(self, condition: Tensor, flags: int, /) -> Tensor:
+        """One product: a bool times an int32 tensor is int32."""
+        bit = condition
+        if torch.compiler.is_compiling():
+            bit = condition.to(torch.int32)
+        return bit * self._constant(int(flags), torch.int32, condition.device)
 
-    def asarray(self, x: Any) -> Tensor:
-        """The core's only table, `EDGES`, on the device."""
-        del x
-        return self._edges
+    def never(self, like: Tensor, /) -> Tensor:
+        """A constant without an operation, where the shape allows it."""
+        if like.ndim or torch.compiler.is_compiling():
+            return like != like
+        return self._constant(False, torch.bool, like.device)

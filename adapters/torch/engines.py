@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import RECORD_INTS, Action, Decision, StepRecord, host_record
 from healcore.core.engine import Engine, EngineState, StateError
 from healcore.core.engine.state import record_numbers
@@ -261,7 +262,7 @@ class HostEngine(_StatefulEngine):
     name = "host"
 
     def __init__(self, engine: Engine, groups: int) -> None:
-        super().__init__(engine, groups, xp=np, place=lambda leaf: leaf[()])  # 0-d: scalars
+        super().__init__(engine, groups, xp=NUMPY, place=lambda leaf: leaf[()])  # 0-d: scalars
         self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
         """Engine, number of parameters and the signals' types -> the recorded step."""
 

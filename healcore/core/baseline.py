@@ -11,10 +11,10 @@ mean. A norm below a tenth of the mean restarts the warm-up: the earlier norms w
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
-from healcore.core.numerics import Float, Int
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.ranges import whole
 
 # The average covers about 15 values. A power of two makes the product exact.
@@ -28,43 +28,65 @@ _OUTLIER_RATIO = 10.0  # ratio of an outlier to the mean of the warm-up
 class ShiftConfig(NamedTuple):
     """When repeated rejections establish a new level."""
 
-    patience: Annotated[Any, whole(1, 1_000_000)] = 25
+    patience: Annotated[Number, whole(1, 1_000_000)] = 25
     """Consecutive rejections of similar values after which their level is accepted."""
-    gain: Annotated[Any, whole(1, 1000)] = 4
+    gain: Annotated[Number, whole(1, 1000)] = 4
     """Increase of the count per rejection. At 4 to 1 it grows if over 20 % are rejected."""
-    forgive: Annotated[Any, whole(0, 1_000_000)] = 1
+    forgive: Annotated[Number, whole(0, 1_000_000)] = 1
     """Decrease of the count per accepted value."""
 
 
 class ShiftState(NamedTuple):
     """Count and statistics of recent rejections."""
 
-    run: Int  # leaky count of rejections, each of which adds `gain`
-    level: Float  # moving average of the raw values since the first rejection
-    spread: Float  # variance of these values
+    run: Int
+    """Leaky count of rejections, each of which adds `gain`."""
+    level: Float
+    """Moving average of the raw values since the first rejection."""
+    spread: Float
+    """Variance of these values."""
 
 
 class Shift(NamedTuple):
     """Result of `watch_level`."""
 
-    escaped: Any  # bool: the level has shifted; `level` and `spread` are the new baseline
-    level: Any  # float32: mean
-    spread: Any  # float32: variance
+    escaped: Flag
+    """The level has shifted; `level` and `spread` are the new baseline."""
+    level: Float
+    """Mean of the recent values."""
+    spread: Float
+    """Variance of the recent values."""
 
 
 def watch_level(
     config: ShiftConfig,
     state: ShiftState,
-    value: Any,
-    rejected: Any,
-    learn: Any,
-    restart: Any,
+    value: Float,
+    rejected: Flag,
+    learn: Flag,
+    restart: Flag,
     *,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> tuple[ShiftState, Shift]:
-    """Updates the rejections by one finite raw value, and decides whether the level has shifted.
+    """Updates the rejections by one value, and decides whether the level has shifted.
 
-    Where `learn` is false the state is unchanged. `restart` clears earlier rejections.
+    Without this, a rule that learns only accepted values rejects every value after a lasting shift.
+
+        accepted   o o o o o                             o o o o   the new level is the baseline
+        rejected             x x x x x x x x x x x x x x
+        run        0 0 0 0 0 4 8 ...       patience * gain: escaped, if the values are at one level
+
+    Args:
+        config: when rejections establish a new level.
+        state: earlier rejections.
+        value: the raw value, finite, before any clipping.
+        rejected: the rule rejects the value as an outlier.
+        learn: the value counts. Elsewhere the state is unchanged, except by `restart`.
+        restart: earlier rejections are forgotten first.
+        xp: the array namespace.
+
+    Returns:
+        The new state, and whether and to which level the values have shifted.
     """
     rejected = rejected & learn
     rejections = xp.where(restart, 0, state.run)
@@ -77,7 +99,7 @@ def watch_level(
     before = xp.where(first, value, state.level)
     deviation = value - before
     level = before + xp.where(active, _RATE * deviation, 0.0)
-    square = numerics.product(deviation, value - level, xp=xp)
+    square = xp.product(deviation, value - level)
     spread = xp.where(first, 0.0, state.spread)
     spread = spread + xp.where(active, _RATE * (square - spread), 0.0)
     level, spread = numerics.flush(level, xp=xp), numerics.flush(spread, xp=xp)
@@ -90,8 +112,22 @@ def watch_level(
     return ShiftState(rejections, level, spread), Shift(escaped, level, spread)
 
 
-def limit_outlier(value: Any, mean: Any, count: Any, warm: Any, *, xp: Any) -> tuple[Any, Any]:
-    """The limited value of a norm, and whether to forget the `count` norms before it."""
+def limit_outlier(
+    value: Float, mean: Float, count: Int, warm: Flag, *, xp: ArrayNamespace
+) -> tuple[Float, Flag]:
+    """Keeps a norm of a warm-up from spoiling the mean.
+
+    Args:
+        value: the norm.
+        mean: mean of the norms before it.
+        count: number of the norms before it.
+        warm: the warm-up is not over. Afterwards the norm is not limited.
+        xp: the array namespace.
+
+    Returns:
+        The norm, limited to ten times the mean; and whether to forget the norms before it, because
+        this one is below a tenth of their mean.
+    """
     judged = warm & (count > 0)
     ceiling = _OUTLIER_RATIO * mean
     value = xp.where(judged & (value > ceiling), ceiling, value)

@@ -41,7 +41,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from healcore.core import baseline, numerics
-from healcore.core.numerics import Float, Int, zero_init, zeros
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
+from healcore.core.numerics import zero_init, zeros
 from healcore.core.ranges import (
     Fraction,
     Limit,
@@ -60,16 +61,27 @@ EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 class Clip(NamedTuple):
     """Clipping of one step: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
 
-    scale: Any  # float32 in [0, 1]: factor on the gradient; 1 = unchanged
-    threshold: Any  # float32: norm above which the gradient is clipped; 0 = no limit (warm-up)
-    z: Any  # float32: z-score of the norm; 0 in warm-up and in rules without a variance
-    clipped: Any  # bool
+    scale: Float
+    """From 0 to 1: factor on the gradient; 1 = unchanged."""
+    threshold: Float
+    """Norm above which the gradient is clipped; 0 = no limit (warm-up)."""
+    z: Float
+    """z-score of the norm; 0 in warm-up and in rules without a variance."""
+    clipped: Flag
+    """The norm is above the threshold."""
 
 
-def scale_to(limit: Any, norm: Any, over: Any, *, xp: Any) -> Any:
-    """Factor that reduces `norm` to `limit` where `over` holds, else exactly 1."""
+def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Float:
+    """Factor that reduces a norm to a limit.
+
+    Args:
+        limit: the norm after clipping.
+        norm: the norm before clipping, of the same shape.
+        over: whether the norm is clipped. Elsewhere the factor is exactly 1.
+        xp: the array namespace.
+    """
     target = xp.where(over, limit, norm)
-    scale = numerics.quotient(target, norm + EPSILON, xp=xp)
+    scale = xp.quotient(target, norm + EPSILON)
     return numerics.flush(xp.where(over, scale, 1.0), xp=xp)
 
 
@@ -87,7 +99,7 @@ class FixedConfig(NamedTuple):
     init = zero_init(FixedState)
 
     def update(
-        self, state: FixedState, seen: Observed, learn: Any, *, xp: Any
+        self, state: FixedState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[FixedState, Clip]:
         """Clips `seen.grad_norm` to `max_norm`."""
         del learn
@@ -101,9 +113,11 @@ class FixedConfig(NamedTuple):
 class ZClipState(NamedTuple):
     """Statistics of the accepted norms."""
 
-    count: Int  # norms learnt, at most `warmup_steps`
+    count: Int
+    """Norms learnt, at most `warmup_steps`."""
     mean: Float
-    var: Float  # population variance during warm-up, then its moving average
+    var: Float
+    """Population variance during warm-up, then its moving average."""
     shift: baseline.ShiftState
 
 
@@ -129,7 +143,7 @@ class ZClipConfig(NamedTuple):
     init = zero_init(ZClipState)
 
     def update(
-        self, state: ZClipState, seen: Observed, learn: Any, *, xp: Any
+        self, state: ZClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[ZClipState, Clip]:
         """Judges `seen.grad_norm`, then learns it."""
         norm = seen.grad_norm
@@ -137,27 +151,27 @@ class ZClipConfig(NamedTuple):
         warm = count < self.warmup_steps
         # Separate products, and the floor again after the root, because XLA rewrites (c m)(c m) as
         # (m m) c^2, and sqrt(x x) as |x|.
-        floor = numerics.product(self.min_rel_std, state.mean, xp=xp)
-        var = xp.maximum(state.var, numerics.product(floor, floor, xp=xp))
+        floor = xp.product(self.min_rel_std, state.mean)
+        var = xp.maximum(state.var, xp.product(floor, floor))
         sigma = xp.maximum(xp.sqrt(state.var), floor)
 
         # z > k without a root: gap^2 > k^2 v. With two products a Python number and an array (a
         # vmapped sweep) round alike, and XLA does not compute (k k) v.
         k = self.z_threshold
         gap = norm - state.mean
-        limit = k * numerics.product(k, var, xp=xp)
+        limit = k * xp.product(k, var)
         spike = ~warm & (gap > 0) & (gap * gap > limit)
         safe_gap = xp.where(spike, gap, 1.0)
         if self.target == "reciprocal":
-            target = state.mean + xp.where(spike, numerics.quotient(limit, safe_gap, xp=xp), 0.0)
+            target = state.mean + xp.where(spike, xp.quotient(limit, safe_gap), 0.0)
         elif self.target == "mean":
             target = state.mean
         else:
-            target = state.mean + xp.where(spike, numerics.product(k, sigma, xp=xp), 0.0)
+            target = state.mean + xp.where(spike, xp.product(k, sigma), 0.0)
 
         accepted = xp.where(spike, target, norm)
         effective = accepted
-        threshold = xp.where(warm, 0.0, state.mean + numerics.product(k, sigma, xp=xp))
+        threshold = xp.where(warm, 0.0, state.mean + xp.product(k, sigma))
         if self.max_norm is not None:
             effective = xp.minimum(effective, self.max_norm)
             lower = (threshold == 0) | (threshold > self.max_norm)
@@ -165,7 +179,7 @@ class ZClipConfig(NamedTuple):
         over = norm > effective
         scale = scale_to(effective, norm, over, xp=xp)
         known = ~warm & (sigma > 0)
-        z = xp.where(known, numerics.quotient(gap, xp.where(known, sigma, 1.0), xp=xp), 0.0)
+        z = xp.where(known, xp.quotient(gap, xp.where(known, sigma, 1.0)), 0.0)
 
         learn = learn & seen.finite & (norm > 0)
         learnt = _learn(self, state, count, norm, accepted, learn, xp=xp)
@@ -183,12 +197,12 @@ class ZClipConfig(NamedTuple):
 def _learn(
     config: ZClipConfig,
     state: ZClipState,
-    count: Any,
-    norm: Any,
-    accepted: Any,
-    learn: Any,
+    count: Int,
+    norm: Float,
+    accepted: Float,
+    learn: Flag,
     *,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> ZClipState:
     """Updates mean and variance: Welford during warm-up, then moving averages."""
     warm = count < config.warmup_steps
@@ -204,7 +218,7 @@ def _learn(
     gap = value - mean
     mean = mean + xp.where(learn, _step(gap, divisor, rate, warm, xp=xp), 0.0)
     new_gap = value - mean
-    square = numerics.product(xp.where(warm, gap, new_gap), new_gap, xp=xp)
+    square = xp.product(xp.where(warm, gap, new_gap), new_gap)
     deviation = square - var
     step = _step(deviation, divisor, rate, warm, xp=xp)
     var = var + xp.where(learn, step, 0.0)
@@ -216,10 +230,10 @@ def _learn(
     return state._replace(count=new_count, mean=mean, var=var)
 
 
-def _step(gap: Any, count: Any, rate: Any, warm: Any, *, xp: Any) -> Any:
+def _step(gap: Float, count: Float, rate: Float, warm: Flag, *, xp: ArrayNamespace) -> Float:
     """Change of an average: `gap / count` where `warm` (a plain mean), else `rate * gap`."""
-    plain = numerics.quotient(gap, count, xp=xp)
-    return xp.where(warm, plain, numerics.product(rate, gap, xp=xp))
+    plain = xp.quotient(gap, count)
+    return xp.where(warm, plain, xp.product(rate, gap))
 
 
 _PER_OCTAVE = 16
@@ -234,13 +248,14 @@ BINS = len(EDGES) - 1  # number of bins
 class AutoClipState(NamedTuple):
     """Histogram of the recent norms."""
 
-    counts: Int  # (BINS,): norms per bin
+    counts: Int
+    """(BINS,): norms per bin."""
 
 
 class AutoClipConfig(NamedTuple):
     """Parameters of AutoClip."""
 
-    percentile: Annotated[Any, number(above=0, below=100)] = 10.0
+    percentile: Annotated[Number, number(above=0, below=100)] = 10.0
     """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
     window: Steps = 200
     """The histogram covers between one and two times this many norms."""
@@ -255,7 +270,7 @@ class AutoClipConfig(NamedTuple):
         return zeros(AutoClipState, (BINS,))
 
     def update(
-        self, state: AutoClipState, seen: Observed, learn: Any, *, xp: Any
+        self, state: AutoClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AutoClipState, Clip]:
         """Adds `seen.grad_norm` to the histogram, then clips it at the percentile."""
         norm = seen.grad_norm
@@ -287,14 +302,16 @@ class AutoClipConfig(NamedTuple):
         )
 
 
-def _percentile(percent: Any, counts: Any, total: Any, edges: Any, *, xp: Any) -> Any:
+def _percentile(
+    percent: Number, counts: Int, total: Int, edges: Float, *, xp: ArrayNamespace
+) -> Float:
     """Upper edge of the bin that holds the percentile.
 
     Interpolation would clip equal norms forever, by up to the width of a bin. The last sum has only
     one term other than zero, so its order does not matter.
     """
     below = numerics.as_float(xp.cumsum(counts, axis=-1), xp=xp)
-    rank = numerics.product(percent, numerics.as_float(total, xp=xp), xp=xp) * 0.01
+    rank = xp.product(percent, numerics.as_float(total, xp=xp)) * 0.01
     before = below - numerics.as_float(counts, xp=xp)
     in_bin = (below >= rank[..., None]) & (before < rank[..., None])
     return xp.sum(xp.where(in_bin, edges[1:], 0.0), axis=-1)
@@ -308,9 +325,12 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 class AdaGCState(NamedTuple):
     """State of n tensors."""
 
-    count: Int  # steps learnt, at most `warmup_steps`
-    gamma: Float  # (n,): level of each tensor's norm; 0 = no norm seen
-    shift: baseline.ShiftState  # arrays of shape (n,)
+    count: Int
+    """Steps learnt, at most `warmup_steps`."""
+    gamma: Float
+    """(n,): level of each tensor's norm; 0 = no norm seen."""
+    shift: baseline.ShiftState
+    """Arrays of shape (n,)."""
 
 
 class AdaGCConfig(NamedTuple):
@@ -333,7 +353,7 @@ class AdaGCConfig(NamedTuple):
         return zeros(AdaGCState, (groups,))._replace(count=np.zeros((), np.int32))
 
     def update(
-        self, state: AdaGCState, seen: Observed, learn: Any, *, xp: Any
+        self, state: AdaGCState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AdaGCState, Clip]:
         """Judges `seen.group_norms` (n,), then learns them; `Clip` holds arrays of shape (n,)."""
         norms = seen.group_norms

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.array_namespace import Flag, Float, Int, Norms
 
 
 class Cause(enum.IntFlag):
@@ -60,33 +61,33 @@ def names(flags: enum.IntFlag) -> list[str]:
 class Reading(NamedTuple):
     """A detector's result for one step: 0-d arrays, or arrays of the batch's shape."""
 
-    alarm: Any
+    alarm: Flag
     """bool: this step is an outlier."""
-    sustained: Any
+    sustained: Flag
     """bool: the fault lasts, so a rollback may help. During a sustained spike a single step may be
     normal; `alarm` is then false."""
-    cause: Any = None
+    cause: Int | None = None
     """int32 `Cause` flags from a detector with several causes, else None for its `CAUSE`."""
-    z: Any = None
+    z: Float | None = None
     """float32 score of `loss_spike`, 0 in its warm-up; None from other detectors."""
 
 
 class Decision(NamedTuple):
     """The decision about one step, in 0-d arrays."""
 
-    grad_scale: Any
+    grad_scale: Float
     """float32 in [0, 1]: factor on all gradients, 1 = unchanged."""
-    skip: Any
+    skip: Flag
     """bool: keep parameters, moments and counters unchanged."""
-    lr_scale: Any
+    lr_scale: Float
     """float32 in (0, 1]: factor on the update, 1 = the user's own schedule."""
-    action: Any
+    action: Int
     """int32 `Action` flags for the host."""
-    cause: Any
+    cause: Int
     """int32 `Cause` flags."""
-    rollback_depth: Any
+    rollback_depth: Int
     """int32: known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
-    group_scale: Any = None
+    group_scale: Norms = None
     """float32 (n,): one factor per tensor from per-tensor clipping rules; else None."""
 
 
@@ -95,15 +96,15 @@ class Telemetry(NamedTuple):
 
     decision: Decision
     """The ordered decision; in observe mode the enforced decision is neutral."""
-    loss: Any
+    loss: Float
     """float32: last finite loss."""
-    grad_norm: Any
+    grad_norm: Float
     """float32: last finite global gradient norm, before clipping."""
-    threshold: Any
+    threshold: Float
     """float32: norm above which gradients are clipped; 0 without a threshold."""
-    z: Any
+    z: Float
     """float32: z-score of the norm in the clipping rule; 0 during warm-up."""
-    z_loss: Any
+    z_loss: Float
     """float32: score of the loss-spike detector; 0 during warm-up or without the detector."""
 
 
@@ -119,11 +120,16 @@ the demo's transformer the 99th percentile of 4,116 such ratios is 2.1, and the 
 class Readings(NamedTuple):
     """The measured values behind a cause; each may be NaN or Inf."""
 
-    loss: float  # last finite loss; NaN before the first
-    grad_norm: float  # last finite global norm of the gradients, before clipping; NaN before it
-    threshold: float  # norm above which gradients are clipped; 0 without a threshold
-    z: float  # z-score of the norm in the clipping rule
-    z_loss: float  # score of the loss-spike detector
+    loss: float
+    """Last finite loss; NaN before the first one."""
+    grad_norm: float
+    """Last finite global norm of the gradients, before clipping; NaN before the first one."""
+    threshold: float
+    """Norm above which gradients are clipped; 0 without a threshold."""
+    z: float
+    """z-score of the norm in the clipping rule."""
+    z_loss: float
+    """Score of the loss-spike detector."""
 
 
 class SuspectGradient(NamedTuple):
@@ -138,35 +144,64 @@ class SuspectGradient(NamedTuple):
 class StepRecord(NamedTuple):
     """One step as judged by one engine: Python values on the host, arrays in a replay.
 
-    The decision is as ordered; in observe mode it was not enforced.
+    This is what the host reads of a step: the runtime decides by it, loggers and events are made
+    from it. The first 16 fields are numbers of the engine, which a device packs into one array (see
+    `RECORD_FIELDS`). The others are added by the host. The decision is as ordered; in observe mode
+    it was not enforced.
     """
 
-    step: Any  # steps judged so far; this step counts only if it was judged
-    onset: Any  # judged steps before the first alarm of the last incident; -1: no incident
-    incident: Any  # number of the last incident, from 1; 0: no incident
-    incident_open: Any  # bool: an incident is open that has more than skipped non-finite steps
-    action: Any  # `Action` flags
-    cause: Any  # `Cause` flags
-    rollback_depth: Any  # known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK
-    skip: Any  # bool
-    grad_scale: Any  # factor on the gradients, 1 = unchanged
-    lr_scale: Any  # the learning-rate multiplier
-    loss: Any  # this and the next four are as in `Readings`
-    grad_norm: Any
-    threshold: Any
-    z: Any
-    z_loss: Any
-    lr: Any = 0.0  # the program's learning rate at the step; 0 or 1 if unknown
-    engine: str = ""  # name of the optimizer in the run's state; each optimizer has its own engine
-    evidence: tuple[SuspectGradient, ...] = ()  # worst first, at most 10; if there is a cause
-    # (loss, gradient norm) of this rank alone; only for steps with a cause on several ranks
+    step: Int
+    """Steps judged so far; this step counts only if it was judged."""
+    onset: Int
+    """Judged steps before the first alarm of the last incident; -1 without an incident."""
+    incident: Int
+    """Number of the last incident, from 1; 0 without an incident."""
+    incident_open: Flag
+    """An incident is open that has more than skipped non-finite steps."""
+    action: Int
+    """`Action` flags."""
+    cause: Int
+    """`Cause` flags."""
+    rollback_depth: Int
+    """Known-good checkpoint to restore, 1 = newest; 0 without ROLLBACK."""
+    skip: Flag
+    """The step was ordered to keep parameters, moments and counters unchanged."""
+    grad_scale: Float
+    """Factor on the gradients, 1 = unchanged."""
+    lr_scale: Float
+    """The learning-rate multiplier."""
+    loss: Float
+    """Last finite loss; 0 before the first one."""
+    grad_norm: Float
+    """Last finite global norm of the gradients, before clipping; 0 before the first one."""
+    threshold: Float
+    """Norm above which gradients are clipped; 0 without a threshold."""
+    z: Float
+    """z-score of the norm in the clipping rule."""
+    z_loss: Float
+    """Score of the loss-spike detector."""
+    lr: Float = 0.0
+    """The program's learning rate at the step; 0 or 1 if unknown."""
+    engine: str = ""
+    """Name of the optimizer in the run's state; each optimizer has its own engine."""
+    evidence: tuple[SuspectGradient, ...] = ()
+    """The tensors behind a cause, worst first, at most 10. Empty without a cause."""
     rank_signals: tuple[float, float] | None = None
-    by_optimizer: bool = False  # the gradients were finite, and the optimizer's update was not
-    judged: bool = True  # False: the step only accumulated gradients, or was not taken
-    taken: bool = True  # False: the training step kept its old state, including the healing state
-    loss_ratio: float | None = None  # loss over the mean of recent healthy losses
-    eval_loss: float | None = None  # evaluation since the last step, or None
-    eval_gap: float | None = None  # `eval_loss` minus the mean of recent healthy losses
+    """(loss, gradient norm) of this rank alone, or None.
+
+    Only a step with a cause has them, and only a run on several ranks."""
+    by_optimizer: bool = False
+    """The gradients were finite, and the optimizer's update was not."""
+    judged: bool = True
+    """False if the step only accumulated gradients, or was not taken."""
+    taken: bool = True
+    """False if the training step kept its old state, including the healing state."""
+    loss_ratio: float | None = None
+    """Loss over the mean of recent healthy losses, or None if unknown."""
+    eval_loss: float | None = None
+    """Evaluation loss since the last step, or None."""
+    eval_gap: float | None = None
+    """`eval_loss` minus the mean of recent healthy losses, or None."""
 
     @property
     def decision(self) -> Decision:

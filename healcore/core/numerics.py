@@ -1,12 +1,13 @@
 """Arrays of the core: float32 arithmetic, and states as trees (NamedTuples, tuples, arrays, None).
 
-The arithmetic gives the same bits in NumPy, XLA and torch: docs/parity.md.
+The arithmetic gives the same bits in NumPy, XLA and torch (docs/parity.md), if the core follows
+these rules. The namespace `xp` is an `ArrayNamespace`.
 
 * XLA on a CPU contracts ``a * b + c`` into a fused multiply-add, except through a ``select``
-  whose condition LLVM cannot prove: use `product`. LLVM moves the addition of a constant into
+  whose condition LLVM cannot prove: use `xp.product`. LLVM moves the addition of a constant into
   a select, and factors ``where(c, a * b, b * b)``. XLA merges two constant factors.
 * XLA multiplies by the reciprocal of a constant or broadcast divisor, and so does torch for
-  ``scalar / tensor``. Divide by `quotient`, never by, or into, a Python number.
+  ``scalar / tensor``. Divide by `xp.quotient`, never by, or into, a Python number.
 * XLA flushes subnormals to zero; NumPy and torch keep them. Signals below `TINY` and state
   below `FLUSH` are therefore set to zero.
 * ``where`` between two Python numbers has a different dtype in each backend: pass an array.
@@ -18,11 +19,12 @@ The arithmetic gives the same bits in NumPy, XLA and torch: docs/parity.md.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
+
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 
 TINY = 1e-12  # smaller signals become 0, so that no square is subnormal
 
@@ -31,8 +33,6 @@ FLUSH = 1e-30  # smaller state becomes 0; far above the subnormals that XLA flus
 SIGNAL_LIMIT = 1e15  # limit of norms and losses for detectors, so that squares stay finite
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-PRODUCT_LIMIT = 1e38
 
 
 def as_written(number: float) -> float:
@@ -44,115 +44,84 @@ def as_written(number: float) -> float:
     return float(str(np.float32(number)))
 
 
-def and_not(a: Any, b: Any) -> Any:
+def and_not(a: Flag, b: Flag) -> Flag:
     """`a & ~b` for two bools, in one operation."""
     return a > b
 
 
-def flush(x: Any, *, xp: Any) -> Any:
-    """Replaces values below `FLUSH` by zero, so that no backend keeps a subnormal."""
-    return _without_small(x, FLUSH, xp=xp)
+def flush(x: Float, *, xp: ArrayNamespace) -> Float:
+    """Replaces values of at most `FLUSH` by +0, so that no backend keeps a subnormal.
 
-
-def _without_small(x: Any, limit: float, *, xp: Any) -> Any:
-    """Replaces values of at most `limit`, in absolute value, by +0."""
-    if hasattr(xp, "without_small"):
-        return xp.without_small(x, limit)
-    return xp.where(xp.abs(x) <= limit, 0.0, x)
-
-
-def product(a: Any, b: Any, *, xp: Any) -> Any:
-    """Multiplies and rounds to float32 separately in every backend, for products below 1e38.
-
-    Do not add a constant to the result: LLVM would move the addition into the minimum.
+    Every float of a state passes through here, before it is stored.
     """
-    if hasattr(xp, "rounded_product"):
-        return xp.rounded_product(a, b)
-    return xp.minimum(a * b, PRODUCT_LIMIT)
+    return xp.without_small(x, FLUSH)
 
 
-def quotient(a: Any, b: Any, *, xp: Any) -> Any:
-    """Divides with correct rounding in every backend; `a` is a float32 array, `b` is not 0.
-
-    The divisor is brought to the dividend's shape, because XLA multiplies by the reciprocal of a
-    broadcast divisor.
-    """
-    if hasattr(xp, "quotient"):
-        return xp.quotient(a, b)
-    if isinstance(b, int | float):
-        if math.frexp(b)[0] == 0.5:
-            return a * (1 / b)  # a power of two: exact
-        b = a - a + b
-    return a / xp.where(a == a, b, 1.0)
-
-
-def plus_one(number: Any) -> Any:
+def plus_one(number: Number) -> Number:
     """`1 + number` in float32, the same for a Python number and a float32 array."""
     if isinstance(number, int | float):
         return float(np.float32(1.0) + np.float32(number))
     return 1.0 + number
 
 
-def complement(decay: Any, like: Any) -> Any:
-    """`1 - decay` in float32, the same for a Python number and an array shaped as `like`."""
+def complement(decay: Number, like: Float) -> Float:
+    """`1 - decay` in float32 in the shape of `like`, the same for a Python number and an array."""
     return (like - like + 1.0) - decay
 
 
-def sanitized(x: Any, low: float, high: float, other: Any = 0.0, *, xp: Any) -> tuple[Any, Any]:
-    """`x` limited to SIGNAL_LIMIT, and whether `x` is bad: NaN or not from `low` to `high`.
+def sanitized(
+    x: Float, low: float, high: float, other: Float | Number = 0.0, *, xp: ArrayNamespace
+) -> tuple[Float, Flag]:
+    """Makes a signal safe for arithmetic, and finds out whether it is bad.
 
-    Values below TINY become 0; `other` replaces bad values.
+    Args:
+        x: the signal, float32 of any shape.
+        low: the smallest value that is not bad.
+        high: the largest value that is not bad.
+        other: replaces bad values.
+        xp: the array namespace.
+
+    Returns:
+        `x` limited to `SIGNAL_LIMIT`, where values of at most `TINY` are 0; and a bool array of its
+        shape: the value is bad, which is NaN or outside of the range.
     """
     bad = xp.clip(x, low, high) != x
     x = xp.clip(xp.where(bad, other, x), -SIGNAL_LIMIT, SIGNAL_LIMIT)
-    return _without_small(x, TINY, xp=xp), bad
+    return xp.without_small(x, TINY), bad
 
 
-def ema(mean: Any, value: Any, rate: Any, learn: Any, *, xp: Any) -> Any:
-    """One step of a moving average; `value` may be NaN where `learn` is false."""
-    step = product(rate, value - mean, xp=xp)
+def ema(mean: Float, value: Float, rate: Float, learn: Flag, *, xp: ArrayNamespace) -> Float:
+    """One step of a moving average: ``mean + rate * (value - mean)`` where `learn` holds.
+
+    `value` may be NaN where `learn` is false. `rate` is the weight of the value, from 0 to 1.
+    """
+    step = xp.product(rate, value - mean)
     return flush(mean + xp.where(learn, step, 0.0), xp=xp)
 
 
-def shared(x: Any, *, xp: Any) -> Any:
-    """Marks a value on which many results depend: a bool, or an int32 from 0 to a million.
-
-    Some compilers would otherwise compute the value once per result (`healcore.jax.namespace`).
-    """
-    return xp.shared(x) if hasattr(xp, "shared") else x
-
-
-def with_slot(values: Any, slot: Any, value: Any, *, xp: Any) -> Any:
-    """`values` (..., n) with `value` (...) at index `slot` (...) of the last axis."""
-    if hasattr(xp, "with_slot"):
-        return xp.with_slot(values, slot, value)
-    here = xp.arange(values.shape[-1]) == slot[..., None]
-    return xp.where(here, value[..., None], values)
-
-
-def as_float(count: Any, *, xp: Any) -> Any:
+def as_float(count: Int, *, xp: ArrayNamespace) -> Float:
     """Converts an int32 counter to float32; exact below 2**24."""
     return xp.astype(count, xp.float32)
 
 
-def flag(condition: Any, flags: int, *, xp: Any) -> Any:
-    """`flags` as int32 where `condition` holds, else 0.
-
-    Not `where(condition, flags, 0)`: each backend chooses another dtype for two Python numbers.
-    """
-    if hasattr(xp, "flag"):
-        return xp.flag(condition, int(flags))
-    bit = xp.astype(condition, xp.int32)
-    return bit if flags == 1 else bit * int(flags)
-
-
-def decremented(count: Any, *, xp: Any) -> Any:
+def decremented(count: Int, *, xp: ArrayNamespace) -> Int:
     """Decrements an int32, but not below zero."""
     return xp.maximum(count - 1, 0)
 
 
-def streak(run: Any, hit: Any, learn: Any, restart: Any, most: Any, *, xp: Any) -> Any:
-    """Counts hits in a row, at most `most`, int32; a step changes nothing where not `learn`."""
+def streak(
+    run: Int, hit: Flag, learn: Flag, restart: Flag, most: Number, *, xp: ArrayNamespace
+) -> Int:
+    """Counts hits in a row.
+
+    Args:
+        run: hits in a row before this step.
+        hit: this step is a hit.
+        learn: this step counts. Otherwise it changes nothing, except by `restart`.
+        restart: forget the earlier hits first.
+        most: the count does not grow above this number, so that it cannot overflow.
+        xp: the array namespace.
+    """
     run = xp.where(restart, 0, run)
     longer = xp.where(run < most, run + 1, run)
     return xp.where(learn, xp.where(hit, longer, 0), run)
@@ -162,20 +131,22 @@ def streak(run: Any, hit: Any, learn: Any, restart: Any, most: Any, *, xp: Any) 
 
 State = TypeVar("State")
 
-# Kinds of the fields of a state, see `zeros`. The arrays are of NumPy, JAX or torch.
-Float = Annotated[Any, np.float32]
-Int = Annotated[Any, np.int32]
-Flag = Annotated[Any, np.bool_]
-
 
 def zeros(kind: type[State], shape: tuple[int, ...] = ()) -> State:
-    """A state of zeros in NumPy; its fields are `Float`, `Int`, `Flag` or other states."""
-    return kind(
-        *(
-            np.zeros(shape, hint.__metadata__[0]) if get_origin(hint) else zeros(hint, shape)
-            for hint in _hints(kind)
-        )
-    )
+    """A state of zeros in NumPy.
+
+    Args:
+        kind: a NamedTuple whose fields are annotated as `Float`, `Int`, `Flag` or other such
+            NamedTuples. The annotation gives the dtype.
+        shape: of each array.
+    """
+    fields = []
+    for hint in _hints(kind):
+        if get_origin(hint) is Annotated:
+            fields.append(np.zeros(shape, hint.__metadata__[0]))
+        else:
+            fields.append(zeros(hint, shape))
+    return kind(*fields)
 
 
 @functools.cache
@@ -195,12 +166,21 @@ def zero_init(kind: type[State]) -> Callable[..., State]:
 
 
 def map_leaves(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Applies `fn` to each array of `tree` and the matching arrays of `rest`; keeps None."""
+    """Applies `fn` to each array of `tree` and the matching arrays of `rest`; keeps None.
+
+    As `jax.tree.map`, for trees of NamedTuples and tuples.
+
+    Examples:
+        >>> map_leaves(lambda a, b: a + b, (1, None, (2,)), (10, None, (20,)))
+        (11, None, (22,))
+    """
     if tree is None:
         return None
     if isinstance(tree, tuple):
         mapped = [map_leaves(fn, *parts) for parts in zip(tree, *rest, strict=True)]
-        return type(tree)(*mapped) if hasattr(tree, "_fields") else tuple(mapped)
+        if hasattr(tree, "_fields"):
+            return type(tree)(*mapped)
+        return tuple(mapped)
     return fn(tree, *rest)
 
 
@@ -213,9 +193,14 @@ def leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-def select(condition: Any, if_true: Any, if_false: Any, *, xp: Any) -> Any:
-    """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`."""
+def select(condition: Flag, if_true: Array, if_false: Array, *, xp: ArrayNamespace) -> Array:
+    """`xp.where(...)`, whose `if_false` may have more trailing axes than `condition`.
+
+    If both are the same object, the result is that object, without an operation.
+    """
     if if_true is if_false:
         return if_false
     trailing = (None,) * (if_false.ndim - condition.ndim)
-    return xp.where(condition[(..., *trailing)] if trailing else condition, if_true, if_false)
+    if trailing:
+        condition = condition[(..., *trailing)]
+    return xp.where(condition, if_true, if_false)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Norms
 from healcore.core.decision import Telemetry
 from healcore.core.errors import HealcoreError
 
@@ -24,51 +25,77 @@ class SignalError(HealcoreError, ValueError):
 class Signals(NamedTuple):
     """One step's observations, each a float32 0-d array (or of one batch shape), or None.
 
-    None means that the run never has the signal, which is a static property. A detector without its
-    signal is inactive.
+    None means that the run never has the signal. A detector without its signal is inactive. Which
+    signals a run has is fixed before its first step, and so the types of the fields leave out None.
     """
 
-    loss: Any = None
+    loss: Float = None
     """Training loss of this step."""
-    grad_norm: Any = None
+    grad_norm: Float = None
     """Global L2 norm of the gradients, float32, before any clipping; at least 0."""
-    eval_loss: Any = None
+    eval_loss: Float = None
     """Evaluation loss; NaN at a step without an evaluation."""
-    group_norms: Any = None
+    group_norms: Norms = None
     """(n,) L2 norm of each tensor's gradient, for per-tensor clipping."""
-    change_expected: Any = None
+    change_expected: Flag = None
     """bool: opens the grace window, because the LR, batch, data or weights change."""
-    externally_skipped: Any = None
+    externally_skipped: Flag = None
     """bool: the caller skips this step (GradScaler overflow); it is not learnt or counted. Only
     `change_expected` and `eval_loss` hold nevertheless, because they come once."""
-    learning_rate: Any = None
+    learning_rate: Float = None
     """float32: the schedule's learning rate at this step. With it, the limit on the learning rate
     is absolute. Without it, the schedule is assumed to be constant."""
 
 
 class Observed(NamedTuple):
-    """Signals limited to SIGNAL_LIMIT, NaN and Inf replaced, and flags of what was replaced."""
+    """Signals that are safe for arithmetic, and flags of what was replaced.
 
-    loss: Any
-    grad_norm: Any
-    eval_loss: Any
-    group_norms: Any
-    bad_loss: Any  # bool or None: the loss is NaN or infinite
-    bad_grad: Any  # bool or None: a gradient norm is NaN, infinite, too large to clip, or negative
-    bad: Any  # bool: a signal is bad
-    finite: Any  # bool: all signals are finite, so baselines may learn this step
-    has_eval: Any  # bool or None: this step has an evaluation
-    restart: Any  # bool: a change is expected, so baselines restart their warm-up
-    learning_rate: Any = None  # float32 or None: the schedule's rate; may be NaN or Inf
-
-
-def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp: Any) -> Observed:
-    """Separates finite values from others, once for all detectors.
-
-    `last` has the loss and norm that replace bad ones; 0 replaces a norm that the policy clips. No
-    float32 factor clips a gradient above SIGNAL_LIMIT, so such a norm is bad if the policy clips.
+    Every value is finite and at most `SIGNAL_LIMIT`: NaN, Inf and invalid norms are replaced. A
+    field is None if the run never has its signal, see `Signals`.
     """
-    most = numerics.SIGNAL_LIMIT if clips else numerics.FLOAT32_MAX
+
+    loss: Float
+    """Training loss; the last finite loss where `bad_loss` holds."""
+    grad_norm: Float
+    """Global gradient norm before clipping; the last finite one, or 0 if the policy clips, where
+    `bad_grad` holds."""
+    eval_loss: Float
+    """Evaluation loss; 0 where `has_eval` is false."""
+    group_norms: Norms
+    """Gradient norm of each tensor; 0 for a norm that is not finite."""
+    bad_loss: Flag
+    """The loss is NaN or infinite."""
+    bad_grad: Flag
+    """A gradient norm is NaN, infinite, too large to clip, or negative."""
+    bad: Flag
+    """A signal is bad."""
+    finite: Flag
+    """All signals are finite, so baselines may learn this step."""
+    has_eval: Flag
+    """This step has an evaluation."""
+    restart: Flag
+    """A change is expected, so baselines restart their warm-up."""
+    learning_rate: Float = None
+    """The schedule's rate. It is not checked, and may be NaN or Inf."""
+
+
+def observe(
+    signals: Signals, restart: Flag, last: Telemetry, *, clips: bool, xp: ArrayNamespace
+) -> Observed:
+    """Checks the signals of a step, once for all detectors.
+
+    Args:
+        signals: as the adapter measured them.
+        restart: a change is expected at this step.
+        last: has the last finite loss and norm, which replace bad ones.
+        clips: whether the policy clips. No float32 factor clips a gradient above `SIGNAL_LIMIT`, so
+            such a norm is then bad. A bad norm is replaced by 0, because a clipping rule would
+            learn the last norm again.
+        xp: the array namespace.
+    """
+    most, other_norm = numerics.FLOAT32_MAX, last.grad_norm
+    if clips:
+        most, other_norm = numerics.SIGNAL_LIMIT, 0.0
     loss = grad_norm = group_norms = eval_loss = None
     bad_loss = bad_grad = has_eval = None
     sanitized = functools.partial(numerics.sanitized, xp=xp)
@@ -77,17 +104,19 @@ def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp:
             signals.loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX, last.loss
         )
     if signals.grad_norm is not None:
-        other = 0.0 if clips else last.grad_norm
-        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other)
+        grad_norm, bad_grad = sanitized(signals.grad_norm, _LEAST_NORM, most, other_norm)
     if signals.group_norms is not None:
         group_norms, bad = sanitized(signals.group_norms, _LEAST_NORM, most)
         any_bad = xp.sum(xp.astype(bad, xp.int32), axis=-1) > 0
-        bad_grad = any_bad if bad_grad is None else bad_grad | any_bad
+        if bad_grad is None:
+            bad_grad = any_bad
+        else:
+            bad_grad = bad_grad | any_bad
     if signals.eval_loss is not None:
         eval_loss, bad = sanitized(signals.eval_loss, -numerics.FLOAT32_MAX, numerics.FLOAT32_MAX)
         has_eval = ~bad
     found = [each for each in (bad_loss, bad_grad) if each is not None]
-    bad = numerics.shared(functools.reduce(operator.or_, found), xp=xp)
+    bad = xp.shared(functools.reduce(operator.or_, found))
     return Observed(
         loss=loss,
         grad_norm=grad_norm,
@@ -103,7 +132,7 @@ def observe(signals: Signals, restart: Any, last: Telemetry, *, clips: bool, xp:
     )
 
 
-def check_scalar(name: str, value: Any) -> np.float32:
+def check_scalar(name: str, value: Float) -> np.float32:
     """Converts a number on the host to a float32 signal; NaN and Inf are allowed.
 
     A number beyond the range of float32 becomes infinite, as on a device.

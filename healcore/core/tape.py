@@ -1,20 +1,44 @@
 """Records the engine's step as one straight Python function, for NumPy scalars.
 
-The engine has no branches, so its operations are the same for all numbers. They are recorded once
-and compiled. A step then has no calls, no branches on the configuration and no tuples.
-`numpy.where` on two scalars takes a microsecond, and a conditional of Python a tenth of it; an
-operand of a `where` is computed only if it is selected. Values and dtypes equal NumPy's.
+On the host the engine judges one step at a time, on single numbers. With NumPy most of that time is
+overhead: the calls of the core's functions, their branches on the policy, and `numpy.where`, which
+takes a microsecond on two scalars. The engine has no branch on a value, so its operations are the
+same for all numbers. They are recorded once, written as the source of a Python function, and
+compiled. A conditional expression of Python takes a tenth of a `numpy.where`, and computes only the
+operand that it selects. Values and dtypes equal NumPy's.
+
+How it works: `to_program` calls the function once with a placeholder, a `RecordedValue`, for each
+number of its arguments, and with a `Tape` as `xp`. Each operator on a placeholder, and each call
+of the tape, adds a line and returns a new placeholder. A placeholder also holds the `sample` that
+NumPy computes from the example arguments, for its dtype and shape only. From the result the tape
+finds the lines that are needed. A line that is used once becomes part of the line that uses it.
+
+    def judged(state, norm, *, xp):                 # what the core has
+        mean, unused = state
+        over = norm > 2.0 * mean
+        accepted = xp.where(over, mean, norm)
+        mean = mean + xp.product(np.float32(0.125), accepted - mean)
+        return (mean, unused), xp.flag(over, 4)
+
+    def program(tree0, tree1, *, c0=2.0, c1=0.125, c2=1, c3=0, c4=4):           # what is recorded
+        [v0, _] = tree0
+        v1 = tree1
+        v3 = v1 > (c0 * v0)
+        return (((v0 + (c1 * ((v0 if v3 else v1) - v0))), None, ), ((c2 if v3 else c3) * c4), )
+
+Constants are NumPy scalars, and defaults of keyword parameters. The names `v0`, `v1`, ... number
+all lines, so numbers of lines that were inlined or are not needed are missing.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partialmethod
 from typing import Any
 
 import numpy as np
 
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.numerics import leaves
 
 _MAX_DEPTH = 20
@@ -30,12 +54,25 @@ class NotRecordable(TypeError):
 def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
     """Records ``function(*trees, xp=...)`` and returns a faster function with the same results.
 
-    The function must be pure. The trees are nested NamedTuples, tuples and None with NumPy scalars
-    and arrays: examples of the structure, dtypes and shapes of later calls. Later calls need
-    ``np.errstate(all="ignore")``.
+    Args:
+        function: a pure function without branches on a value, such as `Engine.step`.
+        trees: examples of its arguments: nested NamedTuples, tuples and None with NumPy scalars and
+            arrays. Later calls must have the same structure, dtypes and shapes, which the program
+            does not check.
+
+    Returns:
+        A function of trees like these, without `xp`. A call needs ``np.errstate(all="ignore")``.
 
     Raises:
         NotRecordable: the function branches on a value.
+
+    Examples:
+        >>> import numpy as np
+        >>> def larger(pair, *, xp):
+        ...     return xp.where(pair[0] > pair[1], pair[0], pair[1])
+        >>> program = to_program(larger, (np.float32(1), np.float32(2)))
+        >>> program((np.float32(7), np.float32(5)))
+        np.float32(7.0)
     """
     tape = Tape()
     with np.errstate(all="ignore"):
@@ -47,11 +84,17 @@ def to_program(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
 def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[..., Any]:
     """Records a loop over ``state, outputs = function(state, inputs, xp=...)``, as `to_program`.
 
-    `state` and `inputs`, a tuple of scalars, are examples, and the outputs are a tuple.
+    A replay judges a million steps. In a loop the numbers of the state stay in local variables, and
+    are not packed into NamedTuples after each step. Only those that the step changes are assigned.
+
+    Args:
+        function: returns the new state and a tuple of outputs.
+        state: an example of the state.
+        inputs: an example of one step's inputs, a tuple of scalars.
 
     Returns:
-        A function of the first state and of the inputs of all steps. It returns the last state and
-        the outputs of each step.
+        A function of the first state and of an iterable with the inputs of each step. It returns
+        the last state and a list with the outputs of each step.
     """
     tape = Tape()
     with np.errstate(all="ignore"):
@@ -61,7 +104,16 @@ def to_loop(function: Callable[..., Any], state: Any, inputs: Any) -> Callable[.
 
 
 class RecordedValue:
-    """Placeholder for a number or an array in the recorded function."""
+    """Placeholder for a number or an array in the recorded function.
+
+    It has the operators of a NumPy array, which record a line. It has no truth value, because the
+    line of a branch that was not taken would be missing.
+
+    Attributes:
+        tape: where the operations on it are recorded.
+        place: index of its line. Its name in the program is ``v{place}``.
+        sample: its value for the example arguments, for its dtype and shape.
+    """
 
     __slots__ = ("place", "sample", "tape")
     __array_ufunc__ = None  # an array as the left operand defers to this class
@@ -92,6 +144,8 @@ class RecordedValue:
 
 
 def _binary(sign: str) -> tuple[Any, Any]:
+    """Makes the methods of an operator: with the placeholder on its left, and on its right."""
+
     def forward(self: RecordedValue, other: Any) -> RecordedValue:
         return self.tape.binary(sign, self, other)
 
@@ -111,17 +165,22 @@ for _name, _sign in (_ARITHMETIC | _OTHERS | _COMPARISONS).items():
         setattr(RecordedValue, f"__r{_name}__", _backward)
 
 
-class Tape:
-    """The recorded operations; also the array namespace `xp` of the recorded function."""
+class Tape(ArrayNamespace):
+    """The recorded operations; also the array namespace `xp` of the recorded function.
 
-    float32, int32, bool = np.float32, np.int32, np.bool_
-    arange = staticmethod(np.arange)
-    rounded_product = staticmethod(operator.mul)  # NumPy rounds a product by itself
+    A function of the namespace whose arguments are all constants returns its result. With a
+    placeholder among the arguments it records an expression of Python, and returns the placeholder
+    of the result.
+    """
+
+    float32 = np.float32
+    int32 = np.int32
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, tuple[str, ...]]] = []
         """Text of each value, with {} for its operands, and the operands' names."""
         self._known: dict[Any, RecordedValue] = {}
+        """(text, names) -> the value that this operation has given."""
         self._names: dict[Any, str] = {}
         """Key of a constant -> its name in the program."""
         self._scope: dict[str, Any] = {"new": tuple.__new__}
@@ -129,41 +188,56 @@ class Tape:
 
     # -- the namespace --------------------------------------------------------------------------
 
-    def where(self, condition: Any, a: Any, b: Any) -> Any:
-        """`numpy.where`; a Python number takes the dtype of the other operand."""
-        samples = [_sample(each) for each in (condition, a, b)]
-        a, b = _like(a, samples[2]), _like(b, samples[1])
-        if a is b:
-            return a
+    def where(self, condition: Flag, x: Array | Number, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.where` if an operand is an array."""
+        samples = [_sample(each) for each in (condition, x, y)]
+        if_true, if_false = _like(x, samples[2]), _like(y, samples[1])
+        if if_true is if_false:
+            return if_true
         if any(isinstance(each, np.ndarray) for each in samples):
-            return self.call(np.where, condition, a, b)
-        if not isinstance(condition, RecordedValue):
-            return a if condition else b
-        return self.add("{1} if {0} else {2}", condition, a, b)
+            return self.call(np.where, condition, if_true, if_false)
+        if isinstance(condition, RecordedValue):
+            return self.add("{1} if {0} else {2}", condition, if_true, if_false)
+        if condition:
+            return if_true
+        return if_false
 
-    def _extreme(self, sign: str, function: Callable[..., Any], a: Any, b: Any) -> Any:
-        """`numpy.minimum` or `maximum`; a Python number takes the dtype of the other operand."""
-        a, b = _like(a, _sample(b)), _like(b, _sample(a))
-        if any(isinstance(_sample(each), np.ndarray) for each in (a, b)):
-            return self.call(function, a, b)
-        return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", a, b)
+    def minimum(self, x: Array, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.minimum` if an operand is an array."""
+        return self._extreme("<", np.minimum, x, y)
 
-    minimum = partialmethod(_extreme, "<", np.minimum)
-    maximum = partialmethod(_extreme, ">", np.maximum)
+    def maximum(self, x: Array, y: Array | Number, /) -> Array:
+        """A conditional expression, or `numpy.maximum` if an operand is an array."""
+        return self._extreme(">", np.maximum, x, y)
 
-    def clip(self, x: Any, low: Any, high: Any) -> Any:
-        """`numpy.clip`."""
+    def _extreme(self, sign: str, function: Callable[..., Any], x: Array, y: Array) -> Array:
+        """Records a minimum or maximum; the second comparison lets a NaN of `x` through."""
+        left, right = _like(x, _sample(y)), _like(y, _sample(x))
+        if any(isinstance(_sample(each), np.ndarray) for each in (left, right)):
+            return self.call(function, left, right)
+        return self.add(f"{{0}} if {{0}} {sign} {{1}} or {{0}} != {{0}} else {{1}}", left, right)
+
+    def clip(self, x: Array, low: float, high: float, /) -> Array:
+        """A minimum and a maximum."""
         return self.maximum(self.minimum(x, high), low)
 
-    def sum(self, x: Any, axis: int) -> Any:
+    def abs(self, x: Array, /) -> Array:
+        """Python's `abs`."""
+        return self.add("abs({})", x)
+
+    def sqrt(self, x: Float, /) -> Float:
+        """`numpy.sqrt`."""
+        return self.call(np.sqrt, x)
+
+    def sum(self, x: Array, axis: int) -> Array:
         """`numpy.sum`."""
         return self.add(f"{{}}.sum({axis})", x)
 
-    def cumsum(self, x: Any, axis: int) -> Any:
+    def cumsum(self, x: Int, axis: int) -> Int:
         """`numpy.cumsum`."""
         return self.add(f"{{}}.cumsum({axis})", x)
 
-    def astype(self, x: Any, dtype: Any) -> Any:
+    def astype(self, x: Array, dtype: Any, /) -> Array:
         """`numpy.astype`, which takes ten times as long as arithmetic on scalars."""
         kind = type(_sample(x))
         if kind is np.bool_:
@@ -173,12 +247,26 @@ class Tape:
             return self.add("{} + float({})", _ZERO, x)
         return self.add("{}.astype({})", x, dtype)
 
-    def asarray(self, x: Any) -> Any:
-        """`numpy.asarray`, for constants."""
-        return x if isinstance(x, RecordedValue) else np.asarray(x)
+    def arange(self, n: int, /) -> Int:
+        """`numpy.arange`, a constant."""
+        return np.arange(n)
 
-    def with_slot(self, values: Any, slot: Any, value: Any) -> Any:
-        """See `numerics.with_slot`."""
+    def asarray(self, x: Any, /) -> Array:
+        """`numpy.asarray`, for constants."""
+        if isinstance(x, RecordedValue):
+            return x
+        return np.asarray(x)
+
+    def reciprocal(self, count: Int, /) -> Float:
+        """A division of 1 by the count as float32."""
+        return self.add("{} / {}", _ONE, self.astype(count, np.float32))
+
+    def product(self, x: Float | Number, y: Float, /) -> Float:
+        """A plain product, because NumPy rounds each operation by itself."""
+        return x * y
+
+    def with_slot(self, values: Array, slot: Int, value: Array, /) -> Array:
+        """A copy with one other element, or `values` itself if the element is equal."""
         return self.call(_with_slot, values, slot, value)
 
     # -- recording -----------------------------------------------------------------------------
@@ -190,8 +278,10 @@ class Tape:
         if isinstance(tree, tuple):
             parts = [self.given(part) for part in tree]
             values = [value for value, _ in parts]
-            rebuilt = type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-            return rebuilt, "[" + ", ".join(pattern for _, pattern in parts) + "]"
+            pattern = "[" + ", ".join(part for _, part in parts) + "]"
+            if hasattr(tree, "_fields"):
+                return type(tree)(*values), pattern
+            return tuple(values), pattern
         value = self._new("", (), tree)
         return value, f"v{value.place}"
 
@@ -204,14 +294,19 @@ class Tape:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Records a function call."""
-        return self.add(
-            f"{self._constant(function)}({', '.join(['{}'] * len(arguments))})", *arguments
-        )
+        placeholders = ", ".join(["{}"] * len(arguments))
+        return self.add(f"{self._constant(function)}({placeholders})", *arguments)
 
     def add(self, text: str, *arguments: Any) -> Any:
-        """Records an operation. An operation on constants returns its result.
+        """Records an operation.
 
-        An equal operation returns the value that exists.
+        Args:
+            text: the expression, with {} for each operand.
+            arguments: the operands, placeholders and constants.
+
+        Returns:
+            The placeholder of the result. An operation on constants only returns its result, and an
+            operation that is recorded already returns the placeholder that exists.
         """
         names = tuple(self._name(each) for each in arguments)
         recorded = self._known.get((text, names))
@@ -223,11 +318,13 @@ class Tape:
             recorded = self._known[text, names] = self._new(text, names, sample)
         return recorded
 
-    abs, sqrt = partialmethod(add, "abs({})"), partialmethod(call, np.sqrt)
-    reciprocal = partialmethod(add, "{} / {}", _ONE)
-
     def program(self, patterns: list[str], result: Any) -> Callable[..., Any]:
-        """Compiles the operations on which the result depends."""
+        """Compiles the operations on which the result depends.
+
+        Args:
+            patterns: how each argument is unpacked, ``[v0, [v1, _]]``; see `given`.
+            result: what the recorded function has returned.
+        """
         body, answer = self._operations(result)
         arguments = [f"tree{i}" for i in range(len(patterns))]
         unpacked = [f"{p} = {a}" for p, a in zip(patterns, arguments, strict=True)]
@@ -248,7 +345,12 @@ class Tape:
         return self._compiled(["state", "inputs"], [*lines, f"return {last}, rows"])
 
     def _operations(self, result: Any) -> tuple[list[str], str]:
-        """Writes the operations on which a result depends, and the result as an expression."""
+        """Writes the operations on which a result depends, and the result as an expression.
+
+        First it counts, from the last line to the first one, how often each value is used. A value
+        that is used once is written where it is used, in parentheses, unless these would be nested
+        deeper than `_MAX_DEPTH`. Python evaluates it in the same order as before.
+        """
         template, places = self._written(result)
         uses = [0] * len(self._lines)
         for name in places:
@@ -273,8 +375,13 @@ class Tape:
         return body, template.format(*(inlined.get(f"v{at}", (f"v{at}", 0))[0] for at in places))
 
     def _compiled(self, arguments: list[str], lines: list[str]) -> Callable[..., Any]:
-        constants = [f"{name}={name}" for name in self._names.values()]  # defaults: fast locals
-        source = f"def program({', '.join([*arguments, '*', *constants])}):\n " + "\n ".join(lines)
+        """Compiles a function of these parameters with these lines as its body."""
+        parameters = list(arguments)
+        if self._names:
+            # Constants are defaults of keyword parameters, because local variables are fast.
+            parameters.append("*")
+            parameters += [f"{name}={name}" for name in self._names.values()]
+        source = f"def program({', '.join(parameters)}):\n " + "\n ".join(lines)
         scope = dict(self._scope)
         exec(compile(source, "<the engine's step, recorded>", "exec"), scope)
         return scope["program"]
@@ -294,15 +401,22 @@ class Tape:
         return inner, [place for _, places in parts for place in places]
 
     def _new(self, text: str, names: tuple[str, ...], sample: Any) -> RecordedValue:
+        """Adds a line, and returns the placeholder of its value."""
         self._lines.append((text, names))
         return RecordedValue(self, len(self._lines) - 1, sample)
 
     def _name(self, value: Any) -> str:
-        return f"v{value.place}" if isinstance(value, RecordedValue) else self._constant(value)
+        """The name of a placeholder or constant in the program."""
+        if isinstance(value, RecordedValue):
+            return f"v{value.place}"
+        return self._constant(value)
 
     def _constant(self, value: Any) -> str:
-        plain = isinstance(value, (int, float, np.generic))
-        key = (type(value), repr(value)) if plain else id(value)
+        """The name of a constant. Equal numbers of one type have one name."""
+        if isinstance(value, (int, float, np.generic)):
+            key = (type(value), repr(value))  # as text: -0.0 equals 0.0, and NaN not itself
+        else:
+            key = id(value)
         if key not in self._names:
             self._names[key] = f"c{len(self._names)}"
             self._scope[self._names[key]] = value  # the reference keeps the id unique
@@ -310,7 +424,10 @@ class Tape:
 
 
 def _sample(value: Any) -> Any:
-    return value.sample if isinstance(value, RecordedValue) else value
+    """The example of a placeholder, or the constant itself."""
+    if isinstance(value, RecordedValue):
+        return value.sample
+    return value
 
 
 def _like(value: Any, other: Any) -> Any:
@@ -323,7 +440,9 @@ def _like(value: Any, other: Any) -> Any:
         or (kind is np.bool_ and isinstance(value, bool))
         or (kind in (np.int32, np.int64) and isinstance(value, int) and abs(value) < 2**31)
     )
-    return kind(value) if fits else value
+    if fits:
+        return kind(value)
+    return value
 
 
 def _with_slot(values: Any, slot: Any, value: Any) -> Any:

@@ -17,6 +17,8 @@ SCHEMA = 2
 """Version of the format. Changed or removed fields need a new version, added fields do not."""
 ENVELOPE = ("schema", "seq", "run", "time", "mono", "kind", "step")
 """Fields that every event has."""
+MAX_ROWS = 64
+"""Limit of the rows of a batch in an event."""
 _SHOWN_ROWS = 16  # limit of the rows of a batch in a sentence
 
 
@@ -111,7 +113,7 @@ def _responses(alarm: Any) -> list[str]:
         return responses
     if alarm.skip:
         if alarm.skips is not None and alarm.skips > 1:
-            responses.append(f"skipped, {alarm.skips} of the run")
+            responses.append(f"skipped ({alarm.skips:,} so far)")
         else:
             responses.append("skipped")
     elif alarm.grad_scale is not None and alarm.grad_scale < 1:
@@ -131,16 +133,35 @@ def batch_names(batches: Sequence[Sequence[int]], rows: Sequence[list[int]]) -> 
         rows: for each of `batches` its first rows of the dataset; may be shorter, or empty.
 
     Returns:
-        A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)". It has at most 16 rows.
+        A text for each batch, for example "epoch 0 batch 412 (rows 7, 19)", with the rows as in
+        `rows_text`.
     """
     names = []
     for place, (epoch, index) in enumerate(batches):
         name = f"epoch {epoch} batch {index}"
         if place < len(rows):
-            shown = ", ".join(map(str, rows[place][:_SHOWN_ROWS]))
-            name += f" (rows {shown})"
+            name += f" (rows {rows_text(rows[place])})"
         names.append(name)
     return names
+
+
+def rows_text(rows: Sequence[int]) -> str:
+    """Lists the first 16 rows of a batch, and the number of the others.
+
+    Args:
+        rows: the first rows of the batch, at most `MAX_ROWS`.
+
+    Returns:
+        The text, for example "7, 19, 4" or "7, 19, ..., 31 and 24 more". An event has at most 64
+        rows of a batch, so the text of a larger batch says "and 48 or more".
+    """
+    text = ", ".join(map(str, rows[:_SHOWN_ROWS]))
+    rest = len(rows) - _SHOWN_ROWS
+    if rest <= 0:
+        return text
+    if len(rows) >= MAX_ROWS:
+        return f"{text} and {rest} or more"
+    return f"{text} and {rest} more"
 
 
 def _alarm(event: EventRecord) -> str:
@@ -172,7 +193,7 @@ def _order(event: EventRecord) -> str:
 
 def _rollback(event: EventRecord) -> str:
     parts = [
-        f"from step {event.step or 0} back to the checkpoint of step {event.checkpoint}",
+        f"rolled back from step {event.step or 0} to the checkpoint of step {event.checkpoint}",
         lr_text(event),
     ]
     if event.batches:
@@ -276,13 +297,22 @@ def _hook(event: EventRecord) -> str:
     return f"the hook {event.hook or ''} changed {replaced} to {replacement}"
 
 
+_ANSWERS = {
+    "shrink_microbatch": "the batch is split into smaller parts",
+    "skip_batch": "the batch is skipped",
+    "retry": "the call is repeated",
+    "save": "the state is saved",
+}
+"""`EventRecord.answer` -> clause."""
+
+
 def _fault(event: EventRecord) -> str:
     text = f"fault: {flag_names(event.cause or ()) or 'unknown'}"
     if event.severity:
         text += f" ({event.severity})"
     text += f": {event.problem}"
     if event.answer:
-        text += f"; {event.answer.replace('_', ' ')}"
+        text += f"; {_ANSWERS.get(event.answer, event.answer.replace('_', ' '))}"
     return text
 
 

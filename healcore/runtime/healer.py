@@ -12,18 +12,18 @@ from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
 from healcore.runtime.batch_iterator import Batch, Batches
-from healcore.runtime.data.loader_adapters import Loader
+from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
-from healcore.runtime.driver import trainer_limit
+from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
-from healcore.runtime.run.evidence import FORWARD_PASS
-from healcore.runtime.run.loss_function import loss_of
+from healcore.runtime.run.compare.evidence import FORWARD_PASS
+from healcore.runtime.run.compare.loss_function import loss_of
+from healcore.runtime.run.ending.exits import IncompleteRun
+from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.shutdown import Shutdown
 from healcore.runtime.run.start import Options, open_run
-from healcore.runtime.run.termination import IncompleteRun
 from healcore.runtime.run_hooks import RunHooks
 from healcore.runtime.run_options import (
     CHECKPOINTS,

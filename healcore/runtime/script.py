@@ -25,7 +25,7 @@ from typing import Any, Unpack
 
 from healcore.policy import PolicyLike
 from healcore.runtime.healer import Healer, HealerOptions, State
-from healcore.runtime.run import termination
+from healcore.runtime.run.ending import exits
 
 _started: list[Healer[Any]] = []
 """The runs that `start` has opened and that are not closed, oldest first."""
@@ -66,8 +66,9 @@ def start(
         Exception: as `healcore.Healer` and its `with` statement.
     """
     healer = Healer(policy, state=state, **options)
-    for other in [each for each in _started if _is_replaced_by(healer, each)]:
-        _close(other, _early_end(other))
+    for other in _started:
+        if _is_replaced_by(healer, other):
+            _close(other, _early_end(other))
     healer.__enter__()
     _install_hooks()
     _started.append(healer)
@@ -81,6 +82,7 @@ def _is_replaced_by(new: Healer[Any], old: Healer[Any]) -> bool:
 
 
 def _install_hooks() -> None:
+    """Makes Python call `_on_uncaught` and `_on_exit`, once for all runs of the process."""
     global _previous_hook
     if _previous_hook is not None:
         return
@@ -106,7 +108,7 @@ def _on_exit() -> None:
     """Closes the runs that are still open. Sets the exit status if the run is incomplete."""
     status = 0
     for healer in reversed(_started):
-        status = _close(healer, termination.newest_end() or _early_end(healer)) or status
+        status = _close(healer, exits.newest_end() or _early_end(healer)) or status
     if status:
         # Python has chosen the status already. The other handlers run first.
         atexit._run_exitfuncs()
@@ -131,4 +133,4 @@ def _early_end(healer: Healer[Any]) -> BaseException | None:
     """The reason to resume a run that has left its loop within the body, or None."""
     if not healer.has_left_loop_early:
         return None
-    return termination.EndRequested("a program that has left its loop early")
+    return exits.EndRequested("a program that has left its loop early")

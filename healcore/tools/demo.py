@@ -24,6 +24,7 @@ from healcore.tools.report import page
 from healcore.tools.report.run_report import RunReport, read_reports
 
 FRAMEWORKS = {"torch": ("torch",), "jax": ("jax", "optax")}
+PAGE_NAME = "events.report.html"
 PROBATION = 20
 """Healthy steps until a checkpoint is known-good; the presets' 100 are a third of a run."""
 
@@ -79,7 +80,9 @@ def run_demo(
     try:
         out.mkdir(parents=True)
     except FileExistsError:
-        raise DemoError(f"{out} exists: delete it, or name another folder with --out") from None
+        raise DemoError(
+            f"{out} exists: delete it, name another folder with --out, or leave out --out"
+        ) from None
     console = console or output.console()
     policy = policies.load("default", rollback={"probation": PROBATION})
     _introduce(console, scenario)
@@ -106,7 +109,11 @@ def run_demo(
         name = f"{run.framework} {run.arm}"
         table.add_row(name, *losses, *counts, rollbacks, end_section=run.arm == ARMS[-1])
     console.print(table, "")
-    console.print(f"\npages and checkpoints: {out}", soft_wrap=True, markup=False)
+    console.print("\nopen the report of a healed run in a browser:", highlight=False)
+    for framework in frameworks:
+        page_path = out.absolute() / f"{framework}-healed" / PAGE_NAME
+        console.print(f"  {page_path}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"events and checkpoints: {out}", soft_wrap=True, markup=False, highlight=False)
     return runs
 
 
@@ -133,7 +140,7 @@ def _train(run: DemoRun, scenario: Scenario, policy: Any, folder: Path, progress
     run.held_out_loss = train(scenario, run.arm, policy, folder, on_step)
     if run.arm == "healed":
         (run.report,) = read_reports(folder / "events.jsonl")
-        (folder / "events.report.html").write_text(page.render([run.report]), encoding="utf-8")
+        (folder / PAGE_NAME).write_text(page.render([run.report]), encoding="utf-8")
 
 
 def format_loss(loss: float) -> str:

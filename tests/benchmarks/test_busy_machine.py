@@ -11,9 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import healcore
 from benchmarks.healbench.running import DONE, Job, Result, run_all, run_one
 from healcore.events.process import Process
+
+pytestmark = pytest.mark.slow  # 20 runs of a benchmark
 
 ARM, SEED, LIMIT_S = "healer_ask", 1, 900.0
 TASKS = {

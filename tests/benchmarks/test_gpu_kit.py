@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.gpu_kit import __main__ as kit
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="with CUDA the kit itself runs: make gpu"
-)
+pytestmark = [
+    pytest.mark.slow,  # about our own benchmark
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the kit itself runs: make gpu"),
+]
 FOUND: dict[str, dict[str, Any]] = {
     "decisions": {"policies": ["default", "pretraining", "autoclip"], "steps": 40},
     "launches": {"tensors": 192},

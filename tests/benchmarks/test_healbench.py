@@ -178,6 +178,7 @@ def test_each_part_of_the_promise_can_be_broken(metrics, more, said):
         assert all(where.startswith("fine (jax) healer: ") for where in wheres)
 
 
+@pytest.mark.slow
 def test_no_run_stops_the_rest():
     jobs = [Job("jax", "fine", arm, 1) for arm in (*DOES, "nothing", "healer")]
     DIED.unlink(missing_ok=True)

@@ -123,6 +123,7 @@ def test_labels_are_one_class_too_high_in_30_batches(name):
     assert all(by == {1} for by in moved[first : first + 30])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["nothing", "attach_default"])
 def test_numbers_reach_the_state_of_optax_under_any_arm(arm):
     problem: Any = JAX["swapped_betas_early"].build(0)
@@ -145,6 +146,7 @@ def test_the_number_in_the_state_of_optax_is_that_of_the_step():
         np.testing.assert_allclose(updates, -(1 + momentum))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in GRADIENTS if name in JAX and "garbage" not in name]
 )
@@ -160,6 +162,7 @@ def test_jax_changes_the_gradients_as_torch_does(name):
             np.testing.assert_allclose(ours[key], wanted, atol=tolerance, err_msg=key)
 
 
+@pytest.mark.slow
 def test_jax_garbage_is_the_same_when_a_step_is_repeated():
     problem: Any = JAX["garbage_gradients_middle"].build(0)
     first = first_step("garbage_gradients_middle")

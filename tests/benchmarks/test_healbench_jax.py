@@ -18,6 +18,8 @@ from benchmarks.healbench.tasks import TASKS as TORCH
 from benchmarks.healbench.tasks import wrong_numbers
 from benchmarks.healbench.tasks.middle_faults import STEPS
 
+pytestmark = pytest.mark.slow  # about our own benchmark
+
 
 def build(task: str) -> Any:
     return TASKS[task].build(0)

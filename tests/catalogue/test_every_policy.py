@@ -66,6 +66,7 @@ def test_it_is_attached_in_torch(name):
     assert observed or np.isfinite(weights).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [x if x in COVERING else pytest.param(x, marks=pytest.mark.stress) for x in ALL]
 )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action
 from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import WITHHELD
@@ -137,7 +138,7 @@ def growing_run(
 
 def where(lanes: np.ndarray, new: EngineState, old: EngineState) -> EngineState:
     """The state with these lanes of `new`, and the others of `old`."""
-    return map_leaves(lambda a, b: select(lanes, a, b, xp=np), new, old)
+    return map_leaves(lambda a, b: select(lanes, a, b, xp=NUMPY), new, old)
 
 
 def compare(expected: Expected, got: Columns) -> Outcome:

@@ -109,6 +109,7 @@ def steps_until_back(taken: np.ndarray, usual: np.ndarray) -> int:
     return int(high[-1]) + 1 if len(high) else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", LEARNING_CLIPS)
 def test_clipping_is_back_at_its_usual_amount(clip):
     """After a true level shift, within the steps that the page states."""

@@ -22,6 +22,8 @@ from healcore.core.signals import Signals
 from tests.core import fuzz, oracle, policies
 from tests.core.random_policies import BOUNDED, engine_configs
 
+pytestmark = pytest.mark.slow  # many random cases; the other tests here are examples
+
 STEPS, LANES = 300, 12
 some_lanes = pytest.mark.parametrize("lanes", [LANES, pytest.param(30, marks=pytest.mark.stress)])
 plain_and_wild = pytest.mark.parametrize("wild", [False, True], ids=["plain", "wild"])
@@ -50,7 +52,6 @@ def test_every_clipping_rule_with_every_detector_and_rule(policy, lanes, clip, w
     check(policy(clip), trace, groups=groups)
 
 
-@pytest.mark.slow
 @plain_and_wild
 @some_lanes
 @pytest.mark.parametrize(
@@ -62,14 +63,12 @@ def test_some_detectors_alone(lanes, wild, which, seed):
     check(policies.only(which), trace)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("present", ["loss", "grad_norm", "loss grad_norm", "grad_norm eval_loss"])
 def test_a_detector_without_its_signal_rests(present):
     trace = fuzz.signals(np.random.default_rng(5), STEPS, LANES)
     check(policies.full("zclip"), Signals(**{k: getattr(trace, k) for k in present.split()}))
 
 
-@pytest.mark.slow
 def test_the_traces_reach_everything():
     """The traces provoke every kind of decision, otherwise the oracle would prove little."""
     trace = fuzz.signals(np.random.default_rng(105), STEPS, 30)

@@ -13,12 +13,14 @@ from healcore.core.decision import Action
 from healcore.events import read
 from healcore.events.schema import KINDS
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.story.postmortem import path_for
 from healcore.tools.report.run_report import read_reports
 from tests.events.sample_events import problems
 from tests.healer.run_directory import flip_a_bit
-from tests.healer.training_loops import Faults, broken_at, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, broken_at, loop_of, rules, train
+
+pytestmark = pytest.mark.slow  # many runs; the other tests here read events
 
 
 def kinds_in(path: Path) -> set[str]:
@@ -39,7 +41,7 @@ def wrong_then_right(incident):
     return incident.action | Action.SAVE
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     path, policy = tmp_path / "run.events.jsonl", rules(recoveries=2)
     options = {"store": tmp_path / "store", "events": path}
@@ -58,7 +60,7 @@ def test_a_run_with_all_sorts_of_trouble(framework, tmp_path):
     assert kinds_in(path) >= set(KINDS) - absent
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_the_settings_of_a_run_are_in_its_events_and_its_report(framework, tmp_path):
     loop, path = loop_of(framework, policy=rules()), tmp_path / "run.events.jsonl"
     known = {"precision": "float32", "policy": "test (dc64ba47)"}
@@ -91,7 +93,7 @@ def test_a_restart_names_the_keys_of_a_policy_that_differ(tmp_path, caplog):
     assert "default with rollback.probation = 7 (" in caplog.text
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_out_of_memory_names_the_largest_owner_and_writes_a_profile(framework, tmp_path):
     def before(healer: Healer, number: int) -> None:
         if number == 7:

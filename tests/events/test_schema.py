@@ -13,7 +13,7 @@ from healcore.core.decision import Action, Cause, Decision, Readings
 from healcore.events import Log, read
 from healcore.events.log import to_json
 from healcore.events.models import EventRecord, validate
-from healcore.events.schema import ENVELOPE, KINDS, sentence
+from healcore.events.schema import ENVELOPE, KINDS, MAX_ROWS, batch_names, sentence
 from healcore.runtime.run_options import IncidentContext
 from tests.events import page_tables
 from tests.events.sample_events import EXPORTED, SAMPLES, VALIDATOR, problems
@@ -113,3 +113,13 @@ def test_the_example_on_the_page_is_valid(tmp_path):
     incident = IncidentContext(1, 8, 8, Cause.LOSS_SPIKE, order, Readings(*[1.0] * 5))
     for number, answer in ((1, None), (3, Action.STOP)):
         assert names["hooks"].run(incident._replace(number=number))[0] == answer
+
+
+@pytest.mark.parametrize(
+    ("number", "end"),
+    [(2, "(rows 0, 1)"), (40, "14, 15 and 24 more)"), (MAX_ROWS, "14, 15 and 48 or more)")],
+)
+def test_a_list_of_rows_that_is_cut_has_the_number_of_the_others(number, end):
+    (name,) = batch_names([[0, 412]], [list(range(number))])
+    assert name.startswith("epoch 0 batch 412 (rows 0, 1")
+    assert name.endswith(end)

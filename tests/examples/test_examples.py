@@ -141,7 +141,21 @@ def check(quoted: str, printed: str) -> None:
         assert actual == pytest.approx(float(loss), rel=near, nan_ok=True)
 
 
-@pytest.mark.parametrize(("command", "quoted"), FRESH, ids=[command for command, _ in FRESH])
+QUICK = (
+    "tutorial_torch.py --protection attach",
+    "tutorial_torch.py --protection healer",
+    "tutorial_jax.py --no-faults",
+    "tutorial_jax.py --protection healer",
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "quoted"),
+    [
+        pytest.param(*block, id=block[0], marks=() if block[0] in QUICK else pytest.mark.slow)
+        for block in FRESH
+    ],
+)
 def test_an_example_prints_what_its_page_quotes(command, quoted, tmp_path):
     printed = "".join(output(command, cwd=tmp_path))
     check(quoted, printed)
@@ -156,7 +170,7 @@ def test_a_killed_run_resumes_and_a_completed_one_trains_nothing(tmp_path):
     output(f"{command} --kill-at 300", status=-signal.SIGKILL, cwd=tmp_path)
     printed = "".join(output(command, cwd=tmp_path))
     check(resumed, printed)
-    assert "back to the checkpoint" in printed
+    assert "to the checkpoint of step" in printed
     check(nothing, "".join(output(command, cwd=tmp_path)))
 
 

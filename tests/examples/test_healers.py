@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,  # about our own examples
+    pytest.mark.filterwarnings("ignore"),
+]
 
 EXAMPLES: dict[str, tuple[float, str]] = {
     "torch_healer": (0.45, "torch"),
@@ -25,7 +28,6 @@ ADDED = {"optax_healer": 5, "linen_healer": 8, "nnx_healer": 5}
 """Most lines that healcore adds to a program."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]):
     most, needed = EXAMPLES[name]
@@ -101,7 +103,6 @@ def test_grain_data_are_rewound_exactly_and_the_bad_batches_left_out(capsys):
     assert steps == grain_healer.STEPS - len(out)
 
 
-@pytest.mark.slow
 def test_a_compiled_ppo_learns_on_after_an_update_of_nan(tmp_path, capsys):
     from examples import ppo_scan
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from healcore.events import read
-from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 

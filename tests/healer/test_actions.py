@@ -15,15 +15,23 @@ from healcore import policy as policies
 from healcore.core.decision import Action, Cause
 from healcore.policy import PolicyError
 from healcore.runtime.faults.failures import FAILURES
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
+from healcore.torch.trainers import healings_of
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import SKIPS, Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    SKIPS,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 from tests.runtime.faults.test_page import assert_on_the_page
 
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
-
-@BOTH
+@BOTH_FRAMEWORKS
 def test_observe_changes_nothing_and_logs_the_same(framework, tmp_path):
     plain, policy = loop_of(framework, Faults(always=[5, 23])), rules(mode="observe")
     for number in range(30):
@@ -127,7 +135,7 @@ def test_used_where_it_cannot_be():
         Healer(rules(), state={}).__enter__()
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_path):
     replaced = {"rollback": {"probation": 3}, "max_skips": 2}
     policy = policies.load(SKIPS, **replaced)
@@ -137,7 +145,7 @@ def test_a_run_writes_down_the_policy_with_its_values_replaced(framework, tmp_pa
     assert start["fingerprint"] == policies.fingerprint(policy) != policies.fingerprint(SKIPS)
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_hooks_receive_saves_and_rollbacks_and_the_report_is_a_plain_dict(framework, tmp_path):
     """The host reads a step one step later: the bad step is 23, and the rollback begins at 25."""
     saved, rolled_back, running = [], [], []
@@ -380,7 +388,8 @@ RESETS = policies.load(rules(), rollback={"reset_moments": True})
 
 
 @pytest.mark.parametrize(
-    ("framework", "resets"), [("torch", True), ("jax", True), ("torch", False)]
+    ("framework", "resets"),
+    [("torch", True), pytest.param("jax", True, marks=pytest.mark.slow), ("torch", False)],
 )
 def test_the_optimizer_has_only_the_steps_since_the_rollback(framework, resets, tmp_path):
     policy = RESETS if resets else rules()
@@ -431,7 +440,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
 
     def before(healer: Any, number: int) -> None:
         healers[:], step = [healer], healer.step - 1
-        decision = healer._run.driver.healings["optimizer"].last_decision()
+        decision = healings_of(healer)["optimizer"].last_decision()
         if decision is not None:  # after the first step
             rates[step] = rate * warm_up(step) * float(decision.lr_scale)
 
@@ -448,7 +457,7 @@ def test_the_limit_of_the_cut_is_named_and_not_a_factor_that_is_not_in_force(tmp
     assert (first["step"], first["action"], first["lr_scale"]) == (37, ["CUT_LR"], cut)
     assert ("action" in second, second["lr_scale_before"]) == (False, 1.0)
     assert rate * warm_up(second["step"] - 1) < limit < rate * warm_up(second["step"])
-    (line,) = (e for e in capsys.readouterr().err.splitlines() if "back to the checkpoint" in e)
+    (line,) = (e for e in capsys.readouterr().err.splitlines() if "to the checkpoint of" in e)
     assert f"learning rate at most {limit:.3g} (the schedule's rate was 0.01)" in line
     assert "data rewound" in line
     assert "×" not in line

@@ -119,6 +119,14 @@ class Program:
 
 KINDS = ["prune", "wider", "smaller", "unfreeze", "adapters", "head", "points"]
 all_kinds = pytest.mark.parametrize("kind", KINDS)
+killed_late = pytest.mark.parametrize(
+    "late",
+    [
+        pytest.param(2, id="same epoch", marks=pytest.mark.slow),
+        pytest.param(BATCHES + 2, id="next epoch"),
+    ],
+)
+"""Steps from the change to the kill."""
 
 
 def plain_run(kind: str) -> Program:
@@ -244,7 +252,7 @@ def killed_at(step: int, kind: str, store: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each != "unfreeze"])
-@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
+@killed_late
 def test_a_restart_in_the_first_form_says_what_to_do(kind, late, tmp_path):
     """Groups of "unfreeze" are added by healcore, see the last test."""
     killed_at(CHANGE + late, kind, tmp_path)
@@ -255,7 +263,7 @@ def test_a_restart_in_the_first_form_says_what_to_do(kind, late, tmp_path):
 
 
 @all_kinds
-@pytest.mark.parametrize("late", [2, BATCHES + 2], ids=["same epoch", "next epoch"])
+@killed_late
 def test_a_restart_of_a_program_that_makes_the_change_is_exact(kind, late, tmp_path):
     """As the page shows: the newest checkpoint tells which changes are to be made before."""
     killed_at(CHANGE + late, kind, tmp_path)
@@ -309,7 +317,9 @@ class Changing:
 
 
 @all_kinds
-@pytest.mark.parametrize("bad", [0, 1, 5])
+@pytest.mark.parametrize(
+    "bad", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_a_loop_over_steps_does_not_come_to_the_change_again(kind, bad, tmp_path):
     program = Program(kind)
     program.bad = {CHANGE + bad}

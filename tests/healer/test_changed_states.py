@@ -14,6 +14,8 @@ from healcore.jax import protect
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import rules
 
+pytestmark = pytest.mark.slow  # in JAX, what test_changed_models.py shows in torch
+
 EPOCHS, BATCHES, CHANGED_EPOCH = 3, 6, 1
 CHANGE = CHANGED_EPOCH * BATCHES
 POLICY = rules(cut=False)

@@ -7,10 +7,9 @@ import pytest
 from healcore import Healer
 from healcore.errors import AlreadyCompleted
 from tests.healer.run_directory import events, new_process
-from tests.healer.training_loops import EVERY_5, loop_of, rules, same
+from tests.healer.training_loops import BOTH_FRAMEWORKS, EVERY_5, loop_of, rules, same
 
 COUNT, EPOCHS = 6, 3
-FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def over_batches(healer: Healer[Any]) -> Any:
@@ -54,7 +53,7 @@ LOOPS = [
 ]
 
 
-@FRAMEWORKS
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("over", LOOPS, ids=lambda over: over.__name__)
 def test_the_program_goes_on_with_the_final_state(over, framework, tmp_path, capsys):
     """Its evaluation reads its own loader, within the block and after it."""
@@ -79,7 +78,7 @@ def test_the_program_goes_on_with_the_final_state(over, framework, tmp_path, cap
     assert "this run has completed at step 18: its final state is loaded" in lines[0]
 
 
-@FRAMEWORKS
+@BOTH_FRAMEWORKS
 def test_a_loop_that_counts_itself_ends_with_status_0_and_saves_nothing(framework, tmp_path):
     ends = []
     for _ in range(3):

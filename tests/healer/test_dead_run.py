@@ -12,12 +12,13 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.dead_run import Attempt, next_attempt
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.rollback.dead_run import Attempt, next_attempt
 from healcore.runtime.story.diagnosis import IN_A_ROW
 from tests.healer.run_directory import events, new_process
 from tests.healer.run_options import grouped
+from tests.healer.training_loops import BOTH_FRAMEWORKS
 
 RATE = 0.05
 TRUE = np.array([0.3, -0.6, 0.1, 0.8], np.float32)
@@ -152,7 +153,7 @@ def test_overflows_of_a_grad_scaler_that_looks_for_its_scale_are_no_dead_run(tmp
     assert [each["problem"] for each in events(tmp_path, "problem")] == []
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("last", [129, STEPS], ids=["for some steps", "for ever"])
 def test_a_run_whose_rate_ruined_its_weights_is_brought_back(framework, last, tmp_path, capsys):
     run = RUNS[framework](raised(110, last))
@@ -186,7 +187,7 @@ def test_damage_that_does_not_come_back_costs_the_repeated_steps(tmp_path):
     assert run.weights() == undamaged.weights()
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("compares", [False, True], ids=["without loss_fn", "with loss_fn"])
 def test_bad_data_cost_repeated_steps_and_no_bits(framework, compares, tmp_path):
     """60 bad batches: after three attempts the run is as if they had been left out."""

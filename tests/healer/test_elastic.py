@@ -24,12 +24,15 @@ import torch
 import torch.distributed as dist
 
 from healcore import Healer
+from healcore.runtime.healer import hooks_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer import killed_runs
 from tests.healer.killed_runs import STEP, Aim, Kind, Watched, run_ranks
 from tests.healer.training_loops import EVERY_5, rules
 from tests.torch.layouts import held, part, spread, whole
+
+pytestmark = pytest.mark.slow  # several processes; the ranks of test_ranks.py are in `make test`
 
 WORLD = 2
 BAD = (13, 14, 31)
@@ -91,7 +94,7 @@ def train(kind: str, root: Path, watched: Watched, *, any_world: bool = False) -
         for number in healer.batches(range(45)):
             assert any_world or own.step == healer.step, "a checkpoint is of different steps"
             tensors = [whole(t) if any_world else t for t in held(net, optimizer)]
-            engines = digest(healer._run.driver.engines())
+            engines = digest(hooks_of(healer).driver.engines())
             digests = digest(*tensors, scheduler.state_dict()), engines
             trace.write(json.dumps([healer.rollbacks, healer.step, number, *digests]) + "\n")
             watched.begin(STEP)

@@ -28,6 +28,8 @@ from tests.healer.killed_runs import AFTER_ANOTHER, run_ranks
 from tests.healer.training_loops import rules
 from tests.torch.layouts import spread, whole
 
+pytestmark = pytest.mark.slow  # several processes; the ranks of test_ranks.py are in `make test`
+
 WORLD, STEPS, AT = 3, 12, 7
 EVERY = 3
 """Steps between two checkpoints."""

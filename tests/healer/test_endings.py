@@ -21,18 +21,25 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from healcore import Healer, Keep
 from healcore.errors import IncompleteRun
 from healcore.policy import load
-from healcore.runtime.run import termination
-from healcore.runtime.run.termination import EndRequested, RunStopped, Terminated
+from healcore.runtime.run.ending import requests
+from healcore.runtime.run.ending.exits import EndRequested, RunStopped, Terminated
 from tests import forked_programs
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import EVERY_5, SKIPS, Faults, at, loop_of, rules, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    EVERY_5,
+    SKIPS,
+    Faults,
+    at,
+    loop_of,
+    rules,
+    train,
+)
 from tests.jax.driver.small_runs import batch, in_place
 from tests.runtime.store.disk_faults import small_disk
 
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
-
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_completed_run_saves_its_last_state_and_its_last_metrics(framework, tmp_path):
     policy = load("default", clip={"kind": "fixed", "max_norm": 1e-3})
     train(loop_of(framework, policy=policy), policy, range(12), store=tmp_path)
@@ -45,25 +52,25 @@ def test_a_completed_run_saves_its_last_state_and_its_last_metrics(framework, tm
     assert f"clipped {found['clips']} steps" in " ".join(found["diagnosis"].split())
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_an_exhausted_budget_stops_the_run_with_the_reason(framework, tmp_path):
     policy = rules(recoveries=1)
     loop = loop_of(framework, Faults(always=range(20, 40)), policy)
     with pytest.raises(RunStopped) as stopped:
         train(loop, policy, range(40), store=tmp_path)
     text, last_good = str(stopped.value), stopped.value.last_good
-    for part in ("budget", "nonfinite_loss", "a rollback from step", f"step {last_good}"):
+    for part in ("budget", "nonfinite loss", "Rolled back from step", f"step {last_good}"):
         assert part in " ".join(text.split())
     (found,) = postmortems(tmp_path)
     assert (found["ending"], found["diagnosis"]) == ("stopped", text)
     assert events(tmp_path, "stop")[0]["diagnosis"] == text
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_stop_file_ends_the_run_with_its_save_and_no_run_starts_while_it_is_there(
     framework, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(termination, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(requests, "POLL_INTERVAL_S", 0.01)
     store, path = tmp_path / "store", tmp_path / "STOP"
 
     def ask(healer):
@@ -146,7 +153,7 @@ def ended(folder: Any) -> list[str]:
     return [each["ending"] for each in events(folder, "end")]
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, tmp_path):
     loop = loop_of(framework, policy=rules())
     line = {"torch": r"optimizer\.step\(\)", "jax": r"healer\.update\(step\(healer\.state"}
@@ -166,7 +173,7 @@ def test_a_run_without_a_step_is_an_error_and_the_next_start_trains(framework, t
     assert ended(tmp_path)[-1] == "completed"
 
 
-@pytest.mark.parametrize("framework", ["torch", "nnx"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("nnx", marks=pytest.mark.slow)])
 def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path):
     """In JAX `update` is what shows a step; objects that change in place need `batches`."""
     policy = rules()
@@ -183,7 +190,7 @@ def test_steps_that_the_healer_does_not_see_are_an_error(framework, tmp_path):
     assert events(tmp_path, "save")[-1]["step"] > 0, "the last state is saved"
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_run_that_skips_most_of_its_data_is_stopped(framework, tmp_path):
     loop = loop_of(framework, Faults(always=range(4, 20)), SKIPS)
     with pytest.raises(RunStopped, match="of 20 steps, 16 were skipped"):
@@ -242,7 +249,7 @@ def test_a_completed_run_ends_as_before_in_a_worker_of_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_a_disk_that_is_full_at_the_end_is_no_completed_run(framework, tmp_path):
     with small_disk(tmp_path / "disk", 16) as disk:
         full = forked_programs.run("-m", PROGRAM, framework, disk, 29)

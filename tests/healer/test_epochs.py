@@ -1,5 +1,6 @@
 """The program's own epochs after a rollback, in loops over `Healer.epochs` and in others."""
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -150,6 +151,31 @@ def test_a_loop_over_range_is_told(tmp_path, caplog):
     assert (
         "batches of epoch 1 are repeated, but the program's own `epoch` is still 2" in caplog.text
     )
+
+
+def test_a_restarted_loop_over_range_is_told_what_its_passes_do(tmp_path, caplog):
+    """No epoch is trained twice, but the program's code after each pass runs again."""
+    caplog.set_level(logging.INFO, "healcore")
+    loader, passes = list(range(BATCHES)), []
+    for start in range(2):
+        loop = TorchLoop()
+        checkpoints = Checkpoints(every=BATCHES)
+        with (
+            suppress(RuntimeError),
+            Healer(state=loop.state, store=tmp_path, checkpoints=checkpoints) as healer,
+        ):
+            for _ in range(EPOCHS):
+                passes.append(0)
+                for number in healer.batches(loader):
+                    if start == 0 and healer.step == 2 * BATCHES + 3:
+                        raise RuntimeError("power")
+                    passes[-1] += 1
+                    loop.step(healer, number)
+    assert passes[:3] == [BATCHES, BATCHES, 3]
+    assert passes[3:] == [0, 0, BATCHES - 3, *[BATCHES] * (EPOCHS - 3)]
+    (line,) = [each for each in caplog.messages if "the run resumes in epoch 2" in each]
+    assert "a pass over an earlier epoch yields no batch, and no epoch is trained twice" in line
+    assert "code after such a pass, for example an evaluation, runs again" in line
 
 
 def test_the_epoch_of_a_single_pass_needs_no_line(caplog):

@@ -22,11 +22,9 @@ from healcore.policy import load, to_dict
 from healcore.runtime.faults.array_errors import SHAPES
 from healcore.runtime.faults.failures import FAILURES
 from tests.healer.run_directory import events, postmortems
-from tests.healer.training_loops import EVERY_5, Faults, at, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, EVERY_5, Faults, at, loop_of, rules, train
 from tests.runtime.faults.local_server import by_requests, serving
 from tests.runtime.faults.test_page import assert_on_the_page
-
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 ANSWERS = [
     {"to": ["data"], "do": ["skip_batch"]},
@@ -95,7 +93,7 @@ def test_a_worker_that_dies_is_no_network_failure_and_no_unreadable_batch(
 
 
 @pytest.mark.slow
-@BOTH
+@BOTH_FRAMEWORKS
 def test_an_unreadable_batch_is_left_out_and_logged(framework, tmp_path):
     policy = load("default")
     loop = loop_of(framework, policy=policy)
@@ -143,7 +141,7 @@ def test_it_stays_left_out_after_a_rollback_and_a_restart(data, tmp_path, capsys
         assert_on_the_page(Cause.DATA, capsys.readouterr().err, tmp_path)
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework, tmp_path, capsys):
     loop = loop_of(framework, policy=load("default"))
     with pytest.raises(ZeroDivisionError):
@@ -161,7 +159,7 @@ def test_a_checkpoint_before_an_exception_within_the_step_ends_the_run(framework
     assert after.faults.order == [7, 8, 9, 10, 11]
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_shapes_that_do_not_fit_end_the_run_with_a_hint_and_a_checkpoint(framework, tmp_path):
     """A rule for unknown errors saves, as for other errors of a program; no batch is skipped."""
     policy = with_answers()
@@ -231,7 +229,7 @@ def get(url: str) -> str:
     return by_requests(url)
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 def test_the_call_is_repeated_and_not_the_run(framework, tmp_path, capsys):
     policy = load("default", retry=QUICK)
     loop = loop_of(framework, policy=policy)
@@ -252,6 +250,29 @@ def test_the_call_is_repeated_and_not_the_run(framework, tmp_path, capsys):
     (done,) = events(tmp_path, "retried")
     assert (done["step"], done["attempt"]) == (7, 3)
     assert_on_the_page(Cause.NETWORK, capsys.readouterr().err, tmp_path)
+
+
+def test_a_long_error_and_its_advice_are_printed_once(tmp_path, capsys):
+    """Up to the exception of the loop, which a program may catch."""
+    policy = load("default", retry={**QUICK, "attempts": 3})
+    text = "https://huggingface.co/" + "x" * 250
+
+    def refuse() -> None:
+        raise ConnectionResetError(text)
+
+    loop = loop_of("torch")
+    with pytest.raises(ConnectionResetError):
+        train(loop, policy, range(9), before=at(7, lambda healer: retrying(refuse, healer)()))
+    failed, again, given_up, *rest = [
+        line for line in capsys.readouterr().err.splitlines() if ": step 7: " in line
+    ]
+    assert text in failed
+    assert ("attempt 2" in again, again.endswith(": the same error")) == (True, True)
+    assert ("attempt 3), gives up: the same error" in given_up, text in given_up) == (True, False)
+    (raised,) = rest
+    assert "the loop raised ConnectionResetError" in raised
+    advice = FAILURES[Cause.NETWORK].diagnosis
+    assert (given_up + raised).count(advice) == 1
 
 
 def test_a_signal_ends_a_wait_and_saves_the_step_that_was_done(tmp_path):

@@ -8,9 +8,17 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from healcore import Checkpoints, Healer
-from healcore.runtime.data import DataError, cursor
+from healcore.runtime.data import DataError, batch_stream
 from tests.healer.run_directory import events
-from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 COUNT, BAD = 30, 18
 POLICY = rules(cut=False)
@@ -41,7 +49,7 @@ MAKERS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_rollback_and_a_kill_lose_no_step(make, framework, tmp_path):
     numbers = [int(n) for n in make()]
@@ -98,7 +106,7 @@ def test_a_function_with_arguments_is_refused():
 
 
 def test_a_long_read_says_how_far_it_is(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(cursor, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(batch_stream, "_SILENT_SECONDS", 0.0)
     caplog.set_level("INFO", "healcore")
     loop = loop_of("torch", Faults(always=[BAD]))
     train(loop, POLICY, MAKERS["generator"], store=tmp_path)

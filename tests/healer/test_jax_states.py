@@ -129,6 +129,7 @@ def accumulated(inner: Any, policy: Any) -> Any:
     return optax.MultiSteps(protect(inner, policy), every_k_schedule=4).gradient_transformation()
 
 
+@pytest.mark.slow
 def test_a_nan_that_stays_in_the_accumulator_is_left_out_with_its_whole_accumulation(tmp_path):
     run = plain(policy="default", wrap=accumulated)
     with Healer(state=run.state, store=tmp_path) as healer:

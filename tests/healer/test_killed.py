@@ -17,10 +17,13 @@ import jax
 import pytest
 
 from healcore.jax.store import OrbaxStore
+from healcore.runtime.healer import hooks_of
 from healcore.torch.store import DCPStore
 from tests import forked_programs
 from tests.healer.killed_runs import STEP, Kind, Watched, digest
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
+
+pytestmark = pytest.mark.slow  # many processes; one kill is in test_restarts.py
 
 VARIANTS: dict[str, tuple[int, ...]] = {"rewound": (13, 14, 31), "forward": (13, 33)}
 """Whether the data can be put back, and the batches that are NaN each time."""
@@ -37,7 +40,7 @@ def start(framework: str, variant: str, root: Path, watched: Watched) -> None:
         def before(healer: Any, number: int) -> None:
             watched.end(STEP)
             loop.state = healer.state
-            state = digest(*loop.weights()), digest(healer._run.driver.engines())
+            state = digest(*loop.weights()), digest(hooks_of(healer).driver.engines())
             file.write(json.dumps([healer.rollbacks, healer.step, number, *state]) + "\n")
             watched.begin(STEP)
 
@@ -84,7 +87,7 @@ def main(framework: str, root: Path, kills: int) -> None:
 
 
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.stress)])
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_killed_again_and_again(framework, kills, tmp_path):
     program = "-m", "tests.healer.test_killed", framework, tmp_path, kills
     done = forked_programs.run(*program, timeout=600 * kills)

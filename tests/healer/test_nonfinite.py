@@ -15,11 +15,19 @@ import torch
 from healcore import policy as policies
 from healcore.jax import protect
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.runtime.story.diagnosis import FROM_START
 from healcore.torch import attach
 from tests.healer.run_directory import events, new_process, postmortems
-from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    EVERY_5,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    train,
+)
 
 
 def with_statistics(framework: str = "torch", policy: Any = None) -> Any:
@@ -44,7 +52,7 @@ def spoilt_run(loop: Any, policy: Any, store: Any, at: Any, **options: Any) -> d
     return train(loop, policy, range(60), store=store, before=before, **options)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_the_run_goes_back_by_default(framework, tmp_path):
     loop = with_statistics(framework, rules())
     facts = spoilt_run(loop, rules(), tmp_path, at=[22])
@@ -104,7 +112,7 @@ def test_damage_again_right_after_a_rollback_is_rolled_back_in_the_budget(recove
         if number in (30, 45):
             loop.model[0].weight.data.fill_(np.nan)
 
-    spent = pytest.raises(RunStopped, match="1 rollbacks have been made within")
+    spent = pytest.raises(RunStopped, match="1 rollback has been made within")
     with nullcontext() if recoveries > 1 else spent:
         train(loop, policy, range(80), before=before, store=tmp_path, save_every=25)
         assert [each["step"] for each in events(tmp_path, "rollback")] == [41, 44]
@@ -157,7 +165,8 @@ def test_a_mask_of_minus_infinity_is_allowed_after_a_restart_too(tmp_path):
 
 
 SENTENCES = {
-    "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight",
+    "loss": "the loss is NaN or Inf since the start; the first tensor is the gradient of 0.weight; "
+    "look first for NaN or Inf in the inputs and labels",
     "gradient": "the gradient is NaN or Inf since the start; the first tensor is the gradient of ",
     "weights": "the loaded weights are NaN or Inf; the first tensor is 3.bias",
 }
@@ -180,6 +189,17 @@ def test_without_a_finite_step_the_healer_ends(kind, compares, steps, tmp_path):
     assert SENTENCES[kind] in stop.value.why
     assert len(loop.faults.order) <= FROM_START + 1
     assert "resolved by the end" not in str(stop.value.code)
+
+
+def test_nan_up_to_the_end_of_the_data_says_where_to_look(tmp_path):
+    loop = loop_of("torch", Faults(always=range(30, 80)))
+    with pytest.raises(RunStopped) as stop:
+        train(loop, "default", range(80), store=tmp_path)
+    assert stop.value.why == (
+        "the data have ended, and the run has not trained on most of them: of 80 steps, 50 were "
+        "skipped; look first for NaN or Inf in the inputs and labels, then for a division by 0 or "
+        "a log of 0 in the loss"
+    )
 
 
 def test_observing_never_ends_a_run(tmp_path):

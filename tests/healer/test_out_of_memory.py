@@ -10,7 +10,7 @@ from torch import nn
 
 import healcore
 from healcore.core.decision import Cause
-from healcore.runtime.run.part_growth import FIRST_WAIT
+from healcore.runtime.run.batch_parts import FIRST_WAIT
 from tests.healer.run_directory import events, postmortems
 from tests.healer.run_options import grouped
 from tests.runtime.faults.test_page import assert_on_the_page

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from healcore import Checkpoints, Healer, Keep
 from healcore.core.decision import Action
 from healcore.events import read
-from healcore.runtime.run import termination
+from healcore.runtime.run.ending import exits, requests
 from healcore.torch.store import MemoryStore as TorchMemoryStore
 from tests.healer.run_options import grouped
 from tests.healer.test_faults import Corrupt, with_answers
@@ -96,7 +96,7 @@ def loses_a_shard(healer: Any) -> None:
 
 def propose(healer: Any) -> None:
     for why in ("the device is needed", "signal 15"):
-        healer._run.end_requests.propose(termination.Proposal(why))
+        healer._run.end_requests.propose(requests.Proposal(why))
 
 
 def stop_file(healer: Any) -> None:
@@ -167,9 +167,9 @@ def run(scenario: str) -> dict[str, Any]:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    except termination.RunStopped as stop:
+    except exits.RunStopped as stop:
         stopped = stop.why
-    except (termination.Terminated, termination.Interrupted, termination.EndRequested) as end:
+    except (exits.Terminated, exits.Interrupted, exits.EndRequested) as end:
         stopped = f"exit status {end.code}"
     weights = b"".join(whole(p).numpy().tobytes() for p in net.parameters())
     lines = [rf"rank 1: step \d+: batch {each} of epoch 0 cannot be read" for each in CORRUPT]
@@ -356,5 +356,5 @@ def test_a_proposal_to_end_is_carried_out_by_all(of):
 
 
 if __name__ == "__main__":
-    termination.POLL_INTERVAL_S = 0.01
+    requests.POLL_INTERVAL_S = 0.01
     serve(outcome, seconds=600, cases=[*SCENARIOS, REFUSED, PREPARED])

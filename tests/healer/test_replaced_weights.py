@@ -160,9 +160,9 @@ def ends_in_evaluation(run: Training, store: Path, swap: Callable[[Training], No
     ("swap", "place"),
     [
         *((swap, "after_epoch") for swap in SWAPS),
-        (by_data_copy, "at_8"),
+        pytest.param(by_data_copy, "at_8", marks=pytest.mark.slow),
         (by_half, "at_8"),
-        (by_data_copy, "at_start_of_9"),
+        pytest.param(by_data_copy, "at_start_of_9", marks=pytest.mark.slow),
         (by_merging, "at_start_of_9"),
     ],
 )

@@ -23,7 +23,7 @@ from healcore import Checkpoints, Healer, Logging
 from healcore import policy as policies
 from healcore.events import read
 from healcore.jax import protect
-from healcore.runtime.run.recovery import Recovery
+from healcore.runtime.run.rollback.recovery import Recovery
 from tests import forked_programs
 from tests.healer.killed_runs import NAME, die, digest, forked
 

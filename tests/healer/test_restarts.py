@@ -13,17 +13,26 @@ from healcore import Checkpoints, CheckpointStore, Healer
 from healcore import policy as policies
 from healcore.errors import IncompleteRun
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.saver import Saver
-from healcore.runtime.run.shutdown import Shutdown
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.ending.shutdown import Shutdown
+from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.store import files
 from tests.healer.run_directory import events, new_process
-from tests.healer.training_loops import EVERY_5, Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    EVERY_5,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
 
 POINTS = [
     *((CheckpointStore, name) for name in ("restore", "replace_record")),
     *((Saver, name) for name in ("begin_attempt", "report_failures")),
-    *((Restorer, "_load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
+    *((Restorer, "load_state"), (LoaderRegistry, "rewind"), (files, "replace")),
 ]
 
 
@@ -151,7 +160,6 @@ def test_damage_of_long_ago_is_left_behind(tmp_path):
 
 
 LENGTH = 10
-BOTH = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def start(framework, store, program, kill_at=None, faults=None):
@@ -185,14 +193,24 @@ class Drawing(dict):  # draws as its epoch begins, as a DataLoader does
         return super().__iter__()
 
 
-@BOTH
-@pytest.mark.parametrize("fresh", [False, True])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize(
-    ("end", "first", "resumed", "left"),
+    ("end", "first", "resumed", "left", "fresh"),
     [
-        *((17, 16, [1, 2], 0), (22, 21, [2], 0), ("after 1", 20, [1, 2], 0)),
-        *(("before 2", 20, [2], 0), (22, 20, [2], 2), ("fails within 1", 20, [1, 2], 0)),
-        ("fails before 2", 20, [2], 0),
+        (17, 16, [1, 2], 0, False),
+        pytest.param(17, 16, [1, 2], 0, True, marks=pytest.mark.slow),
+        (22, 21, [2], 0, False),
+        pytest.param(22, 21, [2], 0, True, marks=pytest.mark.slow),
+        ("after 1", 20, [1, 2], 0, False),
+        pytest.param("after 1", 20, [1, 2], 0, True, marks=pytest.mark.slow),
+        ("before 2", 20, [2], 0, True),
+        pytest.param("before 2", 20, [2], 0, False, marks=pytest.mark.slow),
+        (22, 20, [2], 2, True),
+        pytest.param(22, 20, [2], 2, False, marks=pytest.mark.slow),
+        ("fails within 1", 20, [1, 2], 0, False),
+        pytest.param("fails within 1", 20, [1, 2], 0, True, marks=pytest.mark.slow),
+        ("fails before 2", 20, [2], 0, True),
+        pytest.param("fails before 2", 20, [2], 0, False, marks=pytest.mark.slow),
     ],
 )
 def test_epochs_continue_after_a_kill(framework, end, first, resumed, left, fresh, tmp_path):
@@ -298,7 +316,7 @@ def test_an_evaluation_is_whole_after_a_kill_and_no_checkpoint_has_its_weights(k
     assert torch.equal(*ended)
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("kind", ["steps", "warm", "own count", "rest of the data"])
 def test_a_loop_with_its_own_count_is_refused_after_the_program_has_loaded_its_own_snapshot(
     kind, framework, tmp_path
@@ -351,7 +369,7 @@ def test_a_dictionary_of_the_state_may_grow(store, tmp_path):
             assert lengths[0] == 1, "the restart has filled it"
 
 
-@BOTH
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("kind", ["steps", "epochs"])
 def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp_path):
     """An epoch may be one step without `batches`."""
@@ -370,8 +388,15 @@ def test_numbers_continue_after_a_rollback_and_after_a_kill(kind, framework, tmp
     assert start(framework, tmp_path, program) == [*range(16, 30)]
 
 
-@pytest.mark.parametrize("kind", ["steps", "epochs"])
-@pytest.mark.parametrize("error", [ValueError, SystemExit])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError, "steps"),
+        (SystemExit, "epochs"),
+        pytest.param(ValueError, "epochs", marks=pytest.mark.slow),
+        pytest.param(SystemExit, "steps", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("end", [(0, 9), (7, 0), (7, 1), (7, 9)])
 def test_an_exception_in_a_body_without_batches(kind, error, end, tmp_path):
     """Before the update, within it, or (9) after it."""

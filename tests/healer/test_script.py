@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import healcore
-from healcore.runtime import script
 from tests import forked_programs
 from tests.healer.run_directory import events, new_process
 
@@ -93,7 +92,6 @@ def test_close_ends_the_run_before_the_program(tmp_path):
 def test_a_cell_that_raises_leaves_the_run_open(tmp_path, monkeypatch, capsys):
     """In a notebook the next cell goes on, and a new `start` for the store closes the old run."""
     monkeypatch.setattr(sys, "ps1", "In: ", raising=False)
-    monkeypatch.setattr(script, "_started", [])
     torch.manual_seed(0)
     session = code.InteractiveConsole({"healcore": healcore, "torch": torch, "folder": tmp_path})
 

@@ -9,17 +9,24 @@ import pytest
 from healcore import Healer, Keep
 from healcore.errors import StoreError
 from healcore.jax import OrbaxStore
-from healcore.runtime.run.termination import LastStateNotSaved
+from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.store import manifest
 from healcore.runtime.store.manifest import scan
-from healcore.runtime.store.store import CheckpointStore
 from healcore.torch.store import DCPStore, MemoryStore
 from tests.healer.run_directory import events, flip_a_bit, new_process
-from tests.healer.training_loops import Faults, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    Faults,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
+from tests.runtime.store.disk_faults import before_completion
 
 STEPS = 30
 """Batches. With a NaN the run takes one step less, because the rollback skips the bad batch."""
-either = pytest.mark.parametrize("framework", ["torch", "jax"])
 
 
 def places(folder: Path) -> list[Path]:
@@ -41,7 +48,7 @@ def records(root: Path) -> dict[int, Any]:
     return scan(root).records
 
 
-@either
+@BOTH_FRAMEWORKS
 def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tmp_path):
     expected = undisturbed(framework, tmp_path)
     local, shared = places(tmp_path)
@@ -64,7 +71,7 @@ def test_each_directory_has_every_checkpoint_and_can_be_used_alone(framework, tm
         assert same(again.weights(), expected)
 
 
-@either
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("lost", ["first", "second", "a bit of the first", "newest of the first"])
 def test_a_killed_run_continues_from_the_newest_intact_checkpoint(framework, lost, tmp_path):
     local, shared = places(tmp_path)
@@ -99,28 +106,29 @@ def test_both_copies_of_a_checkpoint_are_damaged_so_the_next_older_one_is_restor
 
 
 class FailingDisk:
-    """Writes to one directory fail while it is full."""
+    """No checkpoint of a directory can be completed while the directory is full."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[CheckpointStore]) -> None:
-        write, self.full = kind._write, set[Path]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full: set[Path] = set()
+        before_completion(monkeypatch, self._fail)
 
-        def fails(store: Any, captured: Any, folder: Path) -> Any:
-            if folder.parent in self.full:
-                raise OSError(28, "No space left on device")
-            return write(store, captured, folder)
-
-        monkeypatch.setattr(kind, "_write", fails)
+    def _fail(self, checkpoint: Path) -> None:
+        if checkpoint.parent in self.full:
+            raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("full", [0, 1])
-@pytest.mark.parametrize(("framework", "kind"), [("torch", DCPStore), ("jax", OrbaxStore)])
+@pytest.mark.parametrize(
+    ("framework", "kind"),
+    [("torch", DCPStore), pytest.param("jax", OrbaxStore, marks=pytest.mark.slow)],
+)
 def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
     framework, kind, full, tmp_path, monkeypatch
 ):
     """The rollback after step 12 goes to checkpoint 5, which one directory lacks."""
     expected = undisturbed(framework, tmp_path)
     roots = places(tmp_path)
-    disk = FailingDisk(monkeypatch, kind)
+    disk = FailingDisk(monkeypatch)
     disk.full = {roots[full]}
     stores = [kind(root) for root in roots]  # without copies in memory
     loop = loop_with_nan(framework)
@@ -140,7 +148,7 @@ def test_a_disk_that_is_full_costs_nothing_while_another_has_room(
 
 
 def test_the_last_state_is_lost_only_if_no_directory_has_it(tmp_path, monkeypatch):
-    roots, disk = places(tmp_path), FailingDisk(monkeypatch, DCPStore)
+    roots, disk = places(tmp_path), FailingDisk(monkeypatch)
     disk.full = {*roots}
     with pytest.raises(LastStateNotSaved):
         train(loop_of("torch"), rules(), range(12), store=roots)

@@ -17,10 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader
 from healcore import Healer, Keep
 from healcore.errors import StateMismatch
 from healcore.jax import protect
-from healcore.runtime.run import save_schedule
+from healcore.runtime.run.checkpoints import schedule
+from healcore.runtime.run.ending.exits import LastStateNotSaved
 from healcore.runtime.run.start import StoreNotEmpty
-from healcore.runtime.run.termination import LastStateNotSaved
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
+from healcore.runtime.store.manifest import step_of
 from healcore.torch.store import DCPStore
 from tests.healer.run_directory import (
     events,
@@ -30,19 +31,29 @@ from tests.healer.run_directory import (
     postmortems,
     remove_a_file,
 )
-from tests.healer.training_loops import SKIPS, Faults, at, breaks_off, loop_of, rules, same, train
+from tests.healer.training_loops import (
+    BOTH_FRAMEWORKS,
+    SKIPS,
+    Faults,
+    at,
+    breaks_off,
+    loop_of,
+    rules,
+    same,
+    train,
+)
+from tests.runtime.store.disk_faults import before_completion
 
 
 def test_a_disk_that_fails_costs_a_checkpoint_and_not_the_run(tmp_path, monkeypatch):
-    write, full, tried = DCPStore._write, [], []
+    full, tried = [], []
 
-    def fails(self, captured, folder):
-        tried.append(captured.step)
-        if full == [True] or (captured.step == 40 and tried.count(40) == 1):
+    def fails(checkpoint):
+        tried.append(step_of(checkpoint))
+        if full == [True] or (tried[-1] == 40 and tried.count(40) == 1):
             raise OSError(28, "No space left on device")
-        return write(self, captured, folder)
 
-    monkeypatch.setattr(DCPStore, "_write", fails)
+    before_completion(monkeypatch, fails)
     loop = loop_of("torch", Faults(always=[30]))
     fill: Any = lambda healer, number: full.__setitem__(slice(None), [18 <= number < 28])  # noqa: E731
     assert train(loop, rules(), range(41), store=tmp_path, before=fill)["step"] == 40
@@ -67,7 +78,7 @@ def test_saves_take_a_small_share_of_the_time_unless_their_distance_is_given(
     def tick(healer, number):
         now[0] += 1.0
 
-    monkeypatch.setattr(save_schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(schedule, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(DCPStore, "save", slow)
     options = {"store": tmp_path, "before": tick, "save_every": every}
     train(loop_of("torch"), rules(), range(40 if every else 900), **options)
@@ -155,7 +166,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_intact_one_is_used(killed,
     assert loop.faults.order[0] == 10
     assert sorted(event["step"] for event in events(tmp_path, "damaged")) == [15, 20]
     (line,) = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
-    assert "resumes at step 10: 10 steps up to checkpoint 20 are lost" in line
+    assert "resumes at step 10: 10 steps are lost up to checkpoint 20" in line
     assert line.count("damaged") == 2
 
 
@@ -171,7 +182,7 @@ def test_no_checkpoint_is_deleted_that_is_newer_than_the_resumed(tmp_path: Path)
     assert all(folder.is_dir() for folder in newest)
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_memory_has_what_a_rollback_needs_when_the_directory_was_deleted(framework, tmp_path):
     """The events are kept somewhere else. The disk is still gone at the end: no status 0."""
     weights: list[Any] = []

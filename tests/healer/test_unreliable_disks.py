@@ -24,7 +24,9 @@ from healcore.runtime.store.checkpoints import Keep
 from healcore.torch import store as torch_stores
 from tests import forked_programs
 from tests.healer.run_directory import events_of
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
+
+pytestmark = pytest.mark.slow  # test_power_failures.py has a simulated disk
 
 
 def outcome_of(framework: str, store: Any, log: Path, delay: float = 0.0) -> Any:
@@ -112,7 +114,7 @@ def checkpoints(store: Path) -> list[str]:
     return [path.name for path in store.glob("step-*")]
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 def test_a_run_resumes_from_what_was_flushed(framework, image, tmp_path):
     undisturbed = result(forked_programs.run("-m", PROGRAM, framework, tmp_path / "plain"))
     random.seed(framework)

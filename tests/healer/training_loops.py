@@ -25,6 +25,11 @@ from healcore.jax import protect
 from healcore.jax.opt_state import without_heal_state
 from tests.healer.run_options import grouped
 
+JAX = pytest.param("jax", marks=pytest.mark.slow)
+"""JAX as a parameter of a test that `make test` runs in torch: compiling takes most of its time."""
+
+BOTH_FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", JAX])
+
 EVERY_5 = Checkpoints(every=5)
 
 SKIPS = policies.loads(

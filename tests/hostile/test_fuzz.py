@@ -21,6 +21,8 @@ from healcore.tools.traces import open_traces
 from tests.hostile.pickles import dcp, packed
 from tests.hostile.test_logs import EVENT, ROWS, tensorboard
 
+pytestmark = pytest.mark.slow  # many random cases; the other tests here have examples
+
 STATE = {"w": torch.ones(4), "n": [1, 2.5, "x", None, {"a": True}], "b": torch.zeros(2, 2)}
 
 

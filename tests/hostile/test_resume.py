@@ -43,6 +43,7 @@ def loader(state: Any) -> dict[str, Any]:
     return {"dict": [["0", {"dict": items}], ["count", 1]]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_random_states_and_positions_of_a_checkpoint_run_no_code(framework, tmp_path, ran):
     """An ordinary run writes no pickle except DCP's own index, and no run reads one."""

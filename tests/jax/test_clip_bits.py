@@ -76,7 +76,7 @@ def test_the_bits_of_optax(name: str, way: str, jit: bool):
     assert_same_bits(*runs(WAYS[way](inner()), twin, weights(), jit=jit))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 def test_the_bits_in_half_precision(dtype: Any):
     twin = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))
     mine = protect(optax.sgd(0.1), clip=CLIP)
@@ -94,7 +94,10 @@ def test_a_half_precision_norm_that_overflows_is_clipped_in_float32():
     np.testing.assert_allclose(updates["w"], -0.5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit",
+    [pytest.param(False, id="eager", marks=pytest.mark.slow), pytest.param(True, id="jit")],
+)
 def test_a_limit_of_a_rollback_applies_beside_the_clip(jit: bool):
     """The lower of both limits is in force, and its release restores the bits of the clip."""
     policy = {"clip": {"max_norm": 3.0}}

@@ -1,5 +1,6 @@
 """A limit of the gradient norm in the state: dynamic, because a traced state has no known value."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from healcore.core.engine import Engine
 from healcore.jax import from_dict, heal, last_decision, metrics, protect, to_dict
 from healcore.policy import engine_of
-from healcore.runtime.run.rollback_rates import limit_norms, norm_limits
+from healcore.runtime.run.engine_states import limit_norms, norm_limits
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 
@@ -38,8 +39,17 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("how", ["eager", "jit", "donated", "scan"])
-@pytest.mark.parametrize("name", ["protect", "heal"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("protect", how) for how in ("eager", "jit", "donated", "scan")),
+        ("heal", "jit"),
+        *(
+            pytest.param("heal", how, marks=pytest.mark.slow)
+            for how in ("eager", "donated", "scan")
+        ),
+    ],
+)
 def test_a_large_gradient_is_scaled_to_the_limit(name: str, how: str):
     tx = CHAINS[name]
 
@@ -122,23 +132,41 @@ def trained(tx: Any, how: str) -> Any:
     return carry
 
 
-EXACT = (
-    optax.sgd(1e-2),
-    optax.sgd(1e-2, momentum=0.9),
-    optax.sgd(1e-2, momentum=0.9, nesterov=True),
+EXACT = {
+    "sgd": optax.sgd(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "nesterov": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+}
+COVERING = [("sgd", "jit"), ("momentum", "donated"), ("nesterov", "scan")]
+"""Each optimizer and each way to run it once. Each pair needs four programs of its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *COVERING,
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in itertools.product(EXACT, ("jit", "donated", "scan"))
+            if pair not in COVERING
+        ),
+    ],
 )
-
-
-@pytest.mark.parametrize("how", ["jit", "donated", "scan"])
-@pytest.mark.parametrize("inner", EXACT, ids=["sgd", "momentum", "nesterov"])
-def test_without_a_limit_nothing_changes_a_bit(inner: Any, how: str):
+def test_without_a_limit_nothing_changes_a_bit(name: str, how: str):
     """Also -0.0. LLVM contracts no product of the limit into a sum of the optimizer."""
+    inner = EXACT[name]
     assert_same_bits(trained(protected(inner), how), trained(protected_without_limit(inner), how))
     weights, (_, state) = trained(after_heal(inner), how)
     assert_same_bits((weights, state), trained(bare(inner), how))
 
 
-@pytest.mark.parametrize("inner", [optax.adamw(1e-2), optax.lion(1e-3)], ids=["adamw", "lion"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        pytest.param(optax.adamw(1e-2), id="adamw"),
+        pytest.param(optax.lion(1e-3), id="lion", marks=pytest.mark.slow),
+    ],
+)
 def test_without_a_limit_moving_averages_may_differ_in_the_last_bits_only(inner: Any):
     """LLVM chooses which product of `a * b + c * d` it contracts into the sum."""
     wraps = (protected, after_heal, protected_without_limit)

@@ -124,6 +124,7 @@ def test_each_gradient_has_its_norm_before_clipping(tx, jit):
 EDITED = policy.from_dict({**policy.to_dict(policy.load("default")), "max_skips": 7})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["observe", "zclip", EDITED], ids=["mode", "names", "number"])
 def test_a_state_of_another_policy_is_refused(other):
     state = protect(optax.adam(0.1), "default").init(PARAMS)
@@ -156,6 +157,7 @@ def test_an_optimizer_with_a_schedule_continues_with_injected_hyperparameters():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [protect, lambda tx, p: optax.chain(heal(p), tx)])
 def test_a_forgotten_loss_is_reported_once_and_is_nan_in_the_metrics(make):
     tx = make(optax.sgd(0.1), "default")

@@ -23,7 +23,7 @@ from healcore.jax import (
     scale_by_heal_lr,
 )
 from healcore.jax.driver.driver import JaxDriver
-from healcore.runtime.run.rollback_rates import engines_after_rollback
+from healcore.runtime.run.engine_states import engines_after_rollback
 from tests.jax import policies
 from tests.jax.bit_comparison import assert_same_bits
 from tests.jax.driver.small_runs import POLICY, advance, batch, driven, plain
@@ -209,6 +209,7 @@ def test_a_state_that_is_not_known_stays():
 PLATEAU = contrib.reduce_on_plateau(factor=0.5, patience=2, accumulation_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inner", "wrap", "rate"),
     [

@@ -20,6 +20,8 @@ from tests.jax.two_processes import BAD, POLICY
 from tests.torch.forked_ranks import free_port, run_ranks
 from tests.torch.test_compared_ranks import goes_back_from_faults_only
 
+pytestmark = pytest.mark.slow  # several processes
+
 SAVED = {"same": True, "moved": True, "listed": [True, 7, [], {"of": "the run"}]}
 
 

@@ -135,6 +135,7 @@ def test_no_parameters_are_a_step_of_norm_zero(tx, tree):
     assert not bool(last_decision(state).skip)
 
 
+@pytest.mark.slow
 def test_inside_shard_map_on_four_devices():
     scenario = "four_devices:check"
     assert Program("", scenario, world=1, devices=4).of(scenario) == [None]

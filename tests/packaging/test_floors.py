@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -69,6 +70,40 @@ def test_only_the_registry_imports_an_adapter_by_name():
             constant = text and isinstance(node.args[0], ast.Constant)  # type: ignore[attr-defined]
             adapters = "healcore.torch" in text or "healcore.jax" in text
             assert not text or (constant and not adapters), f"{path}: use adapter_registry.find"
+
+
+RUN = "healcore.runtime.run."
+JOINERS = ("run", "start", "")
+"""They import all parts of a run: `Run` names them, `start` makes them."""
+
+
+def imports_when_run(path: Path) -> set[str]:
+    """The modules that a file imports at its import, without those for type checkers only."""
+    tree = ast.parse(path.read_text())
+    checks = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    typed = {each for check in checks for each in ast.walk(check)}
+    return {node.module or "" for node in nodes if node not in typed}
+
+
+def test_the_parts_of_a_run_have_four_levels_and_no_circle():
+    """A part is a folder, or a file directly in `runtime/run`. It imports only parts below it."""
+    folder = ROOT / "runtime" / "run"
+    below: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        part = path.relative_to(folder).with_suffix("").parts[0].removeprefix("__init__")
+        names = {name for name in imports_when_run(path) if name.startswith(RUN)}
+        names = {name.removeprefix(RUN).partition(".")[0] for name in names}
+        below.setdefault(part, set()).update(names - {part})
+    parts = {name: names for name, names in below.items() if name not in JOINERS}
+    assert len(parts) > 15
+    assert [name for name, names in parts.items() if names & {*JOINERS}] == []
+    levels: list[set[str]] = []
+    while rest := parts.keys() - {*chain(*levels)}:
+        done = {*chain(*levels)}
+        levels.append({name for name in rest if parts[name] <= done})
+        assert levels[-1], f"a circle among {sorted(rest)}"
+    assert len(levels) <= 4, levels
 
 
 def test_a_healthy_torch_step_is_short():

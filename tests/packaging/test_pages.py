@@ -17,6 +17,7 @@ import torch
 
 import healcore.torch
 from healcore.policy import Policy, load, loads
+from healcore.torch.trainers import healings_of
 from tests import forked_programs
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,7 +52,7 @@ def test_the_torch_snippets(tmp_path, monkeypatch):
         exec(block, scope)  # each snippet has all that it needs
         if "healer" in scope:
             healer = scope["healer"]
-            healers[healer.step] = sorted(healer._run.driver.healings)
+            healers[healer.step] = sorted(healings_of(healer))
             assert healer.report().ending == "completed"
         else:
             assert scope["heal"].metrics()["heal/loss"].isfinite()

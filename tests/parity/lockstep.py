@@ -18,7 +18,7 @@ from healcore.core.engine import Engine, EngineConfig, EngineState
 from healcore.core.engine.state import WITHHELD
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
-from healcore.jax import namespace as jax_namespace
+from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import one_kernel
 from healcore.torch.engines import Namespace
 from tests.core import fuzz
@@ -77,7 +77,7 @@ def limited(engine: Engine, backend: str, state: Any, limit: np.ndarray) -> Any:
     xp: Any = np
     given: Any = limit
     if backend.startswith("jax"):
-        where, xp, given = jnp.where, jax_namespace, jnp.asarray(limit)
+        where, xp, given = jnp.where, JAX, jnp.asarray(limit)
     elif backend.startswith("torch"):
         where, xp, given = torch.where, _TORCH, _tensor(limit)
     state = engine.limit_norm(state, given, xp=xp)
@@ -180,7 +180,7 @@ def _stepwise(step: Callable[[Any, Signals], Any], wrap: Callable[[Any], Any]) -
 
 def _jax(engine: Engine, *, one_by_one: bool, kernel: bool) -> Run:
     """One jitted scan over the chunk: of all lanes at once, or of each in its turn."""
-    judge = functools.partial(engine.step, xp=jax_namespace)
+    judge = functools.partial(engine.step, xp=JAX)
     step = one_kernel(lambda state, signals: judge(state, signals)) if kernel else judge
 
     def scan(state: Any, trace: Signals) -> Any:

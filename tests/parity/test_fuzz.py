@@ -27,18 +27,34 @@ from tests.core.random_policies import BOUNDED, engine_configs
 from tests.parity import lockstep
 
 STEPS, LANES = 150, 100
+SCALARS, KERNEL = ("jax-scalars", "torch"), ("jax-kernel", "torch")
+EVERY = ("jax-scalars", "jax-kernel", "torch")
 
 
 def groups_of(clip: str | None) -> int:
     return policies.GROUPS if clip == "adagc" else 0
 
 
-@pytest.mark.parametrize("name", [*policies.CLIPS, "catalogue"])
-def test_the_same_bits_in_numpy_jax_and_torch(name):
+@pytest.mark.parametrize(
+    ("name", "against"),
+    [
+        # Each rule and each backend. Compiling takes most of the time, so all pairs are `slow`.
+        ("zclip", KERNEL),
+        ("fixed", (*SCALARS, "jax")),
+        ("autoclip", SCALARS),
+        ("adagc", KERNEL),
+        pytest.param("zclip", (*EVERY, "jax"), marks=pytest.mark.slow),
+        *(
+            pytest.param(name, EVERY, marks=pytest.mark.slow)
+            for name in (*policies.CLIPS, "catalogue")
+            if name != "zclip"
+        ),
+    ],
+)
+def test_the_same_bits_in_numpy_jax_and_torch(name, against):
     """The detectors of the catalogue in one policy: it is compiled once."""
     groups, published = groups_of(name), policies.only(*policies.PUBLISHED)
     trace = fuzz.signals(np.random.default_rng(len(name)), STEPS, LANES, groups=groups)
-    against = ("jax-scalars", "jax-kernel", "torch", *(["jax"] if name == "zclip" else []))
     config = policies.covering(name) if name in policies.CLIPS else published
     compared = lockstep.steps_equal(config, [trace], against, groups=groups, lanes=LANES)
     assert compared == STEPS * LANES
@@ -55,6 +71,7 @@ def test_backends_agree_on_long_random_traces(name, seed):
     lockstep.steps_equal(config, [trace], against, groups=groups, lanes=lanes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", policies.CLIPS)
 def test_a_lane_is_a_run_of_its_own(clip):
     """In NumPy, recorded and in torch with 0-d arrays; JAX is further down."""
@@ -73,6 +90,7 @@ def test_a_lane_is_a_run_of_its_own(clip):
     lockstep.steps_equal(config, one, ("torch",), groups=groups, reference="recorded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "backend"),
     [
@@ -90,6 +108,7 @@ def test_compiled_by_torch_as_one_graph(config, backend):
     lockstep.steps_equal(config, [trace], (backend,), reference="recorded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("examples", "steps", "lanes", "against"),
     [
@@ -120,6 +139,7 @@ LEGS = ("jax", "torch", "numpy", "recorded", "jax", "recorded", "torch")
 CHUNK = 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["zclip", "adagc"])
 def test_from_jax_to_torch_to_numpy_and_on(clip):
     groups, engine = groups_of(clip), Engine(policies.covering(clip))
@@ -158,8 +178,15 @@ def drawn(engine: Any, random: np.random.Generator, externally_skipped: bool) ->
     )
 
 
-@pytest.mark.parametrize("externally_skipped", [False, True])
-@pytest.mark.parametrize("name", [*preset_names(), *recipe_names()])
+@pytest.mark.parametrize(
+    ("name", "externally_skipped"),
+    [
+        *((name, False) for name in recipe_names()),
+        *((name, True) for name in preset_names()),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in recipe_names()),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in preset_names()),
+    ],
+)
 def test_the_recorded_step_is_the_step(name: str, externally_skipped: bool):
     engine, random = load(name).engine(), np.random.default_rng(1)
     state = mine = lockstep.start("recorded", engine.init(groups=policies.GROUPS))

@@ -15,7 +15,8 @@ import torch
 
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Signals
-from healcore.jax import namespace, protect
+from healcore.jax import protect
+from healcore.jax.namespace import JAX
 from healcore.policy import engine_of
 from healcore.torch import attach
 from tests.torch.sync_counter import CountSyncs
@@ -44,7 +45,7 @@ def equations(jaxpr: Any) -> int:
 def test_equations_of_the_engine(preset: str):
     engine, one = engine_of(preset), jnp.float32(1)
     rate = one if engine.limits_lr else None
-    step = functools.partial(engine.step, xp=namespace)
+    step = functools.partial(engine.step, xp=JAX)
     signals = Signals(loss=one, grad_norm=one, learning_rate=rate)
     found = equations(jax.make_jaxpr(step)(map_leaves(jnp.asarray, engine.init()), signals).jaxpr)
     committed = COUNTS[preset][0]

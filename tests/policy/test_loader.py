@@ -24,6 +24,7 @@ from healcore.policy import (
 )
 from healcore.policy.loader import parse_overrides
 from healcore.policy.tables import keys_of
+from healcore.runtime.healer import hooks_of
 from healcore.runtime.run_options import HostPolicy
 
 
@@ -141,7 +142,7 @@ def by_healer(policy, **overrides):
     state = {"model": model, "optimizer": optimizer}
     unused = contextlib.suppress(healcore.errors.IncompleteRun)  # it takes no step
     with unused, healcore.Healer(policy, state=state, **overrides) as healer:
-        (found,) = healer._run.driver.engines().values()
+        (found,) = hooks_of(healer).driver.engines().values()
     return found["policy"]
 
 

@@ -29,6 +29,8 @@ from tests.healer.killed_runs import forked
 from tests.healer.run_directory import events, postmortems
 from tests.runtime.faults.test_page import assert_on_the_page
 
+pytestmark = pytest.mark.slow  # several processes that wait for their limits
+
 BOUND_S = 1200
 """After which a test fails. How long it takes depends on what else runs, and is not asserted."""
 RUNS = {"python": 1, "slow": 1, "preset": 1, "healthy": 1, "sleeps": 2, "stopped": 3}

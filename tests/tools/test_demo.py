@@ -9,10 +9,13 @@ import pytest
 from rich.console import Console
 
 from healcore import events
-from healcore.demo_runs import Scenario, load_corpus
+from healcore.demo_runs import DemoError, Scenario, load_corpus
 from healcore.runtime.story import postmortem
+from healcore.tools.cli import _new_folder
 from healcore.tools.demo import DemoRun, run_demo
 from tests.events.sample_events import problems
+
+pytestmark = pytest.mark.slow  # about our own demo
 
 STEPS = 40
 TINY: dict[str, Any] = {"batch": 4, "context": 16, "layers": 2, "width": 16, "heads": 2}
@@ -77,6 +80,25 @@ def test_the_events_and_the_postmortem_are_the_healers(demo, framework):
     curves, rate = demo.run(framework, "healed").report.curves, SHORT.learning_rate
     np.testing.assert_allclose(curves.lr, [*map(rate, curves.step)], rtol=1e-6)
     assert "<svg" in (folder / "events.report.html").read_text()
+
+
+def test_the_last_lines_name_the_pages_to_open(demo):
+    *_, ask, torch_page, jax_page, rest = demo.printed.splitlines()
+    assert ask == "open the report of a healed run in a browser:"
+    pages = [Path(line.strip()) for line in (torch_page, jax_page)]
+    assert [page.parent.name for page in pages] == ["torch-healed", "jax-healed"]
+    assert all(page.is_absolute() and page.is_file() for page in pages)
+    assert rest == f"events and checkpoints: {demo.out}"
+
+
+def test_a_second_demo_takes_another_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert _new_folder("healcore-demo") == Path("healcore-demo")
+    Path("healcore-demo").mkdir()
+    Path("healcore-demo-2").touch()
+    assert _new_folder("healcore-demo") == Path("healcore-demo-3")
+    with pytest.raises(DemoError, match="or leave out --out"):
+        run_demo(Path("healcore-demo"), steps=STEPS, **TINY)
 
 
 def test_a_batch_and_a_learning_rate_depend_on_the_step_alone():

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from healcore import Checkpoints, Hooks, Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.comparisons import Comparisons
+from healcore.runtime.run.compare.comparisons import Comparisons
 from tests.torch.forked_ranks import serve
 from tests.torch.layouts import spread, whole
 
@@ -38,7 +38,7 @@ def options(rollbacks: list[Any]) -> dict[str, Any]:
 
 def watched(comparisons: Comparisons, seen: list[Any]) -> None:
     """Notes every pair of losses that is compared, and the anchor."""
-    evaluate = comparisons._losses_of
+    evaluate = comparisons.losses_of
 
     def losses_of(steps: Any, anchor: Any, known: Any = None) -> Any:
         found = evaluate(steps, anchor, known)
@@ -49,7 +49,7 @@ def watched(comparisons: Comparisons, seen: list[Any]) -> None:
             seen.append({"steps": indices, "anchor": anchor.step, "now": now, "then": then})
         return found
 
-    comparisons._losses_of = losses_of  # type: ignore[method-assign]
+    comparisons.losses_of = losses_of  # type: ignore[method-assign]
 
 
 def run(case: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from healcore import Healer
 from healcore.core.detectors import OverfitConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.errors import RanksDisagreeError
-from healcore.runtime.run.rollback_rates import limit_norms
+from healcore.runtime.run.engine_states import limit_norms
 from healcore.torch import attach
 from healcore.torch.driver import TorchDriver
 from tests.torch import policies

@@ -124,7 +124,14 @@ def test_gradients_of_other_dtypes_and_several_groups(where: Any, dtype: torch.d
 
 @host_and_device
 @cases(CASES)
-@pytest.mark.parametrize("factor", [NAN, float("inf"), 1e5], ids=["nan", "inf", "spike"])
+@pytest.mark.parametrize(
+    "factor",
+    [
+        pytest.param(NAN, id="nan"),
+        pytest.param(float("inf"), id="inf", marks=pytest.mark.slow),
+        pytest.param(1e5, id="spike"),
+    ],
+)
 def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, factor: float):
     """The gradients stay too, and the optimizer object. The first step is skipped as well."""
     mine, twin = case.build(), case.build()
@@ -155,7 +162,13 @@ def test_a_skip_changes_no_bit_and_leaves_no_trace(case: Case, where: Any, facto
     assert not mine._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    "name",  # `make test` has every fourth optimizer
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 4 else ())
+        for number, name in enumerate(names())
+    ],
+)
 @pytest.mark.parametrize(
     "closure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "closure"]
 )
@@ -182,7 +195,13 @@ def test_a_skip_of_other_packages_leaves_no_trace(name: str, closure: bool):
 @pytest.mark.parametrize(
     ("case", "policy"),
     [
-        pytest.param(case, policy, id=f"{case.name}-{policy}")
+        pytest.param(
+            case,
+            policy,
+            id=f"{case.name}-{policy}",
+            # `make test` has all policies with one fused optimizer, and all optimizers with one.
+            marks=pytest.mark.slow if case.fused and policy != "CUTS" and case != FUSED[0] else (),
+        )
         for case in WITHOUT_CLOSURE
         for policy in (("EVERYTHING", "CUTS", "ADAGC", "OBSERVES") if case.fused else ("SKIPS",))
     ],

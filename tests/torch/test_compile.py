@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from healcore.core.engine import Engine
-from healcore.torch import attach, engines
+from healcore.torch import attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, snapshot
 from tests.torch.optimizer_cases import FUSED, NAN, Case, host_and_device
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "c++"))),
-    reason="torch.compile needs a C++ compiler on a CPU, and there is none",
-)
+pytestmark = [
+    pytest.mark.slow,  # torch.compile takes most of the time
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("g++", "clang++", "c++"))),
+        reason="torch.compile needs a C++ compiler on a CPU, and there is none",
+    ),
+]
 CASES = [
     *(case for case in FUSED if case.name in ("AdamW-fused", "SGD-fused-momentum")),
     Case("SGD", torch.optim.SGD, {"foreach": True}),
@@ -73,11 +76,12 @@ def test_a_compiler_that_fails_has_a_warning_and_eager_steps(monkeypatch: pytest
     def missing(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    def compiled(step: Any) -> Any:
-        return torch.compile(step, fullgraph=True, backend=missing)
+    def without_compiler(step: Any, **options: Any) -> Any:
+        return compile_step(step, fullgraph=True, backend=missing)
 
     case, engine = CASES[0], Engine(policies.SKIPS.config)
-    monkeypatch.setattr(engines, "_compiled", compiled)
+    compile_step = torch.compile
+    monkeypatch.setattr(torch, "compile", without_compiler)
     heal = attach(optimizer := case.build(), engine, engine="device", compile=True)
     with pytest.warns(RuntimeWarning, match="no compiler here"):
         case.step(optimizer, 0, heal=heal)

@@ -11,6 +11,8 @@ from tests.torch.driver.sharded_ranks import OPTIMIZERS, ROLLBACK
 from tests.torch.forked_ranks import Worlds, worlds_of
 from tests.torch.optimizer_cases import host_and_device
 
+pytestmark = pytest.mark.slow  # several processes
+
 BYTES = 80
 """Of the one all_reduce of each step."""
 COPIES = {"DDP": 4, "DDP, device": 4, "FSDP2": 1, "HSDP": 2}

@@ -14,7 +14,7 @@ from healcore.core.decision import Cause
 from healcore.core.detectors import OverfitConfig
 from healcore.core.engine import Engine, EngineConfig
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.torch import attach
 from healcore.torch.measurement import MAX_OVERFLOWS
 from tests.torch import policies

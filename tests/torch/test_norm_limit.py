@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD
 
 from healcore.core.engine import Engine
-from healcore.runtime.run.rollback_rates import limit_norms
+from healcore.runtime.run.engine_states import limit_norms
 from healcore.torch import Healing, attach
 from tests.torch import policies
 from tests.torch.bit_comparison import assert_same, parameters, snapshot

@@ -22,7 +22,7 @@ from healcore.jax.driver.live_state import LiveState
 from healcore.jax.heal_state import is_optax_state, nodes
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.transform import ProtectState
-from healcore.runtime.data.loader_adapters import DataError
+from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 
 Part = tuple[str, ...]

@@ -101,8 +101,11 @@ class OrbaxStore(_JaxStore):
 
     Orbax can read the arrays of a checkpoint without healcore:
     ``ocp.load_checkpointables(step_directory / "data")["state"]["params.dense.kernel"]``. The
-    program's own Orbax manager may save at the same time. ``restore`` takes the state as the Healer
-    was given it: ``store.restore(50, state).state``.
+    program's own Orbax manager may save at the same time.
+
+    ``save`` takes a mapping of names to trees: ``store.save(50, {"params": params})``. ``restore``
+    takes the same mapping. For a checkpoint of a Healer it takes the state as the Healer was given
+    it, which need not be a mapping: ``store.restore(50, state).state``.
 
     The store permanently holds host memory for one copy of the state.
 

@@ -19,11 +19,12 @@ and where a change is expected.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, Reading
-from healcore.core.numerics import Flag, Float, Int, zero_init
+from healcore.core.numerics import zero_init
 from healcore.core.ranges import Fraction, NotNegative, Ratio, Steps, number, whole
 from healcore.core.signals import Observed
 
@@ -34,21 +35,30 @@ _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers abo
 class RecordHistory(NamedTuple):
     """Extremes of the loss since the start of the history."""
 
-    highest: Float  # the largest loss
-    lowest: Float  # the smallest loss
-    last: Float  # the last record; initially the first loss
+    highest: Float
+    """The largest loss."""
+    lowest: Float
+    """The smallest loss."""
+    last: Float
+    """The last record; initially the first loss."""
 
 
 def add_loss(
-    history: RecordHistory, loss: Any, growth: Any, first: Any, learn: Any, *, xp: Any
-) -> tuple[RecordHistory, Any]:
+    history: RecordHistory,
+    loss: Float,
+    growth: Number,
+    first: Flag,
+    learn: Flag,
+    *,
+    xp: ArrayNamespace,
+) -> tuple[RecordHistory, Flag]:
     """Learns a finite loss where `learn` holds, and decides whether the loss is a record.
 
     A record exceeds all earlier losses. It also exceeds the last record by the share `growth` of
     that record's height above the lowest loss. `first` is whether the loss begins a history.
     """
     highest, lowest, last = (xp.where(first, loss, each) for each in history)
-    margin = numerics.product(growth, last - lowest, xp=xp)
+    margin = xp.product(growth, last - lowest)
     record = learn & (loss > highest) & (loss > last + margin)
     return RecordHistory(
         xp.where(learn, xp.maximum(loss, highest), highest),
@@ -60,23 +70,26 @@ def add_loss(
 class RecordsState(NamedTuple):
     """History of the loss since the start or the last alarm, and the score."""
 
-    count: Int  # steps learnt
+    count: Int
+    """Steps learnt."""
     history: RecordHistory
-    score: Float  # evidence for damage; the alarm is at 1 / alpha
-    record: Flag  # the last step counted as a record
+    score: Float
+    """Evidence for damage; the alarm is at 1 / alpha."""
+    record: Flag
+    """The last step counted as a record."""
 
 
 class RecordsConfig(NamedTuple):
     """Thresholds of the records detector."""
 
-    alpha: Annotated[Any, number(least=1e-9, below=1)] = 1e-3
+    alpha: Annotated[Number, number(least=1e-9, below=1)] = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
     record_rate: Fraction = 0.5
     """Probability of a record per step in a run with damage."""
     growth: NotNegative = 0.25
     """Required growth over the last record, as a share of that record's height above the lowest
     loss."""
-    warmup_steps: Annotated[Any, whole(1, 1000)] = 3
+    warmup_steps: Annotated[Number, whole(1, 1000)] = 3
     """Number of steps learnt before a record counts."""
 
     CAUSE = Cause.RECORDS
@@ -84,7 +97,7 @@ class RecordsConfig(NamedTuple):
     init = zero_init(RecordsState)
 
     def update(
-        self, state: RecordsState, seen: Observed, *, xp: Any
+        self, state: RecordsState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[RecordsState, Reading]:
         """Compares the loss with the largest earlier loss, then learns it."""
         bad = seen.bad_loss
@@ -97,17 +110,15 @@ class RecordsConfig(NamedTuple):
 
         count = xp.where(learn & (before < _COUNTED), before + 1, before)
         t = numerics.as_float(count, xp=xp)
-        record_ratio = numerics.product(self.record_rate, t, xp=xp)
-        numerator = numerics.product(numerics.complement(self.record_rate, t), t, xp=xp)
-        other_ratio = numerics.quotient(numerator, xp.where(t > 1, t - 1, 1.0), xp=xp)
-        pairs = numerics.product(t, t + 1, xp=xp)
+        record_ratio = xp.product(self.record_rate, t)
+        numerator = xp.product(numerics.complement(self.record_rate, t), t)
+        other_ratio = xp.quotient(numerator, xp.where(t > 1, t - 1, 1.0))
+        pairs = xp.product(t, t + 1)
         first_steps = numerics.as_float(count - count + self.warmup_steps, xp=xp)
-        weight = numerics.quotient(first_steps, xp.where(pairs > 0, pairs, 1.0), xp=xp)
+        weight = xp.quotient(first_steps, xp.where(pairs > 0, pairs, 1.0))
         counts = learn & (count > self.warmup_steps) & (record_ratio > 1)
-        new_score = numerics.product(
-            score + weight, xp.where(record, record_ratio, other_ratio), xp=xp
-        )
-        alarm = counts & (numerics.product(self.alpha, new_score, xp=xp) >= 1)
+        new_score = xp.product(score + weight, xp.where(record, record_ratio, other_ratio))
+        alarm = counts & (xp.product(self.alpha, new_score) >= 1)
 
         score = xp.where(counts & ~alarm, new_score, xp.where(alarm, 0.0, score))
         new = RecordsState(
@@ -122,11 +133,15 @@ class RecordsConfig(NamedTuple):
 class InstabilityState(NamedTuple):
     """Extremes of the loss, the usual norm, and the current series of records."""
 
-    count: Int  # steps learnt since the start of the history
+    count: Int
+    """Steps learnt since the start of the history."""
     history: RecordHistory
-    usual: Float  # usual size of the gradient norm
-    records: Int  # records with a large norm at intervals of at most `patience` steps
-    since: Int  # steps since the last such record
+    usual: Float
+    """Usual size of the gradient norm."""
+    records: Int
+    """Records with a large norm at intervals of at most `patience` steps."""
+    since: Int
+    """Steps since the last such record."""
 
 
 class InstabilityConfig(NamedTuple):
@@ -135,7 +150,7 @@ class InstabilityConfig(NamedTuple):
     growth: NotNegative = 0.25
     """Required growth over the last record, as a share of that record's height above the lowest
     loss."""
-    records: Annotated[Any, whole(2, 1000)] = 3
+    records: Annotated[Number, whole(2, 1000)] = 3
     """Records with a large norm that raise the alarm."""
     norm_ratio: Ratio = 8.0
     """Multiple of the usual norm above which the norm at a record is large."""
@@ -147,7 +162,7 @@ class InstabilityConfig(NamedTuple):
     init = zero_init(InstabilityState)
 
     def update(
-        self, state: InstabilityState, seen: Observed, *, xp: Any
+        self, state: InstabilityState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[InstabilityState, Reading]:
         """Compares loss and norm with the history, then learns them."""
         learn, norm = seen.finite, seen.grad_norm
@@ -156,7 +171,7 @@ class InstabilityConfig(NamedTuple):
         grown = xp.where(first, 0, state.records)
         history, record = add_loss(state.history, seen.loss, self.growth, first, learn, xp=xp)
         usual = xp.where(first, 0.0, state.usual)
-        large = numerics.product(self.norm_ratio, usual, xp=xp)
+        large = xp.product(self.norm_ratio, usual)
         grows = (record & (norm > large)) | (~learn & (grown > 0) & (state.since == 0))
         lasts = state.since < self.patience
         grown = xp.where(grows, xp.where(lasts, grown + 1, 1), xp.where(lasts, grown, 0))
@@ -166,8 +181,8 @@ class InstabilityConfig(NamedTuple):
         learnt = xp.where(usual > 0, xp.minimum(norm, large), norm)
         one = norm - norm + 1.0
         steps = xp.where(count > 0, numerics.as_float(count, xp=xp), one)
-        weight = xp.maximum(numerics.quotient(one, steps, xp=xp), _NORM)
-        step = numerics.product(weight, learnt - usual, xp=xp)
+        weight = xp.maximum(xp.quotient(one, steps), _NORM)
+        step = xp.product(weight, learnt - usual)
         new = InstabilityState(
             count=xp.where(alarm, 0, count),
             history=history,

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from healcore.core import numerics, ranges
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import NONFINITE, Cause, Reading
-from healcore.core.numerics import Float, Int, flag, zero_init
+from healcore.core.numerics import zero_init
 from healcore.core.ranges import Positive, Steps, number
 from healcore.core.signals import Observed
 
@@ -40,21 +41,24 @@ class NonFiniteConfig(NamedTuple):
     init = zero_init(NonFiniteState)
 
     def update(
-        self, state: NonFiniteState, seen: Observed, *, xp: Any
+        self, state: NonFiniteState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[NonFiniteState, Reading]:
         """Reads the flags of `seen`."""
         flags = []
         if seen.bad_grad is not None:
-            flags.append(flag(seen.bad_grad, Cause.NONFINITE_GRAD, xp=xp))
-        if seen.bad_loss is not None:  # combined with other flags, a bool would be the flag 1
-            flags.append(seen.bad_loss if flags else flag(seen.bad_loss, 1, xp=xp))
+            flags.append(xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD))
+        if seen.bad_loss is not None and flags:
+            flags.append(seen.bad_loss)  # combined with an int32, a bool is the flag 1
+        elif seen.bad_loss is not None:
+            flags.append(xp.flag(seen.bad_loss, 1))
         return state, Reading(seen.bad, seen.bad, cause=functools.reduce(operator.or_, flags))
 
 
 class VanishingState(NamedTuple):
     """Count of consecutive small norms."""
 
-    run: Int  # consecutive steps below the threshold, at most `patience`
+    run: Int
+    """Consecutive steps below the threshold, at most `patience`."""
 
 
 class VanishingConfig(NamedTuple):
@@ -74,7 +78,7 @@ class VanishingConfig(NamedTuple):
     init = zero_init(VanishingState)
 
     def update(
-        self, state: VanishingState, seen: Observed, *, xp: Any
+        self, state: VanishingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[VanishingState, Reading]:
         """Counts steps below the threshold. Non-finite steps change nothing."""
         vanished = seen.grad_norm < self.threshold
@@ -88,9 +92,12 @@ class VanishingConfig(NamedTuple):
 class CeilingState(NamedTuple):
     """Largest of the first values, and the count of consecutive alarms."""
 
-    count: Int  # values learnt, at most `first_steps`
-    top: Float  # the largest learnt value
-    run: Int  # consecutive alarms, at most `sustain` (losses) or `escape` (norms)
+    count: Int
+    """Values learnt, at most `first_steps`."""
+    top: Float
+    """The largest learnt value."""
+    run: Int
+    """Consecutive alarms, at most `sustain` (losses) or `escape` (norms)."""
 
 
 class LossCeilingConfig(NamedTuple):
@@ -117,7 +124,7 @@ class LossCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: Observed, *, xp: Any
+        self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[CeilingState, Reading]:
         """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing."""
         learn, loss = seen.finite, seen.loss
@@ -126,7 +133,7 @@ class LossCeilingConfig(NamedTuple):
         top = xp.where((count == 0) | (loss > state.top), loss, state.top)
         top = xp.where(learn & early, top, state.top)
 
-        above = numerics.product(self.first_ratio - 1.0, xp.abs(state.top), xp=xp)
+        above = xp.product(self.first_ratio - 1.0, xp.abs(state.top))
         over = (loss > state.top + above) & (count > 0)
         if self.ceiling is not None:
             over = over | (loss > self.ceiling)
@@ -162,7 +169,7 @@ class GradCeilingConfig(NamedTuple):
     init = zero_init(CeilingState)
 
     def update(
-        self, state: CeilingState, seen: Observed, *, xp: Any
+        self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[CeilingState, Reading]:
         """Judges the norm, and learns the first norms. Non-finite steps change nothing."""
         norm = seen.grad_norm
@@ -204,12 +211,17 @@ class NoiseState(NamedTuple):
     its rounding step.
     """
 
-    count: Int  # values learnt, at most the window
-    last: Float  # the last value
-    noise: Float  # mean absolute difference of successive values
+    count: Int
+    """Values learnt, at most the window."""
+    last: Float
+    """The last value."""
+    noise: Float
+    """Mean absolute difference of successive values."""
 
 
-def begin_noise(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tuple[NoiseState, Any]:
+def begin_noise(
+    state: NoiseState, value: Float, restart: Flag, *, xp: ArrayNamespace
+) -> tuple[NoiseState, Flag]:
     """Prepares the state for `value`; returns the state, and whether `value` is the first one.
 
     A restart resets the count and keeps the noise.
@@ -219,14 +231,20 @@ def begin_noise(state: NoiseState, value: Any, restart: Any, *, xp: Any) -> tupl
     return state._replace(count=count, last=xp.where(first, value, state.last)), first
 
 
-def noise_unit(state: NoiseState, level: Any, min_share: Any, *, xp: Any) -> Any:
+def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayNamespace) -> Float:
     """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
-    return xp.maximum(state.noise, numerics.product(min_share, xp.abs(level), xp=xp))
+    return xp.maximum(state.noise, xp.product(min_share, xp.abs(level)))
 
 
 def learn_noise(
-    state: NoiseState, value: Any, allowed: Any, max_jump: Any, window: Any, *, xp: Any
-) -> tuple[NoiseState, Any]:
+    state: NoiseState,
+    value: Float,
+    allowed: Flag,
+    max_jump: Float,
+    window: Number,
+    *,
+    xp: ArrayNamespace,
+) -> tuple[NoiseState, Float]:
     """Learns a value where `allowed`; a difference counts for at most `max_jump`.
 
     Also returns the weight of this value: 1 / count, but at least 1 / window. The weight may be
@@ -234,10 +252,9 @@ def learn_noise(
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)
-    number = count if hasattr(xp, "divides_ints") else numerics.as_float(count, xp=xp)
-    weight = xp.reciprocal(number)
+    weight = xp.reciprocal(count)
     jump = xp.abs(value - state.last)
-    step = numerics.product(weight, xp.minimum(jump, max_jump) - state.noise, xp=xp)
+    step = xp.product(weight, xp.minimum(jump, max_jump) - state.noise)
     noise = state.noise + xp.where(jump > 0, step, 0.0)
     return NoiseState(count, value, numerics.flush(noise, xp=xp)), weight
 
@@ -256,9 +273,12 @@ class SpikeState(NamedTuple):
 
     values: NoiseState
     level: Float
-    threshold: Float  # height of an outlier above the level, in units of the noise
-    votes: Float  # decayed sum of the votes
-    lasting: Int  # values since the spike became sustained; 0 = not sustained
+    threshold: Float
+    """Height of an outlier above the level, in units of the noise."""
+    votes: Float
+    """Decayed sum of the votes."""
+    lasting: Int
+    """Values since the spike became sustained; 0 = not sustained."""
 
 
 class LossSpikeConfig(NamedTuple):
@@ -267,7 +287,7 @@ class LossSpikeConfig(NamedTuple):
     z_threshold: Positive = 5.5
     """Height above the level, in units of the noise, from which a value is an outlier. A
     value at twice this height has a full vote. Frequent outliers raise the threshold."""
-    evidence: Annotated[Any, number(above=0, most=15)] = 2.0
+    evidence: Annotated[Number, number(above=0, most=15)] = 2.0
     """Sum of votes above which a spike is sustained."""
     window: Steps = NOISE_WINDOW
     """Number of values learnt before any is judged; later values have the weight 1 / window."""
@@ -278,7 +298,9 @@ class LossSpikeConfig(NamedTuple):
     NEEDS = frozenset({"loss"})
     init = zero_init(SpikeState)
 
-    def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
+    def update(
+        self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
+    ) -> tuple[SpikeState, Reading]:
         """Judges `seen.loss`, then learns it. The reading's `z` is in units of the noise."""
         return _judge(self, state, seen.loss, seen.finite, seen.restart, xp=xp)
 
@@ -291,7 +313,7 @@ class GradSpikeConfig(NamedTuple):
     """
 
     z_threshold: Positive = LossSpikeConfig().z_threshold
-    evidence: Annotated[Any, number(above=0, most=15)] = LossSpikeConfig().evidence
+    evidence: Annotated[Number, number(above=0, most=15)] = LossSpikeConfig().evidence
     window: Steps = LossSpikeConfig().window
     min_noise: Positive = 0.18
     """Smallest noise, as a share of the level: an alarm is three times the level or more."""
@@ -300,14 +322,22 @@ class GradSpikeConfig(NamedTuple):
     NEEDS = frozenset({"grad_norm"})
     init = zero_init(SpikeState)
 
-    def update(self, state: SpikeState, seen: Observed, *, xp: Any) -> tuple[SpikeState, Reading]:
+    def update(
+        self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
+    ) -> tuple[SpikeState, Reading]:
         """Judges the norm, then learns it."""
         norm = seen.grad_norm
         return _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
 
 
 def _judge(
-    config: Any, state: SpikeState, value: Any, learn: Any, restart: Any, *, xp: Any
+    config: LossSpikeConfig | GradSpikeConfig,
+    state: SpikeState,
+    value: Float,
+    learn: Flag,
+    restart: Flag,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[SpikeState, Reading]:
     """Judges `value` (float32, finite where `learn` holds), then learns it."""
     values, first = begin_noise(state.values, value, restart, xp=xp)
@@ -319,24 +349,24 @@ def _judge(
     known = unit > 0
     gap = value - level
     # A value that is not judged has the score 0, and therefore no vote.
-    z = numerics.quotient(gap, xp.where(known & judged, unit, _INFINITE), xp=xp)
-    vote = xp.clip(numerics.quotient(z - threshold, threshold, xp=xp), 0.0, 1.0)
+    z = xp.quotient(gap, xp.where(known & judged, unit, _INFINITE))
+    vote = xp.clip(xp.quotient(z - threshold, threshold), 0.0, 1.0)
 
-    max_gap = xp.where(known, numerics.product(threshold, unit, xp=xp), numerics.SIGNAL_LIMIT)
+    max_gap = xp.where(known, xp.product(threshold, unit), numerics.SIGNAL_LIMIT)
     new_values, weight = learn_noise(values, value, learn, max_gap, config.window, xp=xp)
-    new_votes = votes - numerics.product(weight, votes, xp=xp) + vote
+    new_votes = votes - xp.product(weight, votes) + vote
     new_votes = xp.minimum(new_votes, numerics.plus_one(config.evidence))
     votes = xp.where(learn, new_votes, votes)
     sustained = votes > config.evidence
     lasting = xp.where(sustained, state.lasting + learn, 0)
     restarts = (lasting >= ESCAPE_WINDOWS * config.window) | first
 
-    rise = numerics.product(weight, xp.minimum(gap, max_gap), xp=xp)
+    rise = xp.product(weight, xp.minimum(gap, max_gap))
     higher_of_two = xp.maximum(value, values.last)
     new_level = xp.where(gap > 0, level + rise, xp.minimum(level, higher_of_two))
     level = xp.where(learn, new_level, level)
     factor = THRESHOLD_GAIN * (vote - TARGET_VOTE)
-    learnt = threshold + numerics.product(threshold, factor, xp=xp)
+    learnt = threshold + xp.product(threshold, factor)
     learnt = xp.maximum(learnt, MIN_THRESHOLD_SHARE * config.z_threshold)
     new = SpikeState(
         new_values,

@@ -19,9 +19,10 @@ is noise; `patience` in a row raise the alarm, until an evaluation with a smalle
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, Reading
 from healcore.core.detectors.thresholds import (
     NOISE_WINDOW,
@@ -31,7 +32,7 @@ from healcore.core.detectors.thresholds import (
     learn_noise,
     noise_unit,
 )
-from healcore.core.numerics import Flag, Float, Int, map_leaves, zero_init
+from healcore.core.numerics import map_leaves, zero_init
 from healcore.core.ranges import Fraction, Level, NotNegative, Positive, Steps, whole
 from healcore.core.signals import Observed
 
@@ -43,10 +44,14 @@ class DivergenceState(NamedTuple):
     """The trend, its lowest and highest levels, and the count of elevated steps."""
 
     values: NoiseState
-    trend: Float  # smoothed loss
-    best: Float  # lowest trend
-    peak: Float  # highest trend since the trend left the best level
-    run: Int  # elevated steps minus recovering steps
+    trend: Float
+    """Smoothed loss."""
+    best: Float
+    """Lowest trend."""
+    peak: Float
+    """Highest trend since the trend left the best level."""
+    run: Int
+    """Elevated steps minus recovering steps."""
 
 
 class DivergenceConfig(NamedTuple):
@@ -65,7 +70,7 @@ class DivergenceConfig(NamedTuple):
     init = zero_init(DivergenceState)
 
     def update(
-        self, state: DivergenceState, seen: Observed, *, xp: Any
+        self, state: DivergenceState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[DivergenceState, Reading]:
         """Learns `seen.loss`, then compares the trend with the best level."""
         learn, loss = seen.finite, seen.loss
@@ -73,16 +78,16 @@ class DivergenceConfig(NamedTuple):
         warm = values.count < self.window
         trend = xp.where(first, loss, state.trend)
         unit = noise_unit(values, trend, SMALL_NOISE, xp=xp)
-        threshold = numerics.product(self.rise, unit, xp=xp)
+        threshold = xp.product(self.rise, unit)
         max_distance = xp.where(unit > 0, threshold, numerics.SIGNAL_LIMIT)
         learnt, weight = learn_noise(values, loss, learn, max_distance, self.window, xp=xp)
 
         distance = xp.maximum(xp.minimum(loss - trend, max_distance), -max_distance)
-        trend = trend + numerics.product(weight, distance, xp=xp)
+        trend = trend + xp.product(weight, distance)
         best = xp.where(warm, trend, xp.minimum(trend, state.best))
         excess = trend - best
         positive = (best > 0) & (trend > POSITIVE * unit)
-        at_best = numerics.quotient(numerics.product(threshold, best, xp=xp), trend, xp=xp)
+        at_best = xp.quotient(xp.product(threshold, best), trend)
         high = excess > xp.where(positive, at_best, threshold)
         peak = xp.where(high, xp.maximum(trend, state.peak), trend)
         elevated = high & (excess > HIGH * (peak - best))
@@ -105,20 +110,28 @@ class DivergenceConfig(NamedTuple):
 class PlateauState(NamedTuple):
     """The current window, the best window, and the change per step."""
 
-    count: Int  # steps in the current window
-    mean: Float  # mean of the current window so far
-    best: Float  # lowest window mean
-    windows: Int  # finished windows, at most 1
-    stale: Int  # consecutive windows without improvement, at most `patience`
-    last: Float  # previous loss
-    change: Float  # moving average of the absolute step-to-step change of the loss
-    chance: Flag  # the last finished window was at chance level
+    count: Int
+    """Steps in the current window."""
+    mean: Float
+    """Mean of the current window so far."""
+    best: Float
+    """Lowest window mean."""
+    windows: Int
+    """Finished windows, at most 1."""
+    stale: Int
+    """Consecutive windows without improvement, at most `patience`."""
+    last: Float
+    """Previous loss."""
+    change: Float
+    """Moving average of the absolute step-to-step change of the loss."""
+    chance: Flag
+    """The last finished window was at chance level."""
 
 
 class PlateauConfig(NamedTuple):
     """Thresholds of the plateau detector."""
 
-    window: Annotated[Any, whole(2)] = 500
+    window: Annotated[Number, whole(2)] = 500
     """Steps per window."""
     patience: Steps = 3
     """Consecutive windows without improvement that raise the alarm."""
@@ -134,14 +147,14 @@ class PlateauConfig(NamedTuple):
     init = zero_init(PlateauState)
 
     def update(
-        self, state: PlateauState, seen: Observed, *, xp: Any
+        self, state: PlateauState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[PlateauState, Reading]:
         """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
         learn, loss, restart = seen.finite, seen.loss, seen.restart
         started = (state.windows > 0) | (state.count > 0)
         count = xp.where(learn, state.count + 1, state.count)
         divisor = numerics.as_float(xp.where(count > 0, count, 1), xp=xp)
-        step = numerics.quotient(loss - state.mean, divisor, xp=xp)
+        step = xp.quotient(loss - state.mean, divisor)
         mean = state.mean + xp.where(learn, step, 0.0)
         moved = xp.where(started, xp.abs(loss - state.last), 0.0)
         change = numerics.ema(state.change, moved, 0.01, learn & started, xp=xp)
@@ -177,9 +190,12 @@ class PlateauConfig(NamedTuple):
 class OverfitState(NamedTuple):
     """Smoothed training loss, and the count of consecutive high evaluations."""
 
-    train: Float  # smoothed training loss
-    started: Flag  # `train` has learnt a loss
-    run: Int  # consecutive evaluations with too wide a gap, at most `patience`
+    train: Float
+    """Smoothed training loss."""
+    started: Flag
+    """`train` has learnt a loss."""
+    run: Int
+    """Consecutive evaluations with too wide a gap, at most `patience`."""
 
 
 class OverfitConfig(NamedTuple):
@@ -197,7 +213,7 @@ class OverfitConfig(NamedTuple):
     init = zero_init(OverfitState)
 
     def update(
-        self, state: OverfitState, seen: Observed, *, xp: Any
+        self, state: OverfitState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[OverfitState, Reading]:
         """Learns `seen.loss`; judges `seen.eval_loss` at steps with an evaluation."""
         learn = seen.finite

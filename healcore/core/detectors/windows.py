@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from healcore.core import baseline, numerics
+from healcore.core.array_namespace import ArrayNamespace, Flag, Float, Int, Number
 from healcore.core.decision import Cause, Reading
-from healcore.core.numerics import Float, Int, zero_init, zeros
+from healcore.core.numerics import zero_init, zeros
 from healcore.core.ranges import Fraction, Limit, NotNegative, OnOff, Positive, Steps, number, whole
 from healcore.core.signals import Observed
 
@@ -24,9 +25,12 @@ from healcore.core.signals import Observed
 class Window(NamedTuple):
     """A ring of recent values."""
 
-    values: Float  # (a power of two,): the recent values; 0 in an empty slot
-    place: Int  # index of the next slot
-    count: Int  # number of values, at most the window's length
+    values: Float
+    """(a power of two,): the recent values; 0 in an empty slot."""
+    place: Int
+    """Index of the next slot."""
+    count: Int
+    """Number of values, at most the window's length."""
 
 
 def empty(length: int) -> Window:
@@ -35,7 +39,7 @@ def empty(length: int) -> Window:
     return zeros(Window)._replace(values=np.zeros((slots,), np.float32))
 
 
-def cleared(window: Window, when: Any, *, xp: Any) -> Window:
+def cleared(window: Window, when: Flag, *, xp: ArrayNamespace) -> Window:
     """The window, emptied where `when` holds."""
     return Window(
         xp.where(when[..., None], 0.0, window.values),
@@ -44,7 +48,7 @@ def cleared(window: Window, when: Any, *, xp: Any) -> Window:
     )
 
 
-def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Window:
+def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNamespace) -> Window:
     """Replaces the oldest value by `value` where `learn` holds; `length` is as in `empty`."""
     slots = window.values.shape[-1]
     slot = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
@@ -56,25 +60,27 @@ def push(window: Window, length: int, value: Any, learn: Any, *, xp: Any) -> Win
     )
 
 
-def mean(window: Window, *, xp: Any) -> Any:
+def mean(window: Window, *, xp: ArrayNamespace) -> Float:
     """Mean of the values; 0 for an empty window."""
     divisor = numerics.as_float(xp.where(window.count > 0, window.count, 1), xp=xp)
-    return numerics.quotient(folded(window.values, operator.add), divisor, xp=xp)
+    return xp.quotient(folded(window.values, operator.add), divisor)
 
 
-def variance(window: Window, mean: Any, bessel: bool, *, xp: Any) -> Any:
+def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -> Float:
     """Mean square of the deviations from `mean`; a running sum of squares would round it away."""
     slots = window.values.shape[-1]
     occupied = xp.arange(slots) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
-    squares = numerics.flush(numerics.product(deviation, deviation, xp=xp), xp=xp)
-    several = window.count > (1 if bessel else 0)
-    divisor = xp.where(several, window.count - 1 if bessel else window.count, 1)
+    squares = numerics.flush(xp.product(deviation, deviation), xp=xp)
+    if bessel:
+        divisor = xp.where(window.count > 1, window.count - 1, 1)
+    else:
+        divisor = xp.where(window.count > 0, window.count, 1)
     total = folded(squares, operator.add)
-    return numerics.quotient(total, numerics.as_float(divisor, xp=xp), xp=xp)
+    return xp.quotient(total, numerics.as_float(divisor, xp=xp))
 
 
-def folded(values: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def folded(values: Float, combine: Callable[[Float, Float], Float]) -> Float:
     """Combines the values along the last axis, a power of two, in one order in all backends."""
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
@@ -86,8 +92,10 @@ class LossRatioState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    last: Float  # last accepted loss
-    run: Int  # consecutive outliers, at most `escape`
+    last: Float
+    """Last accepted loss."""
+    run: Int
+    """Consecutive outliers, at most `escape`."""
 
 
 class LossRatioConfig(NamedTuple):
@@ -105,7 +113,7 @@ class LossRatioConfig(NamedTuple):
     of zeros judges nothing.
     """
 
-    ratio: Annotated[Any, number(above=1)] = 2.0
+    ratio: Annotated[Number, number(above=1)] = 2.0
     """Multiple of the mean from which a loss is an outlier; above 1."""
     window: Annotated[int, whole(1, 4096)] = 100
     """Number of accepted losses in the window. Static: it is the length of an array."""
@@ -126,7 +134,7 @@ class LossRatioConfig(NamedTuple):
         return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
-        self, state: LossRatioState, seen: Observed, *, xp: Any
+        self, state: LossRatioState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[LossRatioState, Reading]:
         """Judges `seen.loss` against the window, then learns it if accepted."""
         learn, loss = seen.finite, seen.loss
@@ -139,7 +147,7 @@ class LossRatioConfig(NamedTuple):
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (level > 0)
         known = known & (plain | (window.count >= self.window))
-        needed = numerics.product(self.ratio, level, xp=xp)
+        needed = xp.product(self.ratio, level)
         outlier = xp.where(plain, loss, loss - usual) >= needed
         alarm = learn & known & outlier & (loss > state.last)
 
@@ -158,7 +166,8 @@ class WindowState(NamedTuple):
     """The window, and the count of consecutive outliers."""
 
     window: Window
-    run: Int  # consecutive outliers, at most `sustain`
+    run: Int
+    """Consecutive outliers, at most `sustain`."""
 
 
 class LossWindowConfig(NamedTuple):
@@ -177,7 +186,7 @@ class LossWindowConfig(NamedTuple):
     """Standard deviations above the mean from which a value is an outlier."""
     window: Annotated[int, whole(2, 4096)] = 128
     """Number of values in the window. Static: it is the length of an array."""
-    warmup_steps: Annotated[Any, whole(2, 4096)] = 64
+    warmup_steps: Annotated[Number, whole(2, 4096)] = 64
     """Number of values in the window before any is judged; at most `window`."""
     bessel: OnOff = True
     """Whether the variance divides by n - 1 (OLMo, MaxText), not by n (Levanter). Static."""
@@ -195,7 +204,9 @@ class LossWindowConfig(NamedTuple):
         del groups
         return zeros(WindowState)._replace(window=empty(self.window))
 
-    def update(self, state: WindowState, seen: Observed, *, xp: Any) -> tuple[WindowState, Reading]:
+    def update(
+        self, state: WindowState, seen: Observed, *, xp: ArrayNamespace
+    ) -> tuple[WindowState, Reading]:
         """Judges the signal in `NEEDS` against the window, then learns it."""
         (signal,) = self.NEEDS
         value, learn = getattr(seen, signal), seen.finite
@@ -204,19 +215,19 @@ class LossWindowConfig(NamedTuple):
         raw_var = variance(window, usual, self.bessel, xp=xp)
         # Floors as in ZClip: XLA rewrites (c m)(c m) as (m m) c^2, and sqrt(x x) as |x|. Squares of
         # 1e-20 are subnormal, and XLA flushes them, so `flush` sets them to zero everywhere.
-        floor = numerics.product(self.min_rel_std, xp.abs(usual), xp=xp)
-        square = numerics.flush(numerics.product(floor, floor, xp=xp), xp=xp)
+        floor = xp.product(self.min_rel_std, xp.abs(usual))
+        square = numerics.flush(xp.product(floor, floor), xp=xp)
         var = xp.maximum(raw_var, square)
         sigma = xp.maximum(xp.sqrt(raw_var), floor)
 
         known = (window.count > 0) & (window.count >= self.warmup_steps) & (var > 0)
         k = self.sigmas
         gap = value - usual
-        square = numerics.flush(numerics.product(gap, gap, xp=xp), xp=xp)
-        outlier = (gap > 0) & (square > k * numerics.product(k, var, xp=xp))
+        square = numerics.flush(xp.product(gap, gap), xp=xp)
+        outlier = (gap > 0) & (square > k * xp.product(k, var))
         alarm = learn & known & outlier
 
-        limit = usual + xp.where(alarm, numerics.product(k, sigma, xp=xp), 0.0)
+        limit = usual + xp.where(alarm, xp.product(k, sigma), 0.0)
         limited = numerics.flush(xp.where(alarm, limit, value), xp=xp)
         window = push(window, self.window, limited, learn, xp=xp)
         streak = numerics.streak(state.run, alarm, learn, seen.restart, self.sustain, xp=xp)
@@ -236,8 +247,10 @@ class GradWindowConfig(LossWindowConfig):
 class GradEmaState(NamedTuple):
     """Moments of the accepted norms."""
 
-    count: Int  # norms learnt, at most `warmup_steps`
-    weight: Float  # 1 - decay ** (norms learnt), the sum of the weights
+    count: Int
+    """Norms learnt, at most `warmup_steps`."""
+    weight: Float
+    """1 - decay ** (norms learnt), the sum of the weights."""
     mean: Float
     var: Float
     shift: baseline.ShiftState
@@ -256,7 +269,7 @@ class GradEmaConfig(NamedTuple):
     learnt, and the warm-up is robust (`baseline`).
     """
 
-    ratio: Annotated[Any | None, number(above=1, none=True)] = 20.0
+    ratio: Annotated[Number | None, number(above=1, none=True)] = 20.0
     """Smallest ratio of an outlier to the average, or None for no such test."""
     sigmas: Limit = None
     """Height of an outlier above the average in standard deviations, or None for no such test."""
@@ -266,7 +279,7 @@ class GradEmaConfig(NamedTuple):
     """Number of norms learnt before any is judged."""
     min_rel_std: NotNegative = 0.01
     """Floor of the standard deviation as a fraction of the average."""
-    sustain: Annotated[Any, whole(1, 1_000_000)] = 5
+    sustain: Annotated[Number, whole(1, 1_000_000)] = 5
     """Consecutive rejections (leaky count) that make the alarm sustained."""
     shift: baseline.ShiftConfig = baseline.ShiftConfig()
     """When repeatedly rejected norms become the new level."""
@@ -277,7 +290,7 @@ class GradEmaConfig(NamedTuple):
     init = zero_init(GradEmaState)
 
     def update(
-        self, state: GradEmaState, seen: Observed, *, xp: Any
+        self, state: GradEmaState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[GradEmaState, Reading]:
         """Judges `seen.grad_norm`, then learns it if accepted."""
         norm = seen.grad_norm
@@ -296,10 +309,10 @@ class GradEmaConfig(NamedTuple):
         complement = numerics.complement(self.ema_decay, norm)
         weight = numerics.ema(old_weight, norm - norm + 1.0, complement, accepted, xp=xp)
         # Weight of the new value: 1 for the first value, 1 - decay in the long run.
-        rate = numerics.quotient(complement, xp.where(weight > 0, weight, 1.0), xp=xp)
+        rate = xp.quotient(complement, xp.where(weight > 0, weight, 1.0))
         start = xp.where(first, 0.0, state.mean)
         mean = numerics.ema(start, value, rate, accepted, xp=xp)
-        square = numerics.flush(numerics.product(value - start, value - mean, xp=xp), xp=xp)
+        square = numerics.flush(xp.product(value - start, value - mean), xp=xp)
         var = numerics.ema(xp.where(first, 0.0, state.var), square, rate, accepted, xp=xp)
         var = xp.where(var > 0, var, 0.0)
 
@@ -314,16 +327,18 @@ class GradEmaConfig(NamedTuple):
         return learnt, Reading(alarm, sustained | shift.escaped)
 
 
-def _is_outlier(config: GradEmaConfig, state: GradEmaState, norm: Any, *, xp: Any) -> Any:
+def _is_outlier(
+    config: GradEmaConfig, state: GradEmaState, norm: Float, *, xp: ArrayNamespace
+) -> Flag:
     """Whether the norm fails one of the two tests."""
     outlier = norm < 0
     if config.ratio is not None:
         outlier = outlier | (norm >= config.ratio * state.mean)
     if config.sigmas is not None:
         k, gap = config.sigmas, norm - state.mean
-        floor = numerics.product(config.min_rel_std, state.mean, xp=xp)
-        min_var = numerics.flush(numerics.product(floor, floor, xp=xp), xp=xp)
-        limit = k * numerics.product(k, xp.maximum(state.var, min_var), xp=xp)
-        square = numerics.flush(numerics.product(gap, gap, xp=xp), xp=xp)
+        floor = xp.product(config.min_rel_std, state.mean)
+        min_var = numerics.flush(xp.product(floor, floor), xp=xp)
+        limit = k * xp.product(k, xp.maximum(state.var, min_var))
+        square = numerics.flush(xp.product(gap, gap), xp=xp)
         outlier = outlier | ((gap > 0) & (square >= limit))
     return outlier

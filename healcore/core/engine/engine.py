@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from healcore.core import numerics
+from healcore.core.array_namespace import NUMPY, Array, ArrayNamespace, Flag, Float, as_namespace
 from healcore.core.clipping import RULES
 from healcore.core.decision import (
     NONFINITE,
@@ -68,7 +70,9 @@ class Engine:
             if name not in DETECTORS:
                 raise ValueError(f"a detector must be one of {sorted(DETECTORS)}, got {name!r}")
         self.config, self.mode = config, config.mode
-        self._clip_name = config.clip[0] if config.clip else None
+        self._clip_name: str | None = None
+        if config.clip is not None:
+            self._clip_name = config.clip[0]
         self.per_tensor = self._clip_name == "adagc"
         """Whether clipping is per tensor and needs `Signals.group_norms`."""
         self.limits_norm = limits_norm
@@ -126,7 +130,9 @@ class Engine:
     @cached_property
     def needs(self) -> frozenset[str]:
         """The `Signals` fields that the policy reads; a detector is inactive without its signal."""
-        names: set[str] = {"grad_norm"} if self.config.clip else set()
+        names: set[str] = set()
+        if self.config.clip is not None:
+            names.add("grad_norm")
         if self.per_tensor:
             names.add("group_norms")
         for name, detector in self.config.detectors:
@@ -145,14 +151,15 @@ class Engine:
         return init(self.config, groups=groups, batch=batch)
 
     def step(
-        self, state: EngineState, signals: Signals, *, xp: Any
+        self, state: EngineState, signals: Signals, *, xp: ArrayNamespace | ModuleType
     ) -> tuple[EngineState, Decision]:
         """Judges one step.
 
         Args:
             state: from `init` or the previous step.
             signals: at least a loss or a gradient norm.
-            xp: the array namespace of all arrays.
+            xp: the array namespace of all arrays: an `ArrayNamespace`, or a module with NumPy's
+                functions, such as `numpy` itself.
 
         Returns:
             The new state, and the decision to enforce. In observe mode the decision is neutral, and
@@ -160,14 +167,25 @@ class Engine:
 
         Raises:
             ValueError: the signals have neither a loss nor a gradient norm.
+
+        Examples:
+            >>> import numpy as np
+            >>> from healcore.core.signals import Signals
+            >>> from healcore.policy import engine_of
+            >>> engine = engine_of("default")
+            >>> signals = Signals(loss=np.float32(2.0), grad_norm=np.float32("nan"))
+            >>> state, decision = engine.step(engine.init(), signals, xp=np)
+            >>> bool(decision.skip)
+            True
         """
         if signals.loss is None and signals.grad_norm is None:
             raise ValueError(
                 "a step needs a loss or a gradient norm, got neither: pass Signals(loss=...) or "
                 "Signals(grad_norm=...)"
             )
+        xp = as_namespace(xp)
         # NumPy warns of invalid values that `where` discards later.
-        with np.errstate(all="ignore") if xp is np else nullcontext():
+        with np.errstate(all="ignore") if xp is NUMPY else nullcontext():
             new, decision = judge(self.config, state, signals, limits_norm=self.limits_norm, xp=xp)
             observes = self.mode == "observe"
             if observes and any(rule.action & Action.ROLLBACK for rule in self.config.rules):
@@ -182,7 +200,13 @@ class Engine:
         return new, decision
 
     def _without_step(
-        self, old: EngineState, new: EngineState, signals: Signals, skipped: Any, *, xp: Any
+        self,
+        old: EngineState,
+        new: EngineState,
+        signals: Signals,
+        skipped: Flag,
+        *,
+        xp: ArrayNamespace,
     ) -> EngineState:
         """The old state if the caller skips the step, with the signals that come only once.
 
@@ -197,11 +221,12 @@ class Engine:
         for (name, _), before, after in zip(
             self.config.detectors, kept.detectors, new.detectors, strict=True
         ):
-            learnt = {field: getattr(after, field) for field in FROM_EVALUATIONS.get(name, ())}
-            detectors.append(before._replace(**learnt) if learnt else before)
+            for field in FROM_EVALUATIONS.get(name, ()):
+                before = before._replace(**{field: getattr(after, field)})
+            detectors.append(before)
         return kept._replace(change_expected=skipped & expected, detectors=tuple(detectors))
 
-    def expect_change(self, state: EngineState, *, xp: Any) -> EngineState:
+    def expect_change(self, state: EngineState, *, xp: ArrayNamespace | ModuleType) -> EngineState:
         """Opens the grace window at the next step, because the LR, the batch or the data change.
 
         Baselines restart their warm-up. For `grace_steps` steps only non-finite values are alarms.
@@ -209,7 +234,9 @@ class Engine:
         del xp
         return state._replace(change_expected=state.change_expected | True)
 
-    def on_rollback(self, live: EngineState, restored: EngineState, *, xp: Any) -> EngineState:
+    def on_rollback(
+        self, live: EngineState, restored: EngineState, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Combines the restored detectors with the live budget and limits after a rollback.
 
         The LR multiplier and the limit of the gradient norm stay as they are in the live state,
@@ -224,6 +251,7 @@ class Engine:
             restored: the state in the checkpoint.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         incident, budget = live.incident, live.budget
         then = restored.lr
         raised = (then.rate_at_cut > 0) & (then.rate_at_cut < live.lr.rate_at_cut)
@@ -246,11 +274,14 @@ class Engine:
             last=live.last,
         )
 
-    def subtract_rollback(self, state: EngineState, *, xp: Any) -> EngineState:
+    def subtract_rollback(
+        self, state: EngineState, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Subtracts a rollback that the last step ordered from the budget.
 
         For observe mode and replays, in which no host rolls back.
         """
+        xp = as_namespace(xp)
         ordered = (state.last.decision.action & int(Action.ROLLBACK)) != 0
         recoveries = xp.where(ordered, state.budget.recoveries - 1, state.budget.recoveries)
         return state._replace(budget=state.budget._replace(recoveries=recoveries))
@@ -273,12 +304,20 @@ class Engine:
             return self
         key = limits_rate, limits_norm
         if key not in self._specialised:
-            lr = self.config.lr if limits_rate else self.config.lr._replace(ceiling=0.0)
-            config = self.config._replace(lr=lr)
+            config = self.config
+            if not limits_rate:
+                config = config._replace(lr=config.lr._replace(ceiling=0.0))
             self._specialised[key] = Engine(config, limits_norm=limits_norm)
         return self._specialised[key]
 
-    def limit_lr(self, state: EngineState, limit: Any, rate: Any, *, xp: Any) -> EngineState:
+    def limit_lr(
+        self,
+        state: EngineState,
+        limit: Float,
+        rate: Float | None,
+        *,
+        xp: ArrayNamespace | ModuleType,
+    ) -> EngineState:
         """Sets a limit on the learning rate for the host; no effect if no cuts are left.
 
         Args:
@@ -288,19 +327,26 @@ class Engine:
                 of 1.
             xp: the array namespace.
         """
+        namespace = as_namespace(xp)
         budget, tally = state.budget, state.tally
         config = self.config.lr
         if not self.cuts_lr:  # the limit itself is in force, without a hold and a ramp
             config = config._replace(hold_steps=0, ramp_steps=0)
         limited = state._replace(
-            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=xp),
+            lr=incidents.limited_rate(config, state.lr, limit, rate, xp=namespace),
             budget=budget._replace(lr_cuts=budget.lr_cuts - 1),
             tally=tally._replace(lr_cuts=tally.lr_cuts + 1),
         )
         allowed = budget.lr_cuts > 0
-        return map_leaves(lambda new, old: select(allowed, new, old, xp=xp), limited, state)
 
-    def limit_norm(self, state: EngineState, limit: Any, *, xp: Any) -> EngineState:
+        def allowed_or_old(new: Array, old: Array) -> Array:
+            return select(allowed, new, old, xp=namespace)
+
+        return map_leaves(allowed_or_old, limited, state)
+
+    def limit_norm(
+        self, state: EngineState, limit: Float | None, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Sets or releases a limit on the gradient norm for the host; this costs no budget.
 
         From the next step on, a finite gradient whose norm is above the limit is scaled down to it,
@@ -313,11 +359,13 @@ class Engine:
                 0, None or a number that is no limit (negative, NaN, Inf) releases the limit.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         none = state.norm_limit - state.norm_limit
-        if limit is None:
-            limit = none
-        is_limit = (limit > numerics.FLUSH) & (limit <= numerics.FLOAT32_MAX)
-        state = state._replace(norm_limit=xp.where(is_limit, limit, none))
+        given = none
+        if limit is not None:
+            given = limit
+        is_limit = (given > numerics.FLUSH) & (given <= numerics.FLOAT32_MAX)
+        state = state._replace(norm_limit=xp.where(is_limit, given, none))
         if self.config.clip is not None:
             return state
         # Without clipping and without a limit a step does not write the factor, which is 1.
@@ -335,7 +383,9 @@ class Engine:
         withheld = state.norm_limit - state.norm_limit + WITHHELD
         return state._replace(norm_limit=withheld)
 
-    def apply_rate(self, state: EngineState, rate: Any, *, xp: Any) -> EngineState:
+    def apply_rate(
+        self, state: EngineState, rate: Float, *, xp: ArrayNamespace | ModuleType
+    ) -> EngineState:
         """Recomputes the multiplier for another learning rate of the schedule; hold and ramp stay.
 
         A rollback restores the schedule, and a cut limits the rate in absolute terms. At a lower
@@ -346,6 +396,7 @@ class Engine:
             rate: the schedule's learning rate, float32 array.
             xp: the array namespace.
         """
+        xp = as_namespace(xp)
         never = state.step < 0
         orders = incidents.RecoveryOrders(~never, never, never if self.cuts_lr else None)
         rescaled = incidents.update_rate(self.config.lr, state.lr, orders, never, rate, xp=xp)
@@ -363,12 +414,15 @@ class Engine:
         "groups": n, "state": {...}}`.
         """
         scale = state.last.decision.group_scale
+        groups = 0
+        if scale is not None:
+            groups = int(np.asarray(scale).shape[-1])
         return {
             "schema": SCHEMA,
             "policy": self.fingerprint,
             "clip": self._clip_name,
             "detectors": [name for name, _ in self.config.detectors],
-            "groups": 0 if scale is None else int(np.asarray(scale).shape[-1]),
+            "groups": groups,
             "state": plain(state),
         }
 
@@ -401,14 +455,16 @@ class Engine:
         return from_plain(self.init(groups=count), data.get("state"), "state")
 
 
-def _neutral(decision: Decision, when: Any, lr_scale: Any, *, xp: Any) -> Decision:
+def _neutral(decision: Decision, when: Flag, lr_scale: Float, *, xp: ArrayNamespace) -> Decision:
     """Replaces the decision by a neutral one where `when` holds; the causes stay."""
-    group = decision.group_scale
+    group_scale = decision.group_scale
+    if group_scale is not None:
+        group_scale = xp.where(when[..., None], 1.0, group_scale)
     return decision._replace(
         grad_scale=xp.where(when, 1.0, decision.grad_scale),
         skip=decision.skip & ~when,
         lr_scale=xp.where(when, lr_scale, decision.lr_scale),
         action=xp.where(when, 0, decision.action),
         rollback_depth=xp.where(when, 0, decision.rollback_depth),
-        group_scale=None if group is None else xp.where(when[..., None], 1.0, group),
+        group_scale=group_scale,
     )

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from healcore.core import numerics
+from healcore.core.array_namespace import Array, ArrayNamespace, Flag, Float, Int, Norms, Number
 from healcore.core.clipping import EPSILON, Clip
 from healcore.core.decision import NONFINITE, Action, Decision, Reading, Telemetry
 from healcore.core.engine.incidents import RuleOrders, update_incidents, update_rate
@@ -22,19 +23,45 @@ ONCE = int(Action.ALERT | Action.SAVE | Action.STOP)
 """Actions that a rule orders once, not at each step of the same trouble."""
 
 
+Scales = tuple[Float, Norms | None, Flag | None]
+"""(grad_scale, group_scale, clipped): the fields of `Decision`, and whether the step is clipped.
+
+`group_scale` is None unless the policy clips per tensor. `clipped` is None if nothing can clip."""
+
+
 class Firing(NamedTuple):
     """Whether a rule fires at one step."""
 
-    fired: Any  # bool: the rule's condition holds
-    fresh: Any  # bool: fired for the first time in `quiet_steps` steps; for alerts, saves and stops
+    fired: Flag
+    """The rule's condition holds."""
+    fresh: Flag
+    """The rule fires for the first time in `quiet_steps` steps. Alerts, saves and stops are ordered
+    only then."""
 
 
 def judge(
-    config: EngineConfig, state: EngineState, signals: Signals, *, limits_norm: bool, xp: Any
+    config: EngineConfig,
+    state: EngineState,
+    signals: Signals,
+    *,
+    limits_norm: bool,
+    xp: ArrayNamespace,
 ) -> tuple[EngineState, Decision]:
-    """The new state, and the decision as the policy orders it, in any mode.
+    """Judges one step.
 
-    `limits_norm` is static: without it `EngineState.norm_limit` has no effect.
+        signals -> observe -> detectors -> rules -> skip -> clipping rule -> factor ----.
+                                             |                                           |
+                                             '-> incidents, budget -> learning rate -> Decision
+
+    Args:
+        config: the policy.
+        state: the state before the step.
+        signals: the measured signals.
+        limits_norm: whether `EngineState.norm_limit` has an effect. Static.
+        xp: the array namespace.
+
+    Returns:
+        The new state, and the decision as the policy orders it, in any mode.
     """
     change_expected = state.change_expected
     if signals.change_expected is not None:
@@ -45,35 +72,34 @@ def judge(
     seen = observe(signals, change_expected, state.last, clips=clips, xp=xp)
 
     detectors, readings = _run_detectors(config, state.detectors, seen, grace <= 0, xp=xp)
-    cause = numerics.shared(_cause_flags(config, readings, seen, xp=xp), xp=xp)
-    no_flag = xp.never(cause) if hasattr(xp, "never") else cause != cause  # False in its shape
+    cause = xp.shared(_cause_flags(config, readings, seen, xp=xp))
+    no_flag = xp.never(cause)
     rule_states, fired = _run_rules(config, state, readings, no_flag, xp=xp)
 
     wished = _any([f.fired for rule, f in fired if rule.skip], no_flag)
     skips, skip = _limit_skips(config, state.skips, wished, seen, xp=xp)
     if skip is not seen.bad:
-        skip = numerics.shared(skip, xp=xp)
+        skip = xp.shared(skip)
     skip_by_rules = skip
     if limits_norm:
         skip = skip | (state.norm_limit < 0)  # `WITHHELD` by the host
     clip_state, clip = _clip(config, state, seen, skip, xp=xp)
 
     wants = RuleOrders(
-        _any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
-        _any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
+        rollback=_any([f.fired for rule, f in fired if rule.action & Action.ROLLBACK], no_flag),
+        cut=_any([f.fired for rule, f in fired if rule.action & Action.CUT_LR], None),
     )
     incidents, budget, orders = update_incidents(config, state, cause, skip_by_rules, wants, xp=xp)
     lr_state = update_rate(config.lr, state.lr, orders, incidents.open, seen.learning_rate, xp=xp)
-    actions = [] if orders.action is None else [orders.action]
-    actions += _actions_of_rules(config, fired, no_flag, xp=xp)
-    # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
-    # not written.
-    unit_scale = state.last.decision.grad_scale
-    if clips:
-        unit_scale = unit_scale - unit_scale + 1.0
-    scales = _scales(clip, skip, unit_scale, xp=xp)
-    if limits_norm and signals.grad_norm is not None:
-        scales = _limit_norm(state.norm_limit, signals.grad_norm, skip, scales, clip, xp=xp)
+    actions = _actions_of_rules(config, fired, no_flag, xp=xp)
+    if orders.action is not None:
+        actions.insert(0, orders.action)
+    rollback_depth = orders.depth
+    if rollback_depth is None:
+        # No rule rolls back: the depth of the last step, which is 0.
+        rollback_depth = state.last.decision.rollback_depth
+    norm_to_limit = signals.grad_norm if limits_norm else None
+    scales = _scales(config, state, skip, clip, norm_to_limit, xp=xp)
     grad_scale, group_scale, clipped = scales
     ordered = Decision(
         grad_scale=grad_scale,
@@ -81,8 +107,7 @@ def judge(
         lr_scale=lr_state.scale,
         action=_any(actions, None) if actions else cause & 0,
         cause=cause,
-        # If no rule rolls back, the depth of the last step, which is 0.
-        rollback_depth=state.last.decision.rollback_depth if orders.depth is None else orders.depth,
+        rollback_depth=rollback_depth,
         group_scale=group_scale,
     )
     tally = _counted(state.tally, skip, cause, clipped, orders.cut)
@@ -104,9 +129,25 @@ def judge(
 
 
 def _run_detectors(
-    config: EngineConfig, states: tuple[Any, ...], seen: Observed, may_alarm: Any, *, xp: Any
+    config: EngineConfig,
+    states: tuple[Any, ...],
+    seen: Observed,
+    may_alarm: Flag,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[tuple[Any, ...], dict[str, Reading]]:
-    """Runs the detectors that have their signals. Without `may_alarm` only `nonfinite` alarms."""
+    """Runs the detectors that have their signals.
+
+    Args:
+        config: the policy.
+        states: the state of each detector.
+        seen: the checked signals.
+        may_alarm: false in the grace window, where only `nonfinite` alarms.
+        xp: the array namespace.
+
+    Returns:
+        The new states, and the readings of the detectors that ran, by name.
+    """
     new, readings = [], {}
     for (name, detector), state in zip(config.detectors, states, strict=True):
         if all(getattr(seen, field) is not None for field in detector.NEEDS):
@@ -122,30 +163,37 @@ def _run_detectors(
 
 
 def _cause_flags(
-    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: Any
-) -> Any:
+    config: EngineConfig, readings: Mapping[str, Reading], seen: Observed, *, xp: ArrayNamespace
+) -> Int:
     """`Cause` flags (int32) of this step's alarms, sustained ones too."""
     causes = []
     for name, detector in config.detectors:
         if name in readings:
-            alarm, sustained, own, _ = readings[name]
-            alarm = alarm if sustained is alarm else alarm | sustained
-            causes.append(numerics.flag(alarm, detector.CAUSE, xp=xp) if own is None else own)
+            reading = readings[name]
+            if reading.cause is not None:
+                causes.append(reading.cause)
+                continue
+            alarm = reading.alarm
+            if reading.sustained is not alarm:
+                alarm = alarm | reading.sustained
+            causes.append(xp.flag(alarm, detector.CAUSE))
     if not causes:  # no detector has its signals
         return xp.astype(seen.finite & False, xp.int32)
     return functools.reduce(operator.or_, causes)
 
 
-def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Any]:
+def _hits(config: EngineConfig, rule: RuleConfig, readings: Mapping[str, Reading]) -> list[Flag]:
     """Whether each detector of the rule's causes has found its cause."""
     found = []
     for name, detector in config.detectors:
         if name in readings and rule.causes & detector.CAUSE:
             reading = readings[name]
-            hit = reading.sustained if rule.sustained else reading.alarm
             if reading.cause is not None and detector.CAUSE & ~rule.causes:
-                hit = (reading.cause & rule.causes) != 0  # some of its causes
-            found.append(hit)
+                found.append((reading.cause & rule.causes) != 0)  # some of its causes
+            elif rule.sustained:
+                found.append(reading.sustained)
+            else:
+                found.append(reading.alarm)
     return found
 
 
@@ -153,9 +201,9 @@ def _run_rules(
     config: EngineConfig,
     old: EngineState,
     readings: Mapping[str, Reading],
-    no_flag: Any,
+    no_flag: Flag,
     *,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> tuple[tuple[RuleState, ...], list[tuple[RuleConfig, Firing]]]:
     """Counts the hits of each rule. Returns the new states, and each rule with its `Firing`."""
     new, fired, hits = [], [], {}
@@ -163,8 +211,9 @@ def _run_rules(
         key = rule.sustained, rule.causes
         if key not in hits:
             found = _hits(config, rule, readings)
-            hit = _any(found, no_flag)
-            hits[key] = numerics.shared(hit, xp=xp) if found[1:] else hit
+            hits[key] = _any(found, no_flag)
+            if len(found) > 1:
+                hits[key] = xp.shared(hits[key])
         quiet = config.incident.quiet_steps
         counted, firing = update_rule(rule, state, hits[key], old.step, quiet, xp=xp)
         new.append(counted)
@@ -173,7 +222,13 @@ def _run_rules(
 
 
 def update_rule(
-    config: RuleConfig, state: RuleState, hit: Any, step: Any, quiet_steps: Any, *, xp: Any
+    config: RuleConfig,
+    state: RuleState,
+    hit: Flag,
+    step: Int,
+    quiet_steps: Number,
+    *,
+    xp: ArrayNamespace,
 ) -> tuple[RuleState, Firing]:
     """Counts one step, the `step`-th; `hit`: whether a cause of the rule is present.
 
@@ -187,7 +242,7 @@ def update_rule(
         fired = fresh = hit & (run >= config.consecutive)
     if config.within:
         slot, value = step % config.within, xp.astype(hit, xp.int32)
-        window = numerics.with_slot(window, slot, value, xp=xp)
+        window = xp.with_slot(window, slot, value)
         fired = fresh = fired & (xp.sum(window, axis=-1) >= config.count)
     if config.action & ONCE:
         fresh = fired & (age >= quiet_steps)
@@ -196,19 +251,24 @@ def update_rule(
 
 
 def _actions_of_rules(
-    config: EngineConfig, fired: list[tuple[RuleConfig, Firing]], no_flag: Any, *, xp: Any
-) -> list[Any]:
+    config: EngineConfig,
+    fired: list[tuple[RuleConfig, Firing]],
+    no_flag: Flag,
+    *,
+    xp: ArrayNamespace,
+) -> list[Int]:
     """The actions of `ONCE` that the rules order, as one int32 for each set of them."""
     actions = []
     for once in dict.fromkeys(rule.action & ONCE for rule in config.rules):
         fresh = [f.fresh for rule, f in fired if rule.action & ONCE == once]
-        actions += [numerics.flag(_any(fresh, no_flag), once, xp=xp)] if once else []
+        if once:
+            actions.append(xp.flag(_any(fresh, no_flag), once))
     return actions
 
 
 def _limit_skips(
-    config: EngineConfig, streak: Any, wished: Any, seen: Observed, *, xp: Any
-) -> tuple[Any, Any]:
+    config: EngineConfig, streak: Int, wished: Flag, seen: Observed, *, xp: ArrayNamespace
+) -> tuple[Int, Flag]:
     """Decides which steps are skipped; returns the new `streak` of finite skips, and the skip.
 
     Steps with non-finite gradients are always skipped, other steps at most `max_skips` times in a
@@ -227,7 +287,7 @@ def _limit_skips(
 
 
 def _clip(
-    config: EngineConfig, state: EngineState, seen: Observed, skip: Any, *, xp: Any
+    config: EngineConfig, state: EngineState, seen: Observed, skip: Flag, *, xp: ArrayNamespace
 ) -> tuple[Any, Clip | None]:
     """Runs the clipping rule if the policy has one and the signals have its norms."""
     if config.clip is None:
@@ -238,8 +298,32 @@ def _clip(
     return rule.update(state.clip, seen, numerics.and_not(seen.finite, skip), xp=xp)
 
 
-def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, Any, Any]:
-    """(grad_scale, group_scale or None, clipped or None); a skipped step is not clipped."""
+def _scales(
+    config: EngineConfig,
+    state: EngineState,
+    skip: Flag,
+    clip: Clip | None,
+    norm_to_limit: Float | None,
+    *,
+    xp: ArrayNamespace,
+) -> Scales:
+    """The factors on the gradients, by the clipping rule and by the host's limit.
+
+    `norm_to_limit` is the raw gradient norm, or None if the host never limits it.
+    """
+    # Without clipping and without a limit the last factor is 1. A leaf that is the same object is
+    # not written.
+    unit_scale = state.last.decision.grad_scale
+    if config.clip is not None:
+        unit_scale = unit_scale - unit_scale + 1.0
+    scales = _clip_scales(clip, skip, unit_scale, xp=xp)
+    if norm_to_limit is None:
+        return scales
+    return _limit_norm(state.norm_limit, norm_to_limit, skip, scales, clip, xp=xp)
+
+
+def _clip_scales(clip: Clip | None, skip: Flag, one: Float, *, xp: ArrayNamespace) -> Scales:
+    """The factors of the clipping rule; a skipped step is not clipped. `one` is a factor of 1."""
     if clip is None:
         return one, None, None
     if clip.scale.ndim == skip.ndim:
@@ -249,9 +333,9 @@ def _scales(clip: Clip | None, skip: Any, one: Any, *, xp: Any) -> tuple[Any, An
 
 
 def _limit_norm(
-    limit: Any, norm: Any, skip: Any, scales: tuple[Any, Any, Any], clip: Clip | None, *, xp: Any
-) -> tuple[Any, Any, Any]:
-    """The result of `_scales` with the host's limit, 0 or the largest norm after scaling.
+    limit: Float, norm: Float, skip: Flag, scales: Scales, clip: Clip | None, *, xp: ArrayNamespace
+) -> Scales:
+    """The result of `_clip_scales` with the host's limit, 0 or the largest norm after scaling.
 
     `norm` is the raw one, because the limited one of `Observed` is too small above SIGNAL_LIMIT.
     A norm that is NaN or Inf belongs to a skipped step. Per-tensor factors are at most the factor
@@ -260,21 +344,25 @@ def _limit_norm(
     """
     over = (limit > 0) & (norm > limit)
     over = numerics.and_not(over, skip)
-    to_limit = numerics.quotient(limit, norm + EPSILON, xp=xp)
+    to_limit = xp.quotient(limit, norm + EPSILON)
     factor = numerics.flush(xp.where(over, to_limit, 1.0), xp=xp)
     grad_scale, group_scale, clipped = scales
     clipped = over if clipped is None else clipped | over
     if group_scale is not None:
         return grad_scale, xp.minimum(group_scale, factor[..., None]), clipped
-    return factor if clip is None else xp.minimum(grad_scale, factor), None, clipped
+    if clip is None:
+        return factor, None, clipped
+    return xp.minimum(grad_scale, factor), None, clipped
 
 
-def _counted(tally: Tally, skip: Any, cause: Any, clipped: Any, cut: Any) -> Tally:
+def _counted(tally: Tally, skip: Flag, cause: Int, clipped: Flag | None, cut: Flag | None) -> Tally:
     """The tally with this step. `clipped` and `cut` are None if the policy never does it."""
     tally = tally._replace(skips=tally.skips + skip, alarms=tally.alarms + (cause != 0))
     if clipped is not None:
         tally = tally._replace(clips=tally.clips + clipped)
-    return tally if cut is None else tally._replace(lr_cuts=tally.lr_cuts + cut)
+    if cut is not None:
+        tally = tally._replace(lr_cuts=tally.lr_cuts + cut)
+    return tally
 
 
 def _telemetry(
@@ -285,14 +373,16 @@ def _telemetry(
     readings: Mapping[str, Reading],
     *,
     clips: bool,
-    xp: Any,
+    xp: ArrayNamespace,
 ) -> Telemetry:
     """Numbers for loggers; a non-finite value leaves the last finite one in place."""
     loss, norm, threshold, z, z_loss = last[1:]
     if seen.loss is not None:
         loss = seen.loss  # the last finite one, if this one is not finite
     if seen.grad_norm is not None:
-        norm = xp.where(seen.bad_grad, norm, seen.grad_norm) if clips else seen.grad_norm
+        norm = seen.grad_norm
+        if clips:  # then a bad norm was replaced by 0
+            norm = xp.where(seen.bad_grad, last.grad_norm, seen.grad_norm)
     if clip is not None and ordered.group_scale is None:
         threshold, z = clip.threshold, numerics.flush(clip.z, xp=xp)
     if "loss_spike" in readings:
@@ -302,6 +392,8 @@ def _telemetry(
     return Telemetry(ordered, loss, norm, threshold, z, z_loss)
 
 
-def _any(flags: list[Any], no_flag: Any) -> Any:
+def _any(flags: list[Array], no_flag: Array | None) -> Array:
     """Logical or; `no_flag` if there are no flags."""
-    return functools.reduce(operator.or_, flags) if flags else no_flag
+    if not flags:
+        return no_flag
+    return functools.reduce(operator.or_, flags)

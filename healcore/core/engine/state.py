@@ -14,9 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.array_namespace import Array, Flag, Float, Int, Number
 from healcore.core.decision import Decision, Telemetry
 from healcore.core.errors import HealcoreError
-from healcore.core.numerics import Flag, Float, Int, map_leaves, zeros
+from healcore.core.numerics import map_leaves, zeros
 from healcore.core.ranges import Fraction, OnOff, Steps, StepsOrZero, number
 
 WITHHELD = -1.0
@@ -34,9 +35,9 @@ class RuleConfig(NamedTuple):
     """`Action` flags it orders. Static."""
     sustained: bool = False
     """Only sustained alarms are hits. Static."""
-    consecutive: Any = 1
+    consecutive: Number = 1
     """Hits in a row from which the rule fires."""
-    count: Any = 0
+    count: Int = 0
     """Hits within the last `within` steps from which the rule fires; 0 = no such condition."""
     within: int = 0
     """Length of the window for `count`, in steps. Static."""
@@ -54,11 +55,11 @@ class IncidentConfig(NamedTuple):
 class RollbackConfig(NamedTuple):
     """Which checkpoint a rollback restores."""
 
-    depth: Any = 1
+    depth: Number = 1
     """Known-good checkpoint that the first rollback restores; 1 = newest."""
-    deepen: Any = 1
+    deepen: Number = 1
     """Increase of the depth per further rollback in the same region."""
-    region: Any = 500
+    region: Number = 500
     """Distance in steps below which two onsets are in the same region."""
 
 
@@ -67,13 +68,13 @@ class LrConfig(NamedTuple):
 
     factor: Fraction = 0.5
     """Factor of one cut, in (0, 1)."""
-    floor: Annotated[Any, number(above=0, most=1)] = 0.1
+    floor: Annotated[Number, number(above=0, most=1)] = 0.1
     """Lower limit of the multiplier."""
     hold_steps: StepsOrZero = 100
     """Healthy steps at the cut rate before the ramp."""
     ramp_steps: StepsOrZero = 200
     """Healthy steps of the linear ramp to exactly 1.0, or to the ceiling."""
-    ceiling: Annotated[Any, number(least=0, most=1)] = 0.0
+    ceiling: Annotated[Number, number(least=0, most=1)] = 0.0
     """Upper limit of the ramp as a fraction of the rate at the cut; long health raises it. With 0
     the ramp ends at the full schedule, even if that rate broke the run."""
     reset_moments: OnOff = False
@@ -86,11 +87,11 @@ class LrConfig(NamedTuple):
 class BudgetConfig(NamedTuple):
     """How often a run may recover."""
 
-    recoveries: Any = 3
+    recoveries: Number = 3
     """Rollbacks. When exhausted, NaN and Inf (with `confirm`: in the weights) stop the run."""
-    lr_cuts: Any = 4
+    lr_cuts: Number = 4
     """Cuts of the learning rate."""
-    refund_after: Any = 1000
+    refund_after: Number = 1000
     """Steps without an incident that refund one rollback and one cut."""
 
 
@@ -104,13 +105,18 @@ class EngineConfig(NamedTuple):
     detectors: tuple[tuple[str, Any], ...] = ()
     """(name in `detectors.DETECTORS`, its config), in the order in which they run."""
     rules: tuple[RuleConfig, ...] = ()
+    """What each cause leads to, in the order of the policy file."""
     incident: IncidentConfig = IncidentConfig()
+    """Where one incident ends and the next begins."""
     rollback: RollbackConfig = RollbackConfig()
+    """Which checkpoint a rollback restores."""
     lr: LrConfig = LrConfig()
+    """Cuts of the learning rate."""
     budget: BudgetConfig = BudgetConfig()
-    max_skips: Any = 10
+    """How often a run may recover."""
+    max_skips: Number = 10
     """Limit of consecutive finite steps skipped; a step without an alarm resets it."""
-    grace_steps: Any = 50
+    grace_steps: Number = 50
     """Steps after an expected change in which only non-finite values are alarms."""
 
 
@@ -151,7 +157,7 @@ def _tables(config: EngineConfig) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Float) -> str:
     return f"{value:.6g}" if isinstance(value, float) else repr(value).strip("'")
 
 
@@ -167,71 +173,128 @@ class StateError(HealcoreError, ValueError):
 class Tally(NamedTuple):
     """Counts since the run began."""
 
-    clips: Int  # steps whose gradient was clipped
-    skips: Int  # skipped steps
-    alarms: Int  # steps with a cause
-    rollbacks: Int  # rollbacks that the host performed
-    lr_cuts: Int  # cuts of the learning rate
+    clips: Int
+    """Steps whose gradient was clipped."""
+    skips: Int
+    """Skipped steps."""
+    alarms: Int
+    """Steps with a cause."""
+    rollbacks: Int
+    """Rollbacks that the host performed."""
+    lr_cuts: Int
+    """Cuts of the learning rate."""
 
 
 class RuleState(NamedTuple):
     """Hits of one rule, and its last firing."""
 
-    run: Int  # hits in a row; 0 for a rule that fires at one hit
-    window: Int  # (within,): ring of the last steps, 1 for a hit; (0,) without a window
-    age: Int  # steps since the rule last fired; only counted for `ONCE`
+    run: Int
+    """Hits in a row; 0 for a rule that fires at one hit."""
+    window: Int
+    """(within,): ring of the last steps, 1 for a hit; (0,) without a window."""
+    age: Int
+    """Steps since the rule last fired; only counted for `ONCE`."""
 
 
 class IncidentState(NamedTuple):
     """The open incident, and the last recovery."""
 
-    open: Flag  # an incident is open in which a step may have changed the model
-    only_skips: Flag  # an incident is open that has only skipped non-finite steps
-    number: Int  # incidents so far, including the open one
-    onset: Int  # step of its first alarm
-    quiet: Int  # steps since its last alarm; from -`quiet_steps` if a policy only skips
-    alarms_since_rollback: Int  # alarms since its last rollback order; -1 = no order
-    alarms_since_cut: Int  # alarms since its last cut; -1 = no cut
-    last_onset: Int  # onset of the last incident with a rollback order; -1 = no order
-    escalations: Int  # earlier recoveries in the region of the last recovery
+    open: Flag
+    """An incident is open in which a step may have changed the model."""
+    only_skips: Flag
+    """An incident is open that has only skipped non-finite steps."""
+    number: Int
+    """Incidents so far, including the open one."""
+    onset: Int
+    """Step of its first alarm."""
+    quiet: Int
+    """Steps since its last alarm; counted from -`quiet_steps` if a policy only skips."""
+    alarms_since_rollback: Int
+    """Alarms since its last rollback order; -1 = no order."""
+    alarms_since_cut: Int
+    """Alarms since its last cut; -1 = no cut."""
+    last_onset: Int
+    """Onset of the last incident with a rollback order; -1 = no order."""
+    escalations: Int
+    """Earlier recoveries in the region of the last recovery."""
 
 
 class BudgetState(NamedTuple):
-    """The remaining budget."""
+    """What is left of `BudgetConfig`."""
 
-    recoveries: Int  # rollbacks left
-    lr_cuts: Int  # cuts left
-    healthy_steps: Int  # consecutive steps without an incident since the last refund
+    recoveries: Int
+    """Rollbacks left."""
+    lr_cuts: Int
+    """Cuts left."""
+    healthy_steps: Int
+    """Consecutive steps without an incident since the last refund."""
 
 
 class LrState(NamedTuple):
     """The multiplier, and its position in hold and ramp. States are saved under these names."""
 
-    scale: Float  # the multiplier in force
-    rate_after_cut: Float  # of the last cut: the ramp begins at this rate; 0 = never cut
-    rate_at_cut: Float  # in force before the last cut; long health raises it; 0 = never cut
-    peak: Float  # highest rate of the schedule since the last cut or sudden fall; 0 = none
-    rate: Float  # the schedule's rate at the last step; 0 = no step, or a rate of 0
-    hold: Int  # remaining steps of the hold
-    ramp: Int  # remaining steps of the ramp
+    scale: Float
+    """The multiplier in force, in (0, 1]."""
+    rate_after_cut: Float
+    """Learning rate after the last cut, at which the ramp begins; 0 = never cut."""
+    rate_at_cut: Float
+    """Learning rate in force before the last cut. Long health raises it; 0 = never cut."""
+    peak: Float
+    """Highest rate of the schedule since the last cut or sudden fall; 0 = none."""
+    rate: Float
+    """The schedule's rate at the last step; 0 = no step, or a rate of 0."""
+    hold: Int
+    """Remaining steps of the hold."""
+    ramp: Int
+    """Remaining steps of the ramp."""
 
 
 class EngineState(NamedTuple):
-    """Everything that a decision depends on, except the policy and the step's signals."""
+    """Everything that a decision depends on, except the policy and the step's signals.
 
-    step: Int  # steps judged
-    change_expected: Flag  # the next step opens the grace window
-    grace: Int  # remaining steps of the grace window
-    clip: Any  # state of the clipping rule, or None
-    detectors: tuple[Any, ...]  # state of each detector, in the policy's order
+    `Engine.init` makes the first state, and each `Engine.step` a new one; no state is changed in
+    place. A state is a tree of arrays: NamedTuples and tuples of float32, int32 and bool arrays,
+    0-d except for windows and numbers per tensor. Its structure, shapes and dtypes follow from the
+    policy and stay the same. So it can be carried through a `lax.scan`, donated, or copied to
+    another device. The parts:
+
+        step, change_expected, grace          where the run is
+        clip, detectors, rules                what the statistics have learnt of earlier steps
+        skips, incident, budget, lr           what is being done about trouble
+        norm_limit                            what the host has asked for
+        tally, last                           what reports say; decisions depend only on the last
+                                              finite loss and norm in it, which replace bad ones
+
+    Every float is finite, and no float is subnormal (`numerics.FLUSH`), so that a saved state is
+    equal in all frameworks. `Engine.to_dict` saves it.
+    """
+
+    step: Int
+    """Steps judged."""
+    change_expected: Flag
+    """The next step opens the grace window."""
+    grace: Int
+    """Remaining steps of the grace window."""
+    clip: Any
+    """State of the clipping rule, or None."""
+    detectors: tuple[Any, ...]
+    """State of each detector, in the policy's order."""
     rules: tuple[RuleState, ...]
-    skips: Int  # finite steps skipped in a row; a step without an alarm resets the count
+    """State of each `[[respond]]` entry, in the policy's order."""
+    skips: Int
+    """Finite steps skipped in a row; a step without an alarm resets the count."""
     incident: IncidentState
+    """The open incident, and the last recovery."""
     budget: BudgetState
+    """The rollbacks and cuts that are left."""
     lr: LrState
-    norm_limit: Float  # largest norm that the host allows, 0 = no limit, or WITHHELD
+    """The learning-rate multiplier."""
+    norm_limit: Float
+    """Largest norm that the host allows, 0 = no limit, or WITHHELD."""
     tally: Tally
+    """Counts since the run began."""
     last: Telemetry
+    """Decision and readings of the last step."""
 
 
 def neutral(*, groups: int | None = None) -> Decision:
@@ -289,13 +352,27 @@ def init_rule(config: RuleConfig) -> RuleState:
     return zeros(RuleState)._replace(window=window, age=np.full((), _NEVER, np.int32))
 
 
-def record_numbers(state: EngineState) -> tuple[Any, ...]:
+def record_numbers(state: EngineState) -> tuple[Array, ...]:
     """The arrays of the last step in an EngineState, in the order of `RECORD_FIELDS`."""
-    incident, (made, *readings) = state.incident, state.last
+    incident, last = state.incident, state.last
+    decision = last.decision
     return (
-        *(state.step, incident.onset, incident.number, incident.open),
-        *(made.action, made.cause, made.rollback_depth, made.skip, made.grad_scale, made.lr_scale),
-        *(*readings, state.lr.rate),
+        state.step,
+        incident.onset,
+        incident.number,
+        incident.open,
+        decision.action,
+        decision.cause,
+        decision.rollback_depth,
+        decision.skip,
+        decision.grad_scale,
+        decision.lr_scale,
+        last.loss,
+        last.grad_norm,
+        last.threshold,
+        last.z,
+        last.z_loss,
+        state.lr.rate,
     )
 
 

@@ -61,17 +61,19 @@ FAILURES: dict[Cause, Failure] = {
     Cause.NONFINITE_LOSS: Failure(
         "nan_loss",
         Severity.ERROR,
-        "The loss itself was NaN or Inf: a log or a division of 0 in it, an empty or fully masked "
-        "batch (a mean over nothing), a label outside its range, float16 overflow.",
+        "The loss itself was NaN or Inf. Look for NaN or Inf in the batch (inputs or labels), a "
+        "log or a division of 0, an empty or fully masked batch (a mean over nothing), a label "
+        "outside its range, or float16 overflow.",
         (_PALM, _TABLE),
     ),
     Cause.NONFINITE_GRAD: Failure(
         "nan_loss",
         Severity.ERROR,
-        "Gradients were NaN or Inf: a run that was already diverging (very large last norms: lower "
-        "the learning rate), a square root or a norm at exactly 0, a softmax over a fully masked "
-        "row, float16 overflow; or the weights are NaN or Inf, because the optimizer made NaN of "
-        "finite gradients: a learning rate of NaN, Adam's eps in float16.",
+        "Gradients were NaN or Inf. Very large last norms mean that the run was already "
+        "diverging: lower the learning rate. Otherwise look for a square root or a norm at "
+        "exactly 0, a softmax over a fully masked row, or float16 overflow. If the weights are "
+        "NaN or Inf, the optimizer has made NaN of finite gradients: check its learning rate, "
+        "and Adam's eps in float16.",
         (_PALM, _TABLE),
     ),
     # Published: clip by ZClip, and alarm at an absolute norm of 100. An absolute norm ignores the
@@ -80,8 +82,8 @@ FAILURES: dict[Cause, Failure] = {
     Cause.GRAD_SPIKE: Failure(
         "gradient_explosion",
         Severity.WARNING,
-        "The gradient norm was far above its own history: look at the data of those steps, the "
-        "learning rate, and whether the warm-up was long enough.",
+        "The gradient norm was far above its own history. Look at the data of those steps, at "
+        "the learning rate, and at the length of the warm-up.",
         (_ZCLIP, "BLOOM-176B's log: the norm grows before the loss does"),
     ),
     # Published: an emergency checkpoint at the spike, which would hold the damaged model. Here the
@@ -89,8 +91,9 @@ FAILURES: dict[Cause, Failure] = {
     Cause.LOSS_SPIKE: Failure(
         "loss_spike",
         Severity.WARNING,
-        "The loss rose far above its level and stayed high: the data of those steps first, then "
-        "the learning rate and the second-moment decay (a lower beta2 forgets sooner).",
+        "The loss rose far above its level and stayed high. Look at the data of those steps "
+        "first, then at the learning rate and at the second-moment decay (a lower beta2 forgets "
+        "sooner).",
         (_PALM, _ZCLIP),
     ),
     # Published: half the learning rate with each rollback. A change of the data can also raise the
@@ -124,8 +127,8 @@ FAILURES: dict[Cause, Failure] = {
     Cause.GRAD_VANISHING: Failure(
         "gradient_vanishing",
         Severity.WARNING,
-        "Gradients were almost 0: a detached graph, frozen parameters, dead activations, a "
-        "learning rate or a loss scale of 0.",
+        "Gradients were almost 0. Look for a detached graph, frozen parameters, dead "
+        "activations, or a learning rate or a loss scale of 0.",
         (_TABLE,),
     ),
     # Published: increase the learning rate, check the data. As above. A run that has learnt all it
@@ -133,17 +136,18 @@ FAILURES: dict[Cause, Failure] = {
     Cause.PLATEAU: Failure(
         "slow_convergence",
         Severity.WARNING,
-        "The loss has stopped moving. If it never moved (0.693 with DPO): the initialisation, ten "
-        "samples of the data, a learning rate 2 to 5 times higher, a lower beta of DPO. Otherwise "
-        "the schedule, or there is no more to learn.",
+        "The loss has stopped moving. If it never moved (0.693 with DPO), check the "
+        "initialisation and ten samples of the data, and try a learning rate 2 to 5 times "
+        "higher, or a lower beta of DPO. Otherwise check the schedule: there may be no more to "
+        "learn.",
         (_TABLE,),
     ),
     # The default policy does not watch it: it needs an evaluation loss and a person's decision.
     Cause.OVERFIT: Failure(
         "overfit",
         Severity.WARNING,
-        "The evaluation loss rose while the training loss fell: regularisation, more data, or an "
-        "earlier end.",
+        "The evaluation loss rose while the training loss fell. Use regularisation or more data,"
+        " or end the training earlier.",
         (_TABLE,),
     ),
     # Published: half the batch, with accumulation, and gradient checkpointing. healcore cannot add
@@ -151,28 +155,29 @@ FAILURES: dict[Cause, Failure] = {
     Cause.OOM: Failure(
         "oom",
         Severity.ERROR,
-        "Memory ran out: activation checkpointing, shorter sequences (whether one input was longer "
-        "than the others), bf16, an 8-bit optimizer, offloading; a smaller micro-batch only if it "
-        "has more than one sample.",
+        "Memory ran out. Use activation checkpointing, shorter sequences (check whether one "
+        "input was longer than the others), bf16, an 8-bit optimizer or offloading. A smaller "
+        "micro-batch helps only if it has more than one sample.",
         (_TABLE,),
     ),
     Cause.DATA: Failure(
         "data_error",
         Severity.ERROR,
-        "The data could not be read: the batch first, then the storage behind it.",
+        "The data could not be read. Check the batch first, then the storage behind it.",
         (_TABLE,),
     ),
     Cause.WORKER: Failure(
         "worker_killed",
         Severity.ERROR,
-        "A worker process of the DataLoader died. Most often memory ran out: fewer num_workers, a "
-        "smaller prefetch_factor, or more memory. After a bus error: more shared memory (/dev/shm, "
-        "--shm-size of a container). After a crash: num_workers=0 shows its traceback.",
+        "A worker process of the DataLoader died. Most often memory ran out: use fewer "
+        "num_workers, a smaller prefetch_factor, or more memory. After a bus error, give more "
+        "shared memory (/dev/shm, --shm-size of a container). After a crash, num_workers=0 shows"
+        " its traceback.",
     ),
     Cause.NETWORK: Failure(
         "api_error",
         Severity.ERROR,
-        "A network call failed permanently: the service, its quota, the credentials.",
+        "A network call failed permanently. Check the service, its quota and the credentials.",
         (_TABLE, "RFC 9110, 10.2.3 (Retry-After)"),
     ),
     # Published: stop all ranks with their stacks, and start again. Here the stacks are written, and
@@ -180,14 +185,14 @@ FAILURES: dict[Cause, Failure] = {
     Cause.HANG: Failure(
         "hang",
         Severity.ERROR,
-        "A step never returned: the rank whose stack differs from the others', its device and its "
-        "network.",
+        "A step never returned. Look at the rank whose stack differs from the others', at its "
+        "device and at its network.",
         ("arXiv:2509.16293 (ByteRobust)",),
     ),
     Cause.UNKNOWN: Failure(
         "unknown",
         Severity.ERROR,
-        "An exception that healcore does not classify: its message and its traceback.",
+        "healcore does not classify this exception. Read its message and its traceback.",
         (_TABLE,),
     ),
 }
@@ -293,7 +298,7 @@ _TYPES: dict[str, Fault] = _by_name(
     (_TRANSIENT, "urllib3.exceptions.SSLError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientConnectionError"),
     (_TRANSIENT, "aiohttp.client_exceptions.ClientPayloadError"),
-    (_DATA, "healcore.runtime.data.loader_adapters.DataError builtins.EOFError"),
+    (_DATA, "healcore.runtime.data.positions.DataError builtins.EOFError"),
     (_DATA, "builtins.UnicodeDecodeError json.decoder.JSONDecodeError zlib.error"),
     (_DATA, "gzip.BadGzipFile lzma.LZMAError _lzma.LZMAError zipfile.BadZipFile"),
     (_DATA, "tarfile.ReadError PIL.UnidentifiedImageError pyarrow.lib.ArrowInvalid"),

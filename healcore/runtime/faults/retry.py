@@ -110,6 +110,7 @@ class Retries:
     report: Callable[[CallAttempt], object]  # of each failure, and of the success after failures
     sleep: Callable[[float], None]  # its exceptions end the call
     failed: int = field(default=0, init=False)  # failures since the last success
+    last_text: str = field(default="", init=False)  # text of the last of these failures
 
     def wait_after(self, error: BaseException) -> bool:
         """Reports a failed attempt, and waits if there is another attempt.
@@ -127,8 +128,11 @@ class Retries:
         self.failed += 1
         wait_s = self._wait_s(fault)
         then = "gives up" if wait_s is None else f"next attempt in {wait_s:.1f} s"
-        line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: "
-        line += f"{type(error).__name__}: {error}"[:300]
+        text = f"{type(error).__name__}: {error}"[:300]
+        # A text of an HTTP client may have several lines. Once is enough.
+        shown = "the same error" if text == self.last_text else text
+        self.last_text = text
+        line = f"{self.name} failed ({fault.sign}, attempt {self.failed}), {then}: {shown}"
         self.report(CallAttempt(line, self.failed, fault, wait_s))
         if wait_s is None:
             return False
@@ -154,6 +158,7 @@ class Retries:
             number = self.failed + 1
             self.report(CallAttempt(f"{self.name} has succeeded at attempt {number}", number))
         self.failed = 0
+        self.last_text = ""
 
 
 def _delay(rules: Retry, failed: int) -> float:

@@ -1,9 +1,15 @@
-"""`BatchParts`: the size of the parts in which steps and comparisons use a batch."""
+"""`BatchParts`: the size of the parts in which steps and comparisons use a batch.
+
+`PartGrowth`: when larger parts are tried again after memory ran out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from pydantic import ConfigDict, Field
 
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -12,7 +18,9 @@ from healcore.runtime.faults.microbatches import (
     part_weights,
     split,
 )
-from healcore.runtime.run.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run_record import RunRecord
 
 WeightedParts: TypeAlias = list[tuple[Any, float]]
 """The parts of a batch, and the share of each in a mean loss of the batch."""
@@ -44,15 +52,26 @@ class BatchParts:
         self.largest_evaluated: int | None = None
 
     def number(self, batch: Any) -> int:
-        """The number of parts in which a step trains on a batch."""
+        """The number of parts in which a step trains on a batch: 1 while memory suffices.
+
+        Args:
+            batch: a batch of the loop. One that cannot be split has one part.
+        """
         return self._number(batch, self._record.part_limit)
 
     def gains_from(self, batch: Any, limit: int) -> bool:
-        """Whether a batch has fewer parts if they may have `limit` samples."""
+        """Whether a batch would have fewer parts if they could have `limit` samples."""
         return self._number(batch, limit) < self.number(batch)
 
     def to_evaluate(self, batch: Any) -> WeightedParts:
-        """The parts in which the `loss_fn` evaluates a batch, without parts of weight 0."""
+        """The parts in which the `loss_fn` evaluates a batch.
+
+        Args:
+            batch: a batch of the `loss_fn`.
+
+        Returns:
+            The parts and their weights, which sum to 1; without parts of weight 0.
+        """
         form = self.to_split(batch)
         parts = self._number(form, self._evaluation_limit)
         if parts == 1:
@@ -60,24 +79,35 @@ class BatchParts:
         pieces = split(form, parts)
         weights = part_weights(pieces, self.count)
         # A part without tokens has a mean loss of NaN, and so is 0 times NaN.
-        pairs = [pair for pair in zip(pieces, weights, strict=True) if pair[1]]
-        return [(self.to_evaluate_from(piece), weight) for piece, weight in pairs]
+        weighted = []
+        for piece, weight in zip(pieces, weights, strict=True):
+            if weight:
+                weighted.append((self.to_evaluate_from(piece), weight))
+        return weighted
 
     def size_to_evaluate(self, batch: Any) -> int:
         """Samples of the largest part of `to_evaluate`, or 1 if it cannot be split."""
+        if self.obstacle:
+            return 1
         form = self.to_split(batch)
         try:
-            samples = 1 if self.obstacle else count_samples(form)
+            samples = count_samples(form)
         except UnsplittableBatch:
             return 1
         return -(-samples // self._number(form, self._evaluation_limit))
 
     @property
     def _evaluation_limit(self) -> int | None:
-        limits = self._record.part_limit, self.largest_evaluated
-        return min((each for each in limits if each is not None), default=None)
+        """Samples at most in a part that the `loss_fn` evaluates, or None for no limit."""
+        of_steps, of_evaluations = self._record.part_limit, self.largest_evaluated
+        if of_steps is None:
+            return of_evaluations
+        if of_evaluations is None:
+            return of_steps
+        return min(of_steps, of_evaluations)
 
     def _number(self, batch: Any, limit: int | None) -> int:
+        """The smallest power of two (at most one part a sample) whose parts are within a limit."""
         if limit is None or self.obstacle:
             return 1
         try:
@@ -88,3 +118,102 @@ class BatchParts:
         while -(-samples // parts) > limit:
             parts = min(2 * parts, samples)
         return parts
+
+
+FIRST_WAIT = 100
+"""Steps after memory ran out until larger parts are tried again."""
+
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+_Size = Annotated[int, Field(ge=1)]
+
+
+@dataclass
+class PartGrowth:
+    """When larger parts are tried, and what happens if they do not fit.
+
+    Memory may run out in one step of thousands, because of one long sequence or of another program
+    on the device. Parts that stay small after such a step cost time until the end of the run. So
+    `wait` steps after memory ran out, a step begins with parts of twice the size. If they fit, the
+    run keeps this size, and tries twice that after as many steps. If they do not, the step is
+    repeated with the size that fits. If the larger size has lasted for fewer steps than the wait
+    before it, the next wait is twice as long, so that a size that never fits costs few repeats.
+
+    Every value depends on the number of the step, never on the clock. The values are part of the
+    run's record, so a restart tries the same sizes in the same steps as a run that was not killed.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    since: _Count = 0
+    """Step at which the size has last changed or was last tried."""
+    wait: _Count = FIRST_WAIT
+    """Steps from `since` to the next trial."""
+    smaller: _Size | None = None
+    """Size before the last trial, which fits; or None if memory ran out since the last trial."""
+    trying: bool = False
+    """Whether `since` is the step of a trial, whose end is not known yet."""
+    smallest: _Size | None = None
+    """Smallest size of the run, or None if memory never ran out."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether larger parts may be tried at a step."""
+        return not self.trying and step - self.since >= self.wait
+
+    def postpone(self, step: int) -> None:
+        """Postpones a trial from which nothing can be learnt at this step."""
+        self.since = step
+
+    def begin_trial(self, step: int, size: int) -> int:
+        """Begins a trial at a step of a run with parts of `size`. Returns the size to try."""
+        self.since = step
+        self.smaller = size
+        self.trying = True
+        return 2 * size
+
+    def ends_trial(self, step: int) -> bool:
+        """Whether a trial has just ended well at the begin of a step: its own step has fitted.
+
+        True once for each trial.
+        """
+        if not self.trying or step == self.since:
+            return False
+        self.trying = False
+        return True
+
+    def go_back(self, step: int) -> int:
+        """Returns to the size before the last trial, because a larger part has not fitted.
+
+        Args:
+            step: the step at which memory ran out. If the larger size has lasted for less than the
+                wait, the next wait is twice as long.
+
+        Returns:
+            The size, in samples.
+        """
+        assert self.smaller is not None
+        has_lasted = step - self.since >= self.wait
+        self.wait = FIRST_WAIT if has_lasted else 2 * self.wait
+        size = self.smaller
+        self.since = step
+        self.smaller = None
+        self.trying = False
+        return size
+
+    def shrink(self, step: int, size: int) -> None:
+        """Notes that the run continues with smaller parts than before: of `size` samples."""
+        self.since = step
+        self.wait = FIRST_WAIT
+        self.smaller = None
+        self.trying = False
+        if self.smallest is None or size < self.smallest:
+            self.smallest = size
+
+    def is_new(self, size: int) -> bool:
+        """Whether a size is smaller than all sizes so far, so that it counts in the budget."""
+        return self.smallest is None or size < self.smallest
+
+    def on_rollback(self, step: int) -> None:
+        """Counts the wait from the step to which the run was rolled back."""
+        self.since = min(self.since, step)

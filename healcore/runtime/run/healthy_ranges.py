@@ -29,7 +29,11 @@ RATE_TOLERANCE = 1.0001
 
 
 class HealthyNumber(NamedTuple):
-    """The values that a number of an optimizer had while the run was healthy."""
+    """The values that a number of an optimizer had while the run was healthy.
+
+    A learning rate, a momentum or a weight decay. `low` and `high` are the lowest and the highest
+    value so far.
+    """
 
     low: float
     high: float
@@ -39,9 +43,17 @@ class HealthyNumber(NamedTuple):
     """How much `last` rose between the last two healthy checkpoints, for a scheduled number."""
 
     def extended(self, seen: NumberRange) -> HealthyNumber:
-        """The range with the values that the number has had since."""
-        low, high = min(self.low, seen.low), max(self.high, seen.high)
-        return HealthyNumber(low, high, seen.last, seen.last - self.last)
+        """The range with the values that the number has had since.
+
+        Args:
+            seen: lowest, highest and last value since the newest healthy checkpoint.
+        """
+        return HealthyNumber(
+            low=min(self.low, seen.low),
+            high=max(self.high, seen.high),
+            last=seen.last,
+            change=seen.last - self.last,
+        )
 
     def bounds(self, intervals: float = 1.0) -> NumberRange:
         """The healthy range and the value to hold, with room for a schedule to go on.
@@ -50,6 +62,9 @@ class HealthyNumber(NamedTuple):
             intervals: checkpoint intervals since the newest healthy checkpoint. A schedule with
                 constant acceleration moves 1, 3, 5, ... times as far in its first, second, third,
                 ... interval, so in n more intervals at most (n + 1)^2 - 1 times its last change.
+
+        Returns:
+            Lowest and highest value that is still healthy, and the last healthy value.
         """
         room = ((max(1.0, intervals) + 1) ** 2 - 1) * abs(self.change)
         return NumberRange(self.low - room, self.high + room, self.last)
@@ -68,7 +83,10 @@ class HealthyValues:
     """Engine name -> the largest healthy gradient norm, where one is known."""
 
     def __or__(self, better: HealthyValues) -> HealthyValues:
-        """Both together. Where both know a name, `better` counts."""
+        """Both together. Where both know a name, `better` counts.
+
+        So what was known at an earlier checkpoint can be completed by what was learnt later.
+        """
         return HealthyValues(
             rates=self.rates | better.rates,
             numbers=self.numbers | better.numbers,
@@ -81,7 +99,13 @@ class HealthyValues:
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
     ) -> HealthyValues:
-        """The values with those of one more healthy checkpoint."""
+        """The values with those of one more healthy checkpoint.
+
+        Args:
+            rates: engine name -> its learning rates since the last healthy checkpoint.
+            seen: result of `Driver.numbers`.
+            norms: engine name -> largest healthy gradient norm so far.
+        """
         return HealthyValues(
             rates=_extended(self.rates, rates),
             numbers=_extended(self.numbers, seen),
@@ -103,16 +127,22 @@ class HealthyValues:
             norms: engine name -> largest gradient norm at the trouble.
             intervals: checkpoint intervals since these values were learnt.
             before: step of the checkpoint at which these values were known.
+
+        Returns:
+            The numbers with their healthy bounds, and the limits of the norms.
         """
         numbers = {}
         for name, each in seen.items():
             if name not in self.numbers:
                 continue
             bounds = self.numbers[name].bounds(intervals)
-            value = each.high if each.high > bounds.high else each.low
-            if not bounds.low <= value <= bounds.high:
-                program = value if math.isfinite(value) else None
-                numbers[name] = HeldNumber(bounds, program, before)
+            value = each.low
+            if each.high > bounds.high:
+                value = each.high
+            if bounds.low <= value <= bounds.high:
+                continue
+            program = value if math.isfinite(value) else None
+            numbers[name] = HeldNumber(bounds, program, before)
         limits = {}
         for name, norm in norms.items():
             if self.is_unusual_norm(name, norm):
@@ -124,7 +154,12 @@ class HealthyValues:
         return UNUSUAL_NORM * self.norms.get(name, math.inf) < norm < math.inf
 
     def healthy_rate(self, name: str, rate: float) -> float:
-        """The rate of an engine, or its last healthy rate if `rate` is above every healthy one."""
+        """The rate of an engine, or its last healthy rate if `rate` is above every healthy one.
+
+        Args:
+            name: the engine's name.
+            rate: its learning rate, such as the one at a restored checkpoint.
+        """
         known = self.rates.get(name)
         if known is not None and rate > known.high * RATE_TOLERANCE:
             return known.last
@@ -134,10 +169,15 @@ class HealthyValues:
 def _extended(
     known: Mapping[str, HealthyNumber], seen: Mapping[str, NumberRange]
 ) -> dict[str, HealthyNumber]:
+    """The ranges with the values that were seen since. Values with NaN or Inf are not learnt."""
     found = {**known}
     for name, each in seen.items():
-        if all(map(math.isfinite, each)):
-            found[name] = known[name].extended(each) if name in known else HealthyNumber(*each)
+        if not all(map(math.isfinite, each)):
+            continue
+        if name in known:
+            found[name] = known[name].extended(each)
+        else:
+            found[name] = HealthyNumber(*each)
     return found
 
 
@@ -145,6 +185,7 @@ class HeldNumber(NamedTuple):
     """A number that is held in its healthy range."""
 
     bounds: NumberRange
+    """Lowest and highest healthy value, and the value that is held."""
     program: float | None
     """The value outside of the range that the program has set; None for NaN and Inf."""
     before: int = 0
@@ -155,13 +196,17 @@ class HeldNorm(NamedTuple):
     """A gradient norm that is limited to the largest healthy one."""
 
     limit: float
+    """Largest norm from now on: gradients above it are scaled down."""
     reached: float
     """Largest norm at the onset of the trouble."""
     typical: float | None = None
     """Median of the norms of the program to which `limit` belongs; None before a checkpoint."""
 
     def following(self, typical: float) -> HeldNorm:
-        """The limit after a checkpoint at which the norms had the median `typical`."""
+        """The limit after a checkpoint at which the norms had the median `typical`.
+
+        It grows as the median grows, and never falls: a norm that is held would pull itself down.
+        """
         if self.typical is None:
             return self._replace(typical=typical)
         if not typical > self.typical > 0:
@@ -171,7 +216,7 @@ class HeldNorm(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a rollback holds in its healthy range while the steps repeat."""
+    """What a rollback holds in its healthy range while the steps repeat. It is false if empty."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     numbers: dict[str, HeldNumber] = field(default_factory=dict)
@@ -192,7 +237,10 @@ class Held:
 
     def withholds(self, step: int) -> bool:
         """Whether the update of a step is withheld."""
-        return self.withheld is not None and self.withheld[0] <= step <= self.withheld[1]
+        if self.withheld is None:
+            return False
+        first, last = self.withheld
+        return first <= step <= last
 
     def __or__(self, newer: Held) -> Held:
         """Both together. Limits of the older one stay."""
@@ -206,11 +254,8 @@ class Held:
 
     def without(self, older: Held) -> Held:
         """What `older` does not hold yet."""
-        return replace(
-            self,
-            numbers={n: each for n, each in self.numbers.items() if n not in older.numbers},
-            norms={n: each for n, each in self.norms.items() if n not in older.norms},
-        )
+        norms = {name: each for name, each in self.norms.items() if name not in older.norms}
+        return replace(self.without_numbers(older.numbers), norms=norms)
 
     def without_numbers(self, names: Container[str]) -> Held:
         """The same without the numbers of these names."""
@@ -218,14 +263,20 @@ class Held:
         return replace(self, numbers=kept)
 
     def sentences(self) -> list[str]:
-        """What is held and where, for the line and the report of a rollback."""
+        """What is held and where, for the line and the report of a rollback.
+
+        Returns:
+            One sentence for each number and norm: "momentum held at 0.9, the program sets 0.1".
+        """
         lines = []
         for name, number in self.numbers.items():
             program = "NaN or Inf" if number.program is None else f"{number.program:.4g}"
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
-            of = f" of {name}" if name else ""
-            if name and not name.isidentifier():  # as "1" of an optimizer in a tuple
+            of = ""
+            if name.isidentifier():
+                of = f" of {name}"
+            elif name:  # as "1" of an optimizer in a tuple
                 of = f' of "{name}"'
             limit, reached = f"{norm.limit:.4g}", f"{norm.reached:.4g}"
             if norm.reached >= SIGNAL_LIMIT:
@@ -254,6 +305,7 @@ class HealthyRanges:
     values: HealthyValues = field(default_factory=HealthyValues)
     """What was learnt up to the newest healthy checkpoint."""
     held: Held = field(default_factory=Held)
+    """What is held now."""
 
     def learn(
         self,
@@ -311,8 +363,11 @@ class HealthyRanges:
         """
         if step < self.held.until + after:
             return {}
-        lasting = {n: seen[n].last for n in self.held.numbers if n in seen}
-        return {n: value for n, value in lasting.items() if math.isfinite(value)}
+        lasting = {}
+        for name in self.held.numbers:
+            if name in seen and math.isfinite(seen[name].last):
+                lasting[name] = seen[name].last
+        return lasting
 
     def release_start_rates(self, step: int) -> Mapping[str, dict[str, Any]]:
         """Ends the limit of the rate after a rollback to the start of the run.
@@ -338,8 +393,8 @@ class HealthyRanges:
         """
         if step <= self.held.until:
             return
-        norms = {
-            name: each.following(typical[name]) if name in typical else each
-            for name, each in self.held.norms.items()
-        }
+        norms = dict(self.held.norms)
+        for name, median in typical.items():
+            if name in norms:
+                norms[name] = norms[name].following(median)
         self.held = replace(self.held, norms=norms)

@@ -29,11 +29,11 @@ from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
+from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.orders import Order, RollbackRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run.structure_changes import StructureChanges
-from healcore.runtime.run.termination import AlreadyCompleted, IncompleteRun
 from healcore.runtime.run.warm_up import MAX_ITERATIONS, WarmUp
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ class Loop:
         while True:
             if self.returns_to_epoch and begun.trains:
                 guard.pause()
-                begun.in_loop = False
+                begun.leave_loop()
                 return
             try:
                 guard.watch()
@@ -257,12 +257,12 @@ class Loop:
                 self.in_body = in_outer_body
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
-                begun.left_by_break = True
+                begun.leave_by_break()
                 if self.run.data.step > self._yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
                 raise
             finally:
-                begun.in_use = False
+                begun.end_use()
             steps = data.step
             self.queue_dispatch()
             counted = data.step > steps
@@ -361,10 +361,10 @@ class Loop:
             self._structure.note()
             if self.read_and_act() or self._save_when_due():
                 return True
-            if run.comparisons.withholding_changes(data.step):
+            if run.holding.withholding_changes(data.step):
                 if self.read_and_act(all=True):
                     return True
-                run.comparisons.before_step(data.step)
+                run.holding.before_step(data.step)
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()
@@ -463,13 +463,13 @@ class Loop:
             return False  # one rank may evaluate alone, and reading steps is collective
         if self.read_and_act(all=True):
             return True
-        recovery = self.run.recovery
+        nonfinite = self.run.nonfinite
         verdict = None
         if of_training:
             verdict = self.run.comparisons.decide_at_end(self.run.data.step)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
-        return alone and self._note_rollback(recovery.roll_back_if_nonfinite(at_end=of_training))
+        return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -536,7 +536,7 @@ class Loop:
         if self.read_and_act(all=True):
             return True
         if not self.run.schedule.delayed:
-            if self._note_rollback(self.run.recovery.roll_back_if_nonfinite()):
+            if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
                 return True
             self.run.saver.save("regular")
         return False

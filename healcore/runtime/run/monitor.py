@@ -234,7 +234,7 @@ class IncidentMonitor:
         elif now < before == 1.0:
             why = "the schedule has risen above the limit of the last cut"
         elif before < now == 1.0:
-            why = "the last cut has no effect any more"
+            why = "the limit of the last cut has ended"
         else:
             return
         self.run.log.event(

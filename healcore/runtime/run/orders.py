@@ -1,64 +1,75 @@
-"""Orders to the host, and the trials of a rollback to better weights. Steps are counted from 0.
+"""Orders to the host, and the records of the rollbacks that were done. Steps are counted from 0.
 
-A rollback that changes nothing is harmless by construction: the run repeats its own steps. Whatever
-it changes is a trial. If the trouble comes back after all trials, they are undone: the program
-itself causes the trouble, for example by a learning rate that it raises on purpose.
+An order is a value that never changes. Whatever decides makes one (a rule of the policy, a hook, a
+save with NaN, a comparison of weights); `rollback.recovery` has it carried out in one place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
-from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE, Held
+from healcore.runtime.run.healthy_ranges import Held
 
 Step = Annotated[int, Field(ge=0)]
-MAX_HOLDS = 2
-"""Trials that hold what is unusual, for one trouble. The second one also withholds the updates of
-the steps around the onset: their gradients may be wrong without an unusual norm or batch, as with
-flipped signs."""
-MAX_ACCEPTED = 3
-"""Troubles accepted in a row. After that a verdict is only an alert."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """An order to the host: to save, to stop or to roll back (`action`)."""
+    """An order to the host: to save, to stop or to roll back (`action`).
+
+        restored from here        onset                 index
+    --------------------------------|---- trouble --------|--> the order is carried out
+    """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
 
-    index: int  # step whose records led to the order
-    onset: int  # step of the first alarm of the trouble
-    since: int = -1  # step of the first alarm with one of the causes, not before `onset`
-    action: int = int(Action.ROLLBACK)  # `Action` flags
-    cause: int = 0  # `Cause` flags
-    depth: int = 1  # known-good checkpoint to restore: 1 is the newest before the onset
-    batches: tuple[BatchId, ...] = ()  # to skip when the run repeats the steps
-    sound_until_onset: bool = False  # whether the state is known to be sound up to `onset`
-    by_host: bool = False  # given by a hook, the state check or better weights, not by the engine
-    arrays: tuple[str, ...] = ()  # names of arrays with NaN or Inf, if a save led to the order
-    better_step: int | None = None  # step of the better earlier weights to restore, or None
+    index: int
+    """Step whose records led to the order."""
+    onset: int
+    """Step of the first alarm of the trouble. A checkpoint of a later step may hold the damage."""
+    since: int = -1
+    """Step of the first alarm with one of the causes, not before `onset`."""
+    action: int = int(Action.ROLLBACK)
+    """`Action` flags."""
+    cause: int = 0
+    """`Cause` flags."""
+    depth: int = 1
+    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the one before."""
+    batches: tuple[BatchId, ...] = ()
+    """Batches to skip when the run repeats the steps."""
+    sound_until_onset: bool = False
+    """Whether the state is known to be sound up to `onset`, so that a checkpoint need not be
+    known-good."""
+    by_host: bool = False
+    """Whether a hook, the check of the state or better weights gave the order, not the engine."""
+    arrays: tuple[str, ...] = ()
+    """Names of the arrays with NaN or Inf, if a save led to the order."""
+    better_step: int | None = None
+    """Step of the better earlier weights to restore, or None."""
     lr_at_fault: Mapping[str, float] | None = None
     """Engine name -> learning rate in force that caused the trouble; None if the rollback sets no
     limit. Without an entry it is the current rate, or the multiplier alone if that is unknown."""
     is_last: bool = False
     """Whether the next order for the same trouble stops the run. The rate is then limited to the
     rate of the restored step: a factor may not be enough, and there is no other attempt."""
-    attempt: int = 0  # to bring back a dead run, see `dead_run.Attempt`, or 0
-    trial: str = ""  # what the run tries for better earlier weights, see `Trial`, or empty
+    attempt: int = 0
+    """`dead_run.Attempt` to bring back a dead run, or 0."""
+    trial: str = ""
+    """`next_trial.Trial` for better earlier weights, or an empty string."""
     held: Held | None = None
     """What is held in its healthy range from now on, or None to change nothing that is held."""
     held_before: Held | None = None
     """What was held before a trial; restored by `Trial.ACCEPT`."""
     intended: str = ""
     """The held numbers that have turned out to be intended, and their values; or empty."""
-    read_again: tuple[BatchId, ...] = ()  # skipped by earlier trials
+    read_again: tuple[BatchId, ...] = ()
+    """Batches that earlier trials have skipped, to be read again."""
     lr_states: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> its learning-rate state before a trial; restored by `Trial.ACCEPT`."""
     lr_scale_before: float = 1.0
@@ -67,79 +78,53 @@ class Order:
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackRecord(Order):
-    """A rollback that was carried out."""
+    """A rollback that was carried out. The run's ledger keeps it, and the record of a checkpoint.
 
-    number: int = 0  # of the rollback, from 1 over the whole run
-    step: int = 0  # steps done when the rollback began
-    target: Step = 0  # step of the restored checkpoint
-    skipped: int = 0  # number of skipped batches
-    repeated: int = 0  # undone steps that the run repeats
-    lost: int = 0  # undone steps that the run does not repeat, because the data was not rewound
-    why_lost: str = ""  # why the data was not rewound, in short, or empty if no step is lost
-    why_forward: str = ""  # why the data continues forward, or empty if it was rewound
+    Later orders depend on it: the same trouble is answered differently the second time.
+    """
+
+    number: int = 0
+    """Number of the rollback, from 1 over the whole run."""
+    step: int = 0
+    """Steps done when the rollback began."""
+    target: Step = 0
+    """Step at which the run continues: of the restored checkpoint, unless `weights_of` is set."""
+    skipped: int = 0
+    """Number of skipped batches."""
+    repeated: int = 0
+    """Number of undone steps that the run repeats."""
+    lost: int = 0
+    """Number of undone steps that the run does not repeat, because the data was not rewound."""
+    why_lost: str = ""
+    """Why the data was not rewound, in short, or an empty string if no step is lost."""
+    why_forward: str = ""
+    """Why the data continues forward, or an empty string if it was rewound."""
     weights_of: Step | None = None
     """Step of the checkpoint whose weights were restored without its place in the run, or None."""
-    engine: str = ""  # optimizer of the next three: lowest multiplier, preferably with a limit
-    lr: float | None = None  # the schedule's rate when it began, or None if unknown
-    lr_limit: float | None = None  # upper limit of the rate, or None without a limit or if unknown
-    lr_scale: float = 1.0  # the multiplier at `target`: 1 where the schedule is below the limit
+    engine: str = ""
+    """Optimizer of the next three fields: the one with the lowest multiplier, preferably with a
+    limit."""
+    lr: float | None = None
+    """The schedule's learning rate when the rollback began, or None if unknown."""
+    lr_limit: float | None = None
+    """Upper limit of the rate, or None without a limit or if unknown."""
+    lr_scale: float = 1.0
+    """The multiplier at `target`: 1 where the schedule is below the limit."""
 
     @property
     def checkpoint(self) -> int:
         """Step of the restored checkpoint."""
-        return self.target if self.weights_of is None else self.weights_of
+        if self.weights_of is not None:
+            return self.weights_of
+        return self.target
 
     def outline(self) -> RollbackRecord:
         """A copy without what only the newest rollback needs.
 
         The batches of a trial are needed to undo the trial. The batches of the newest rollback are
-        needed if the process was killed before it wrote the event of the rollback.
+        needed if the process was killed before it wrote the event of the rollback. All others would
+        only make the records of checkpoints grow.
         """
-        return self if self.trial else replace(self, batches=())
-
-
-class Trial(StrEnum):
-    """What a run changes when it repeats the steps of a place. Checkpoints hold the values."""
-
-    LIMIT_RATE = "rate"  # the learning rate is limited to the last healthy rate
-    REPEAT = "repeat"  # nothing: damage by a bit flip or a faulty device does not come back
-    HOLD = "hold"  # what was outside of its healthy range is held in it
-    ACCEPT = "accept"  # the trials are undone; no later rollback is for this trouble
-
-
-class TroubleFacts(NamedTuple):
-    """What is known about the trouble that a comparison of weights has found."""
-
-    rates: Sequence[Mapping[str, float]]  # in force at the comparisons that found it, if known
-    healthy_rates: Mapping[str, float]  # highest rates at which the run was healthy, if known
-    from_start: bool  # whether the better weights are the first of the run
-    unusual: bool  # whether anything is unusual at the trouble that no trial has held yet
-    may_limit: int  # number of times that the rate may be limited at one place
-
-
-def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
-    """The next trial for a trouble where `tried` has not helped, in this order.
-
-    * Limit the rate if it is above every healthy rate, or if the better weights are the run's
-      first.
-    * Repeat once with nothing changed.
-    * Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-      loss the better weights find unusual. Once more with what is newly unusual, and without the
-      updates of these steps.
-    * Limit a rate that is unknown, because nothing that is known has helped.
-    * Undo the trials.
-    """
-    healthy = facts.healthy_rates
-    higher = (
-        r > healthy.get(n, 0.0) * RATE_TOLERANCE for rates in facts.rates for n, r in rates.items()
-    )
-    may_limit = tried.count(Trial.LIMIT_RATE) < facts.may_limit
-    if may_limit and (facts.from_start or any(higher)):
-        return Trial.LIMIT_RATE
-    if not tried:
-        return Trial.REPEAT
-    if facts.unusual and tried.count(Trial.HOLD) < MAX_HOLDS:
-        return Trial.HOLD
-    if may_limit and not facts.rates:
-        return Trial.LIMIT_RATE
-    return Trial.ACCEPT
+        if self.trial:
+            return self
+        return replace(self, batches=())

@@ -1,6 +1,13 @@
 """`OutOfMemory`: repeats a step in smaller parts, or stops with a diagnosis, if memory runs out.
 
 A step of one rank is also repeated, unchanged, after a transient failure in the network.
+
+A *window* is all batches since the last optimizer step, whose gradients add up:
+
+    parts(batch) --> part, part, ...        each is a context manager around a forward pass
+                       | memory runs out in one of them, on any rank
+                       v
+    smaller parts, gradients back to the begin of the window, its first batch again
 """
 
 from __future__ import annotations
@@ -37,11 +44,16 @@ _NOT_TRIED = "healcore has not tried smaller parts of the batch"
 class _Overrun(NamedTuple):
     """A part that did not fit into memory."""
 
-    samples: int  # of the part's batch; 0 if smaller parts are impossible
-    parts: int  # number of parts that the batch was split into
+    samples: int
+    """Samples of the part's batch; 0 if smaller parts are impossible."""
+    parts: int
+    """Number of parts that the batch was split into."""
     fault: Fault
-    line: str  # first line of the exception
-    obstacle: str  # reason why smaller parts are impossible, or an empty string
+    """The classified exception."""
+    line: str
+    """First line of the exception."""
+    obstacle: str
+    """Reason why smaller parts are impossible, or an empty string."""
 
 
 class OutOfMemory:
@@ -61,13 +73,20 @@ class OutOfMemory:
         self._gradients = self.run.driver.window
         self._last_resort: Callable[[], str] = str
         self.part: Microbatch[Any] | None = None
-        self._batches: list[tuple[Any, Count]] = []  # since the last step, with their `count`
-        self._split_obstacle = ""  # reason why the run's batches cannot be split, or ""
-        self._repeat_obstacle = ""  # reason why the window cannot be repeated in smaller parts
-        self._owns_gradients = True  # whether all gradients come from the parts of this window
-        self._held: list[Any] = []  # values of the failed part that variables of the loop refer to
-        self._joint: Any = None  # torch's `DDPGradients`, or None if each rank decides alone
-        self._joint_obstacle = ""  # reason why several ranks cannot repeat a window, or ""
+        self._batches: list[tuple[Any, Count]] = []
+        """The batches of the window so far, with their `count`."""
+        self._split_obstacle = ""
+        """Reason why the run's batches cannot be split, or an empty string."""
+        self._repeat_obstacle = ""
+        """Reason why the window cannot be repeated in smaller parts, or an empty string."""
+        self._owns_gradients = True
+        """Whether all gradients come from the parts of this window."""
+        self._held: list[Any] = []
+        """Values of the failed part that variables of the loop refer to."""
+        self._joint: Any = None
+        """torch's `DDPGradients`, or None if each rank decides alone."""
+        self._joint_obstacle = ""
+        """Reason why several ranks cannot repeat a window, or an empty string."""
 
     def parts(
         self,
@@ -88,9 +107,17 @@ class OutOfMemory:
             split_obstacle: reason why the run's batches cannot be split, or an empty string.
             last_resort: called if no smaller part is left. Reduces a step's memory and describes
                 the change: the parts are then repeated. Returns "" without a change.
+
+        Yields:
+            The parts, in order.
+
+        Raises:
+            MicrobatchError: the loop has not entered a part.
+            RunStopped: no smaller part fits, or the policy's budget is exhausted.
         """
         self._last_resort = last_resort
-        self.run.batch_parts.count, self.run.batch_parts.obstacle = count, split_obstacle
+        self.run.batch_parts.count = count
+        self.run.batch_parts.obstacle = split_obstacle
         if self._begin(split_obstacle):
             self._try_larger(batch)
         self._batches.append((batch, count))
@@ -120,12 +147,18 @@ class OutOfMemory:
             self.part = None
 
     def profile(self) -> str:
-        """Writes the memory profiles. Returns a sentence about what holds most of the memory."""
+        """Writes the memory profiles next to the events.
+
+        Returns:
+            A sentence about what holds most of the memory, and the names of the files. A failure to
+            measure is a sentence too: the device may have failed.
+        """
         try:
             sizes = self.run.driver.memory()
         except Exception as error:  # the device may fail again
             return f"The memory could not be measured: {type(error).__name__}: {error:.100}"
-        owner, total = max(sizes, key=sizes.__getitem__), sum(sizes.values())
+        owner = max(sizes, key=sizes.__getitem__)
+        total = sum(sizes.values())
         text = f"Largest owner of memory: {owner} ({sizes[owner]:,} of {total:,} bytes)"
         if self.run.log.events.path is None:  # on rank 0 only
             return text
@@ -141,8 +174,9 @@ class OutOfMemory:
         The files of a later failure of the same process replace these.
         """
         profiles = self.run.driver.memory_profiles()
-        owners = "".join(f"{size:>20,} bytes  {name}\n" for name, size in sizes.items())
-        profiles[".txt"] = owners.encode() + b"\n" + profiles.get(".txt", b"")
+        lines = [f"{size:>20,} bytes  {name}\n" for name, size in sizes.items()]
+        owners = "".join(lines).encode()
+        profiles[".txt"] = owners + b"\n" + profiles.get(".txt", b"")
         written = []
         for suffix, content in sorted(profiles.items()):
             if len(content) <= MAX_PROFILE_BYTES:
@@ -185,7 +219,9 @@ class OutOfMemory:
         if not growth.is_due(step):
             return
         vote = not self._repeat_obstacle, self.run.batch_parts.gains_from(batch, 2 * size)
-        votes = [vote] if self._joint is None else ranks.gather(vote)
+        votes = [vote]
+        if self._joint is not None:
+            votes = ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
             record.part_limit = growth.begin_trial(step, size)
         else:
@@ -216,8 +252,11 @@ class OutOfMemory:
         )
 
     def _split(self, batches: list[tuple[Any, Count]], *, first: bool) -> Iterator[Microbatch[Any]]:
+        """Yields the parts of some batches of the window; `first` is of the window's first part."""
         for number, (batch, count) in enumerate(batches, 1):
-            parts = 1 if self._split_obstacle else self.run.batch_parts.number(batch)
+            parts = 1
+            if not self._split_obstacle:
+                parts = self.run.batch_parts.number(batch)
             pieces = split(batch, parts)
             # Drops parts without tokens: their mean loss is NaN, and so is 0 times NaN.
             weights = part_weights(pieces, count)
@@ -237,14 +276,12 @@ class OutOfMemory:
         Raises RunStopped on every rank if there is no smaller part, and RankFailed if another
         rank's batch cannot be split.
         """
-        overrun = None if error is None else self._overrun(batch, parts, error)
-        if error is not None and overrun is None:
-            # With several ranks, the other ranks would wait.
-            alone = self.run.ranks.world == 1 and self._owns_gradients
-            again = alone and self._retries.wait_after(error)
-            self._held = clear_frames(error) if again else []
-            return again
-        if error is None and (self._joint is None or not ends):
+        overrun = None
+        if error is not None:
+            overrun = self._overrun(batch, parts, error)
+            if overrun is None:
+                return self._repeats_after(error)
+        elif self._joint is None or not ends:
             return False
         failed = self._failed_ranks(overrun, error)
         if not failed:
@@ -257,11 +294,25 @@ class OutOfMemory:
                 raise RankFailed(f"rank {rank}: {each.line}; {_NOT_TRIED}: {each.obstacle}")
         # The smallest part that did not fit determines the size for all ranks.
         rank, smallest = min(failed.items(), key=lambda item: item[1].samples / item[1].parts)
-        prefix = "" if self._joint is None else f"rank {', '.join(map(str, failed))}: "
+        prefix = ""
+        if self._joint is not None:
+            prefix = f"rank {', '.join(map(str, failed))}: "
         error = error or RankFailed(f"rank {rank}: {smallest.line}")
         self._shrink(smallest, error, prefix)
         self._held = clear_frames(error)
         return True
+
+    def _repeats_after(self, error: BaseException) -> bool:
+        """Whether to repeat the window after an exception that is not about memory.
+
+        A transient failure of the network on one rank: with several ranks, the others would wait.
+        """
+        alone = self.run.ranks.world == 1 and self._owns_gradients
+        again = alone and self._retries.wait_after(error)
+        self._held = []
+        if again:
+            self._held = clear_frames(error)
+        return again
 
     def _failed_ranks(
         self, overrun: _Overrun | None, error: BaseException | None
@@ -271,8 +322,8 @@ class OutOfMemory:
         if self._joint is not None:
             if error is not None:
                 clear_frames(error)  # the exchange needs a little memory
-            some = self._joint.end_batch(overrun is not None)
-            overruns = self.run.ranks.gather(overrun) if some else []
+            some_failed = self._joint.end_batch(overrun is not None)
+            overruns = self.run.ranks.gather(overrun) if some_failed else []
         return {rank: each for rank, each in enumerate(overruns) if each is not None}
 
     def _overrun(self, batch: Any, parts: int, error: BaseException) -> _Overrun | None:
@@ -299,31 +350,24 @@ class OutOfMemory:
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
-        step, record = self.run.data.step, self.run.record
-        growth, limit = record.part_growth, self.run.policy.budget.shrinks
-        before = -(-samples // parts)
+        step, record, growth = self.run.data.step, self.run.record, self.run.record.part_growth
+        before = -(-samples // parts)  # samples of the largest part, rounded up
         after = -(-samples // min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
-        why = ""
-        if before == 1:
-            why = "a single sample does not fit into memory"
-        elif record.shrinks >= limit and growth.is_new(after) and not goes_back:
-            why = (
-                f"{before} samples do not fit into memory, and the batch is not halved again: the "
-                f"policy permits it {limit} times ([budget] shrinks)"
-            )
-        if why:
+        why_not = self._why_not_smaller(before, after, goes_back=goes_back)
+        if why_not:
             changed = self._last_resort()
             if not changed:
-                self.run.recovery.stop(prefix + why, error, Cause.OOM)
-            self.run.log.fault(step, fault, f"{prefix}{why}: {changed}", answer="clear_cache")
+                self.run.recovery.stop(prefix + why_not, error, Cause.OOM)
+            self.run.log.fault(step, fault, f"{prefix}{why_not}: {changed}", answer="clear_cache")
             return
         then = ""
         if goes_back:
             after = growth.go_back(step)
             then = f", and larger parts are tried again after {growth.wait} steps"
         else:
-            record.shrinks += growth.is_new(after)
+            if growth.is_new(after):
+                record.shrinks += 1
             growth.shrink(step, after)
         record.part_limit = after
         self.run.log.fault(
@@ -335,4 +379,19 @@ class OutOfMemory:
             samples=samples,
             size_before=before,
             size=after,
+        )
+
+    def _why_not_smaller(self, before: int, after: int, *, goes_back: bool) -> str:
+        """Why the parts may not become smaller, as a clause, or an empty string.
+
+        `before` and `after` are samples of a part.
+        """
+        growth, limit = self.run.record.part_growth, self.run.policy.budget.shrinks
+        if before == 1:
+            return "a single sample does not fit into memory"
+        if goes_back or not growth.is_new(after) or self.run.record.shrinks < limit:
+            return ""
+        return (
+            f"{before} samples do not fit into memory, and the batch is not halved again: the "
+            f"policy permits it {limit} times ([budget] shrinks)"
         )

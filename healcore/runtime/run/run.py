@@ -9,20 +9,24 @@ from healcore.runtime.data.loader_registry import LoaderRegistry
 from healcore.runtime.driver import Driver
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.better_weights import BetterWeights
-from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
+from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.ending.requests import EndRequests
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.run_batches import RunBatches
+from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.nonfinite import NonfiniteState
+from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run_record import Ledger, RunRecord
-from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.steps import DelayedReader
-from healcore.runtime.run.termination import EndRequests
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.claim import Claim
 from healcore.runtime.store.ranks import Ranks
@@ -36,9 +40,10 @@ class Run:
 
         Healer --- Run -+- policy, driver, store, ranks, log, record    what is given
                         +- loop, data, loaders, guard, end_requests     steps and batches
-                        +- monitor, comparisons, reader                 what is seen
-                        +- recovery, better_weights, out_of_memory      what is decided
-                        +- schedule, known, saver, restorer             checkpoints
+                        +- monitor, comparisons, holding, reader        what is seen
+                        +- recovery, better_weights, dead_run,          what is decided
+                        |  nonfinite, out_of_memory
+                        +- schedule, known, saver, stored, restorer     checkpoints
 
     `start` makes the parts in the order of the fields. A part may read the parts above it while it
     is made, and all parts afterwards. No part replaces another one.
@@ -66,16 +71,24 @@ class Run:
     """Fills the ledger with incidents, writes events, and calls the hooks of the program."""
     comparisons: Comparisons = field(init=False)
     """Compares the weights with earlier ones."""
+    holding: Holding = field(init=False)
+    """Learns in which ranges the run is healthy, and holds what has left its range."""
     known: KnownCheckpoints = field(init=False)
     """Which checkpoints are finite, damaged or known-good."""
     saver: Saver = field(init=False)
     """Saves checkpoints, and deletes those that are not needed any more."""
+    stored: StoredCheckpoints = field(init=False)
+    """Reads the checkpoints that all ranks can load."""
     restorer: Restorer = field(init=False)
     """Restores a checkpoint, for a rollback and at a start."""
     reader: DelayedReader = field(init=False)
     """Steps that the host has not read yet."""
     better_weights: BetterWeights = field(init=False)
     """What to try where earlier weights are better."""
+    dead_run: DeadRun = field(init=False)
+    """What to try where no step is finite any more."""
+    nonfinite: NonfiniteState = field(init=False)
+    """What to do about NaN and Inf in the weights or in a save."""
     recovery: Recovery = field(init=False)
     """Answers the records of steps with rollbacks and stops."""
     guard: HangGuard = field(init=False)

@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
-from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.batch_parts import PartGrowth
+from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.monitor_state import MonitorState
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.part_growth import PartGrowth
 from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000

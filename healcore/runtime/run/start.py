@@ -1,45 +1,61 @@
-"""Opens a run: constructs its parts, then resumes from a checkpoint or takes the first snapshot."""
+"""Opens a run: constructs its parts, then resumes from a checkpoint or takes the first snapshot.
+
+    open_run
+        driver, ranks          attach to the optimizers; the ranks compare their arguments
+        claims                 lock the directories, remove files of killed processes
+        _construct             the parts, in the order of the fields of `Run`
+        _start                 may this start resume? the first lines of the log
+            _begin             resume, or the first snapshot
+
+What fails before `_begin` leaves nothing behind: the claims are released and the driver is closed.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from healcore.console import first_of
+from healcore.console import counted, first_of
 from healcore.core.errors import error_text
 from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
+from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
-from healcore.runtime.run.better_weights import BetterWeights
-from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
+from healcore.runtime.run.batches import RunBatches
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.holding import Holding
+from healcore.runtime.run.ending.exits import EndRequested
+from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop
 from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
-from healcore.runtime.run.recovery import Recovery
-from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.stored import StoredCheckpoints
+from healcore.runtime.run.rollback.better_weights import BetterWeights
+from healcore.runtime.run.rollback.dead_run import DeadRun
+from healcore.runtime.run.rollback.nonfinite import NonfiniteState
+from healcore.runtime.run.rollback.recovery import Recovery
 from healcore.runtime.run.run import Run
-from healcore.runtime.run.run_batches import RunBatches
 from healcore.runtime.run.run_record import RunRecord
-from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.run.saver import Saver
 from healcore.runtime.run.steps import DelayedReader
-from healcore.runtime.run.termination import EndRequested, EndRequests, StopFile
 from healcore.runtime.run_options import Checkpoints, Hooks, HostPolicy, Logging
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint, StoreError
 from healcore.runtime.store.claim import Claim, claim
 from healcore.runtime.store.files import make_directory
 from healcore.runtime.store.manifest import sweep
 from healcore.runtime.store.ranks import RankFailed, Ranks, broadcast, run_on_first
-from healcore.runtime.store.several import SeveralStores
+from healcore.runtime.store.several import Place, SeveralStores
 from healcore.runtime.store.store import CheckpointStore
 from healcore.runtime.story import postmortem
 from healcore.runtime.story.run_log import RunLog
@@ -58,44 +74,50 @@ class Options(NamedTuple):
 
     policy: HostPolicy
     state: Any
-    store: Any
+    """The user's state: a mapping of names to modules and optimizers, or in JAX also a pytree."""
+    store: Place | tuple[Place, ...] | None
+    """Where checkpoints go: one or several directories or stores, or None for host memory."""
     loss_fn: Callable[..., Any] | None
-    loss_fn_cost: float  # of one call, in training steps
+    """The loss of a batch, to compare weights, or None to compare nothing."""
+    loss_fn_cost: float
+    """Cost of one call of `loss_fn`, in training steps."""
     checkpoints: Checkpoints
     logging: Logging
     trackers: tuple[Selection, ...]
     hooks: Hooks
-    resume: Any
+    resume: bool | Literal["auto"]
+    """Whether to resume: True always, False never, "auto" if the run in the store is this one."""
     attach: dict[str, Any]
+    """Options of the adapter's `attach`, by name."""
     stop_file: str | os.PathLike[str] | None
 
 
 def open_run(options: Options) -> Run:
-    """Attaches, opens the store, resumes or saves a first snapshot. Errors: `Healer.__enter__`."""
+    """Opens a run: attaches to the optimizers, opens the store, and resumes or takes a snapshot.
+
+    Args:
+        options: the arguments of `Healer`.
+
+    Returns:
+        The run, ready for its first step.
+
+    Raises:
+        Exception: the errors of `Healer.__enter__`. The directories are not claimed any more then,
+            and the optimizers are as before.
+    """
     policy = options.policy
     driver = driver_for(options.state, policy.engine, options.attach)
     claims: list[Claim] = []
     try:
-        resets = policy.rollback.reset_moments and not policy.observes
-        if obstacle := driver.moments_obstacle() if resets else "":
-            rule = f"false where the moments cannot be reset: {obstacle}"
-            problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
-            raise PolicyError(policy.name, (problem,))
+        _check_moments(policy, driver)
         ranks = driver.ranks()
-        shared = {
-            "policy": policy.text or policy.engine.fingerprint or policy.name,
-            "save_every": options.checkpoints.every,
-            "store": options.store is not None,
-        }
-        for rank, theirs in enumerate(ranks.gather(shared)):
-            differ = [name for name, value in shared.items() if theirs[name] != value]
-            if differ:  # on all ranks, which would wait for each other
-                raise ValueError(
-                    f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
-                    "same arguments to Healer(...) on every rank"
-                )
+        _check_same_arguments(options, ranks)
         places = options.store if isinstance(options.store, tuple) else (options.store,)
-        warnings = [warning for each in places if (warning := _claim(each, ranks, claims))]
+        warnings = []
+        for each in places:
+            warning = _claim(each, ranks, claims)
+            if warning is not None:
+                warnings.append(warning)
         run = _construct(options, driver, ranks, claims)
         _start(run, options, warnings)
     except BaseException:
@@ -106,18 +128,50 @@ def open_run(options: Options) -> Run:
     return run
 
 
-def _claim(given: Any, ranks: Ranks, claims: list[Claim]) -> str | None:
+def _check_moments(policy: HostPolicy, driver: Driver) -> None:
+    """Raises PolicyError if the policy resets moments that the driver cannot reset."""
+    if not policy.rollback.reset_moments or policy.observes:
+        return
+    obstacle = driver.moments_obstacle()
+    if obstacle:
+        rule = f"false where the moments cannot be reset: {obstacle}"
+        problem = Problem("rollback.reset_moments", "true", rule, "reset_moments = false")
+        raise PolicyError(policy.name, (problem,))
+
+
+def _check_same_arguments(options: Options, ranks: Ranks) -> None:
+    """Raises ValueError on all ranks if a rank has other arguments: they would wait for each other.
+
+    The policy decides at which steps the ranks exchange values, and so do saves.
+    """
+    policy = options.policy
+    shared = {
+        "policy": policy.text or policy.engine.fingerprint or policy.name,
+        "save_every": options.checkpoints.every,
+        "store": options.store is not None,
+    }
+    for rank, theirs in enumerate(ranks.gather(shared)):
+        differ = [name for name, value in shared.items() if theirs[name] != value]
+        if differ:
+            raise ValueError(
+                f"rank {rank} has another {', '.join(differ)} than rank {ranks.rank}: pass the "
+                "same arguments to Healer(...) on every rank"
+            )
+
+
+def _claim(given: Place | None, ranks: Ranks, claims: list[Claim]) -> str | None:
     """Claims a store's directory for this run, and removes partial files of killed processes.
 
     Adds the claim to `claims`. Returns a warning for the log, or None. Raises StoreInUse if another
     run is using the directory.
     """
-    folder: Path | None = None
-    if given is not None:
-        folder = given.root if isinstance(given, CheckpointStore) else Path(given)
+    if given is None:
+        return None
+    folder = given.root if isinstance(given, CheckpointStore) else Path(given)
+    if folder is None:
+        return None
 
     def take() -> str | None:
-        assert folder is not None
         make_directory(folder)
         own_claim = claim(folder)
         claims.append(own_claim)
@@ -127,25 +181,28 @@ def _claim(given: Any, ranks: Ranks, claims: list[Claim]) -> str | None:
         return own_claim.warning
 
     try:
-        return None if folder is None else run_on_first(ranks, take)
+        return run_on_first(ranks, take)
     except RankFailed:
         raise  # all ranks fail together
     except OSError:
         return None  # the store raises a better message
 
 
-def _open_store(given: Any, driver: Driver, ranks: Ranks) -> CheckpointStore:
-    """The store of the run."""
+def _open_store(
+    given: Place | tuple[Place, ...] | None, driver: Driver, ranks: Ranks
+) -> CheckpointStore:
+    """The store of the run. Several stores are written as one, in the order given."""
     if isinstance(given, tuple):
         store = SeveralStores([_open_store(each, driver, ranks) for each in given])
         run_on_first(ranks, store.check_run)
         return store
-    if given is None or isinstance(given, str | os.PathLike):
-        return driver.store(given)
-    return given
+    if isinstance(given, CheckpointStore):
+        return given
+    return driver.store(given)
 
 
 def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[Claim]) -> Run:
+    """Makes the parts of the run, in the order of the fields of `Run`."""
     policy = options.policy
     store = _open_store(options.store, driver, ranks)
     store.nonfinite_ok = (*store.nonfinite_ok, *options.checkpoints.nonfinite_ok)
@@ -178,11 +235,15 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
+    run.holding = Holding(run)
     run.known = KnownCheckpoints(run)
     run.saver = Saver(run, options.checkpoints.keep)
+    run.stored = StoredCheckpoints(run)
     run.restorer = Restorer(run)
     run.reader = DelayedReader()
     run.better_weights = BetterWeights(run)
+    run.dead_run = DeadRun(run)
+    run.nonfinite = NonfiniteState(run)
     run.recovery = Recovery(run)
     run.guard = HangGuard(policy, ranks, log)
     run.out_of_memory = OutOfMemory(run)
@@ -192,20 +253,28 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
     return run
 
 
-def _events(given: Any, folder: Path | None) -> Log:
+def _events(given: str | os.PathLike[str] | None, folder: Path | None) -> Log:
+    """The log of events: the file that the user names, else a file in the store's directory."""
     if given is not None:
         return Log(Path(given).absolute())
     path = None if folder is None else folder / "healcore.events.jsonl"
     return Log(_unlinked(path, "events"), follow_links=False)
 
 
-def _metrics(given: Any, log: Log, ranks: Ranks, *, tracked: bool) -> Metrics:
-    if ranks.rank or given != "auto":  # every rank has the same numbers
+def _metrics(
+    given: str | os.PathLike[str] | None, log: Log, ranks: Ranks, *, tracked: bool
+) -> Metrics:
+    """The table of metrics: the file that the user names, or beside the events with "auto".
+
+    Only rank 0 writes it: every rank has the same numbers.
+    """
+    if ranks.rank or given != "auto":
         path = None if ranks.rank or given is None else Path(given)
         return Metrics(path, run=log.run, tracked=tracked)
-    to_file = log.path is not None and (log.path.is_file() or not log.path.exists())
-    path = _unlinked(metrics_path(log.path) if log.path and to_file else None, "metrics")
-    return Metrics(path, run=log.run, automatic=True, tracked=tracked)
+    path = None
+    if log.path and (log.path.is_file() or not log.path.exists()):  # not a pipe or a terminal
+        path = metrics_path(log.path)
+    return Metrics(_unlinked(path, "metrics"), run=log.run, automatic=True, tracked=tracked)
 
 
 def _unlinked(path: Path | None, option: str) -> Path | None:
@@ -225,21 +294,22 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     """
     log, policy, ranks, store = run.log, run.policy, run.ranks, run.store
     stop_file = run.end_requests.stop_file
-    restorer = run.restorer
     events = log.events.path
-    previous = None if events is None else postmortem.read_last_run(events)
+    previous = None
     after_kill = False
-    if events and previous:
-        after_kill = postmortem.write_for_killed(events, previous, log.metrics.path)
+    if events is not None:
+        previous = postmortem.read_last_run(events)
+        if previous:
+            after_kill = postmortem.write_for_killed(events, previous, log.metrics.path)
     if any(ranks.gather(stop_file.found)):
         log.info(f"nothing was done: {stop_file.why} exists; remove the file to train")
         raise EndRequested(stop_file.why)
-    saves, newest = restorer.saves(), restorer.newest_record()
+    saves, newest = run.stored.listed(), run.stored.newest_record()
     settings = run_settings.settings_of(run.driver, policy, options.state, ranks.world)
     saved = {} if newest is None else newest.settings
     changes = broadcast(ranks, run_settings.changes_since(saved, settings))
     if saves and options.resume is not True:
-        last = max([each.step for each in saves if each.status != "abandoned"], default=0)
+        last = max((each.step for each in saves if each.status != "abandoned"), default=0)
         _check_resume(run, options.resume, newest, last, changes)
         # A trainer decides itself when its run is complete.
         if not run.loop.has_trainer:
@@ -260,12 +330,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     try:
         _begin(run, newest, settings, bool(saves))
     except BaseException as error:
-        # With an end event, the next start does not take this process for killed.
-        problem = f"the run did not start: {error_text(error)}"
-        step = run.data.step
-        log.event("problem", step=step, problem=problem)
-        log.event("end", step=step, ending="exception")
-        run.end_requests.signals.stop()
+        _log_failed_start(run, error)
         raise
     # Not if its last checkpoint is lost: then the run trains what is missing.
     if not run.data.had_completed:
@@ -280,7 +345,19 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         _records[store.root.resolve()] = run.record
 
 
+def _log_failed_start(run: Run, error: BaseException) -> None:
+    """Logs that the run did not start, and stops watching signals.
+
+    With an end event, the next start does not take this process for killed.
+    """
+    step = run.data.step
+    run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
+    run.log.event("end", step=step, ending="exception")
+    run.end_requests.signals.stop()
+
+
 def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
+    """Writes the event `start`: the policy, the settings, and where checkpoints go."""
     store = run.store
     rate = next(iter(run.driver.learning_rates().values()))
     run.log.event(
@@ -304,14 +381,19 @@ def _warn_of_snapshot(run: Run, settings: dict[str, Any], saved: Mapping[str, An
     """Warns a loop that counts steps itself, if a checkpoint replaces the program's snapshot."""
     if STEPPED in settings[WEIGHTS] and STEPPED not in saved.get(WEIGHTS, STEPPED):
         run.loop.own_count_error = (
-            f"checkpoint {run.data.step} replaces the snapshot that the program has loaded: a "
-            "loop with its own start loses or repeats steps; write healer.steps or healer.epochs"
+            "the optimizer that the program has passed was trained already, and checkpoint "
+            f"{run.data.step} replaces its state and the weights. A loop that counts its own steps "
+            "would lose or repeat steps: write healer.steps or healer.epochs"
         )
         run.loop.warn(run.loop.own_count_error)
 
 
 def _check_resume(
-    run: Run, resume: Any, newest: RunRecord | None, last: int, changes: Mapping[str, str]
+    run: Run,
+    resume: bool | Literal["auto"],
+    newest: RunRecord | None,
+    last: int,
+    changes: Mapping[str, str],
 ) -> None:
     """Raises if a run with checkpoints up to step `last` must not be resumed."""
     root = run.store.root
@@ -323,9 +405,11 @@ def _check_resume(
         )
     if newest is None or not newest.completed:
         return
-    own = root and _records.get(root.resolve())
     which = run_settings.other_run(changes)
-    which = "that this process has completed" if own and own.completed else which
+    if root is not None:
+        own = _records.get(root.resolve())
+        if own is not None and own.completed:
+            which = "that this process has completed"
     if which:
         raise StoreNotEmpty(
             f"{where} holds a run {which}. Its last step is {last}. Nothing was trained. Pass an "
@@ -336,16 +420,18 @@ def _check_resume(
 
 def _spent_before(run: Run) -> int:
     """Rollbacks that the engines of a new run have made already: their state was ported."""
-    budget = run.policy.engine.config.budget
     engines = run.driver.engines().values()
-    left = min((engine["state"]["budget"]["recoveries"] for engine in engines), default=0)
-    return max(int(budget.recoveries) - int(left), 0) if engines else 0
+    if not engines:
+        return 0
+    left = min(engine["state"]["budget"]["recoveries"] for engine in engines)
+    budget = run.policy.engine.config.budget
+    return max(int(budget.recoveries) - int(left), 0)
 
 
 def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume: bool) -> None:
     """Resumes, or takes the first snapshot; `newest` is the newest record in the store."""
     saver, data, record = run.saver, run.data, run.record
-    run.restorer.find_damage()
+    run.stored.find_damage()
     if resume:
         _resume(run, newest)
         run.monitor.continue_incidents()
@@ -368,42 +454,48 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         record.nonfinite_ok = saver.nonfinite_in_state()
         run.store.nonfinite_ok += tuple(record.nonfinite_ok)
         if record.nonfinite_ok:
-            shown = ", ".join(record.nonfinite_ok[:5])
+            shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
         saver.save("first")
     run.end_requests.signals.start()
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:
-    restorer = run.restorer
+    """Resumes from the newest usable checkpoint; `newest` is the newest record in the store."""
     if newest is not None:
         run.store.nonfinite_ok += tuple(newest.nonfinite_ok)
-    saves = (newest or RunRecord()).attempt_history.with_status(restorer.saves())
-    usable = [saved.step for saved in saves if saved.finite and saved.status != "abandoned"]
-    wrong = {saved.step: saved.status if saved.finite else "not finite" for saved in saves}
+    saves = (newest or RunRecord()).attempt_history.with_status(run.stored.listed())
+    usable = []
+    wrong: dict[int, str] = {}  # step -> status, or what is wrong
+    for saved in saves:
+        wrong[saved.step] = saved.status if saved.finite else "not finite"
+        if saved.finite and saved.status != "abandoned":
+            usable.append(saved.step)
     try:
-        step, generators = restorer.resume(newest, usable[::-1])
+        step, generators = run.restorer.resume(newest, usable[::-1])
     except NoGoodCheckpoint as error:
         raise _no_usable_checkpoint(run, wrong) from error
     completed = newest is not None and newest.completed and newest.step == step
     run.data.resume(step, generators, completed=completed)
     run.log.event("resume", step=step, checkpoint=step)
     run.recovery.report_before_kill(step)
-    abandoned = {saved.step for saved in saves if saved.status == "abandoned"}
-    lost = {at: why for at, why in wrong.items() if at not in abandoned} | _damage(run)
-    lost = {at: why for at, why in sorted(lost.items()) if at > step}
+    for saved in saves:
+        if saved.status == "abandoned":
+            wrong.pop(saved.step, None)
+    wrong |= _damage(run)
+    lost = {at: wrong[at] for at in sorted(wrong) if at > step}
     if lost:
         which = "; ".join(f"{at} ({why})" for at, why in lost.items())
+        steps = counted(max(lost) - step, "step is", "steps are")
         run.loop.warn(
-            f"the run resumes at step {step}: {max(lost) - step} steps up to checkpoint "
-            f"{max(lost)} are lost, and trained again, because checkpoints newer than {step} "
-            f"cannot be used: {which}"
+            f"the run resumes at step {step}: {steps} lost up to checkpoint {max(lost)}, and "
+            f"trained again, because checkpoints newer than {step} cannot be used: {which}"
         )
 
 
 def _damage(run: Run) -> dict[int, str]:
     """Step of each damaged checkpoint -> the damage."""
-    return {e.step: f"damaged: {e.file} {e.difference}" for e in run.known.damage}
+    return {each.step: f"damaged: {each.file} {each.difference}" for each in run.known.damage}
 
 
 def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoint:
@@ -421,19 +513,15 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
 def _log_first_lines(
     run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
+    """Logs what begins where, under which policy, and other settings than those saved."""
     policy, store, step = run.policy, run.store, run.data.step
-    where = "by the trainer only" if store.trainer_save else "in host memory only"
     if store.durable:
         where = f"in {store.place or type(store).__name__}"
+    elif store.trainer_save:
+        where = "by the trainer only"
+    else:
+        where = "in host memory only"
     need = _storage_text(run)
-    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
-    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
-    size = run_settings.named(settings, rate).get("batch_size")
-    parts = [
-        f"policy {policy.name}{' (observes, changes nothing)' if policy.observes else ''}",
-        "" if rate is None else f"learning rate {rate:.4g}",
-        "" if size is None else f"batch size {size}",
-    ]
     if run.loop.is_complete:
         run.log.info(
             f"this run has completed at step {step}: its final state is loaded, the loop trains "
@@ -442,10 +530,21 @@ def _log_first_lines(
             "new run"
         )
         return
-    run.log.info(f"{begins}: {', '.join(filter(None, parts))}; checkpoints {where}{need}")
+    begins = f"resumes from the checkpoint of step {step}" if resumed else f"starts at step {step}"
+    facts = [f"policy {policy.name}"]
+    if policy.observes:
+        facts[0] += " (observes, changes nothing)"
+    rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
+    if rate is not None:
+        facts.append(f"learning rate {rate:.4g}")
+    size = run_settings.named(settings, rate).get("batch_size")
+    if size is not None:
+        facts.append(f"batch size {size}")
+    run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")
     for line in run.driver.start_lines:
         run.log.info(line)
-    if text := run_settings.changes_text(changes):
+    text = run_settings.changes_text(changes)
+    if text:
         run.loop.warn(
             f"other settings than at the start of this run (saved -> given): {text}. "
             "Hyperparameters of optimizers and schedules in the state stay as saved. To train with "

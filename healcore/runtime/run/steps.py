@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from healcore.core.array_namespace import NUMPY
 from healcore.core.decision import Action, StepRecord
 from healcore.core.engine import EngineConfig, RuleConfig
 from healcore.core.engine.judge import update_rule
 from healcore.core.engine.state import RuleState, init_rule
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import PendingDispatch
-from healcore.runtime.run.monitor_state import MonitorState
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.monitor_state import MonitorState
 
 LAG = 1
 """Number of dispatches after which the host reads a decision, so that reading does not wait."""
@@ -226,7 +229,7 @@ class HostRules:
             if saved is not None and len(saved) == 2 + config.within:
                 run, age, *window = map(np.int32, saved)
                 state = RuleState(run, np.array(window, np.int32), age)
-            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=np)
+            state, firing = update_rule(config, state, hit, np.int32(record.step), 0, xp=NUMPY)
             hits[key] = [int(state.run), int(state.age), *map(int, state.window)]
             fired |= bool(firing.fired)
         if not fired:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import WEIGHTS
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run

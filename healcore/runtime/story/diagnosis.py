@@ -12,11 +12,13 @@ from healcore.console import counted, first_of, listed
 from healcore.core.decision import Cause, StepRecord, names
 from healcore.events.models import Ending
 from healcore.events.schema import batch_names, flag_names, readings_text, sentence
-from healcore.history import Counts, Run, RunState
+from healcore.history import Counts, Incident, Mode, Run, RunState
 from healcore.runtime.faults.failures import FAILURES, causes_of
 
 _WIDTH = 96
 _SHOWN = 5
+_MOST_FAULTS = 10  # limit of the faults that a diagnosis lists
+_QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
 """Causes of exceptions. A rollback is no response to them."""
@@ -105,7 +107,10 @@ def explain(end: RunEnd) -> str:
     """Writes the diagnosis for a person: a headline, then paragraphs with a label.
 
         The training loop raised an exception at step 412: ValueError: ...
-        Seen: loss_spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
+        Seen: loss spike from step 398 on. At the first alarm: loss 9.1 (limit 4).
+        Faults found:
+          - step 240: nonfinite loss. Skipped 1 step.
+          - steps 398 to 411: loss spike. Skipped 1 step.
         Tried: skipped 2 steps.
         Look at:
           - The loss rose far above its level and stayed high: ...
@@ -120,6 +125,8 @@ def explain(end: RunEnd) -> str:
     """
     parts = [_headline(end)]
     for label, sentences in (("Seen", _seen), ("State", _state), ("Tried", _tried)):
+        if label == "Tried":
+            parts += _list_faults(end)
         text = " ".join(sentences(end))
         if text:
             parts.append(_wrapped(text, first=f"{label}: ", then="  "))
@@ -180,7 +187,7 @@ def _seen(end: RunEnd) -> Iterator[str]:
         if end.counts.incidents:
             yield f"{total}, all resolved."
         return
-    text = f"{', '.join(last.cause).lower()} from step {last.onset_step:.0f} on"
+    text = f"{flag_names(last.cause)} from step {last.onset_step:.0f} on"
     if last.over or end.open is False:
         text += ", resolved by the end"
     yield f"{text}."
@@ -238,16 +245,157 @@ def _tried(end: RunEnd) -> Iterator[str]:
         yield "nothing: the policy only observes."
         return
     phrases = interventions(end)
-    last_rollbacks = end.run.rollbacks[-_SHOWN:]
-    earlier = len(end.run.rollbacks) - len(last_rollbacks)
-    if earlier:
-        phrases.append(counted(earlier, "earlier rollback"))
-    for event in last_rollbacks:
-        phrases.append(f"a rollback {sentence(event)}")
+    if end.run.rollbacks:
+        phrases.append(f"rolled back {_times(len(end.run.rollbacks))}")
     if end.steps_lost:
         phrases.append(lost_steps_text(end))
     if phrases:
         yield f"{'; '.join(phrases)}."
+
+
+def _list_faults(end: RunEnd) -> list[str]:
+    """The paragraph about the faults of a run: its lines, or nothing without a fault."""
+    faults = faults_found(end.run)
+    if not faults:
+        return []
+    # Of many faults those with a remedy are listed, and the newest ones.
+    important = sorted(faults, key=lambda fault: (fault.has_remedy, fault.first))[-_MOST_FAULTS:]
+    lines = ["Faults found:"]
+    for fault in faults:
+        if fault in important:
+            lines.append(_wrapped(fault.text, first="  - ", then="    "))
+    rest = [fault for fault in faults if fault not in important]
+    if rest:
+        line = f"  - and {len(rest):,} more"
+        if not any(fault.has_remedy for fault in rest):
+            line += ", which changed nothing"
+        lines.append(line)
+    return lines
+
+
+class FaultFound(NamedTuple):
+    """A fault of a run: an incident, alarms that changed nothing, or an exception with an answer.
+
+    Attributes:
+        first: its first step.
+        has_remedy: whether the policy did something about it.
+        text: what it was, the remedy, and the steps that it cost.
+    """
+
+    first: float
+    has_remedy: bool
+    text: str
+
+
+def faults_found(run: Run) -> list[FaultFound]:
+    """Lists the faults of a run with the remedy of each and the steps that it cost.
+
+    Args:
+        run: the run by its events. It has at most 1,000 alarms outside of incidents, and the newest
+            20 exceptions.
+
+    Returns:
+        The faults in the order of their first step.
+    """
+    faults: list[FaultFound] = []
+    for incident in run.incidents:
+        where = _steps_text(incident.onset_step, incident.end)
+        remedies = _remedies(incident)
+        undone_by = _undone_by(run, incident.onset_step)
+        if incident.undone and undone_by and not incident.rolled_back:
+            remedies.append(undone_by)
+        remedy = ". ".join(remedies) or "Training continued"
+        text = f"{where}: {incident_cause_text(incident)}. {remedy}."
+        faults.append(FaultFound(incident.onset_step, bool(remedies), text))
+    for first, last, causes in _alarms_outside(run):
+        remedy = _undone_by(run, first) or "No remedy: an alarm alone changes nothing"
+        text = f"{_steps_text(first, last)}: {flag_names(causes)}. {remedy}."
+        faults.append(FaultFound(first, False, text))
+    for event in run.newest["fault"]:
+        if event.answer in (None, "save"):  # the exception ended the run, as the headline says
+            continue
+        step = float(event.step or 0)
+        text = f"{_steps_text(step, step)}: {sentence(event).removeprefix('fault: ')}."
+        faults.append(FaultFound(step, True, text))
+    return sorted(faults, key=lambda fault: fault.first)
+
+
+def _undone_by(run: Run, step: float) -> str:
+    """The rollback that has undone a step, as a sentence without full stop, or an empty string."""
+    for event in run.rollbacks:
+        if event.step is not None and (event.checkpoint or 0) <= step < event.step:
+            return f"Undone by the rollback from step {event.step}"
+    return ""
+
+
+def _alarms_outside(run: Run) -> list[tuple[float, float, tuple[str, ...]]]:
+    """First step, last step and causes of the alarms outside of incidents, close ones as one."""
+    found: list[tuple[float, float, tuple[str, ...]]] = []
+    for step, causes in sorted(run.alarms_outside.items()):
+        if found:
+            first, last, before = found[-1]
+            if before == causes and step - last <= _QUIET_STEPS:
+                found[-1] = (first, step, causes)
+                continue
+        found.append((step, step, causes))
+    return found
+
+
+def _steps_text(first: float, last: float) -> str:
+    """A range of steps as text: "step 7" or "steps 7 to 12"."""
+    if first == last:
+        return f"step {first:.0f}"
+    return f"steps {first:.0f} to {last:.0f}"
+
+
+_FOUND_BY = {
+    "earlier_weights": "worse weights, found by comparison",
+    "nonfinite_steps": "no finite step any more",
+    "intended_numbers": "a change that the program makes on purpose",
+}
+"""`EventRecord.by` of a rollback without an alarm -> what was wrong."""
+
+
+def incident_cause_text(incident: Incident) -> str:
+    """Describes what was wrong in an incident.
+
+    Args:
+        incident: the incident, or a rollback without an alarm.
+
+    Returns:
+        Its causes, such as "nonfinite loss". Without an alarm, why the run was rolled back.
+    """
+    if incident.cause:
+        return flag_names(incident.cause)
+    if incident.number:
+        return "unknown cause"
+    by = ""
+    for event in incident.responses:
+        by = by or event.by or ""
+    return _FOUND_BY.get(by, "a rollback that a hook ordered")
+
+
+def _remedies(incident: Incident) -> list[str]:
+    """What was done about an incident, as sentences without their full stop."""
+    phrases: list[str] = []
+    if incident.skipped:
+        steps = counted(incident.skipped, "step")
+        if incident.capped:
+            steps += " or more"
+        phrases.append(f"skipped {steps}")
+    for event in incident.responses:
+        if event.kind != "stop":  # the headline has its reason
+            phrases.append(sentence(event))
+    if incident.mode is Mode.OBSERVE:
+        phrases = [f"only observed: {phrase}" for phrase in phrases]
+    return [phrase[:1].upper() + phrase[1:] for phrase in phrases]
+
+
+def _times(number: int) -> str:
+    """A number of times as text: "once", "2 times"."""
+    if number == 1:
+        return "once"
+    return f"{number:,} times"
 
 
 def interventions(end: RunEnd) -> list[str]:
@@ -266,17 +414,18 @@ def interventions(end: RunEnd) -> list[str]:
         phrases.append(f"skipped {counted(counts.skips, 'step')}")
     batches = sum(len(event.batches or ()) for event in end.run.rollbacks)
     if batches:
-        phrases.append(f"left out {counted(batches, 'batch', 'batches')}")
+        phrases.append(f"skipped {counted(batches, 'batch', 'batches')} after a rollback")
     if counts.clips:
         phrases.append(f"clipped {counted(counts.clips, 'step')}")
     if counts.lr_cuts:
-        phrases.append(f"cut the learning rate {counted(counts.lr_cuts, 'time')}")
+        phrases.append(f"cut the learning rate {_times(counts.lr_cuts)}")
     for answer, phrase in _ANSWERS.items():
         number = end.run.answers[answer]
         if number:
-            phrases.append(phrase.format(counted(number, "time")))
+            phrases.append(phrase.format(_times(number)))
     if end.run.declined:
-        phrases.append(f"declined {counted(end.run.declined, 'order')} of the policy")
+        rollbacks = counted(end.run.declined, "rollback")
+        phrases.append(f"declined {rollbacks} that a rule asked for")
     if end.lr_scale < 1 and not end.run.observes:
         phrases.append(f"learning rate × {end.lr_scale:.3g} at the end")
     return phrases
@@ -356,17 +505,23 @@ def last_line(end: RunEnd, newest: int | None) -> str:
         how += f" ({end.why})"
     phrases = interventions(end)
     if end.counts.rollbacks:
-        phrases.append(f"rolled back {counted(end.counts.rollbacks, 'time')}")
+        phrases.append(f"rolled back {_times(end.counts.rollbacks)}")
     if end.run.observes:
         phrases = [f"would have {phrase}" for phrase in phrases]
     text = f"{how} after step {end.step}: {', '.join(phrases) or 'no intervention'}"
     if end.steps_lost:
         text += f"; {lost_steps_text(end)}"
-    text += "; "
+    checkpoints: list[str] = []
     if newest is not None:
-        text += f"checkpoint {newest} is on disk, "
-    last_good = "none" if end.last_good is None else f"step {end.last_good}"
-    return f"{text}newest known-good checkpoint: {last_good}"
+        checkpoints.append(f"checkpoint {newest} is on disk")
+    if end.last_good is not None:
+        checkpoints.append(f"newest known-good checkpoint: step {end.last_good}")
+    elif end.open or end.nonfinite_saves or end.ending == Ending.STOPPED:
+        # After a healthy end nobody needs an earlier checkpoint.
+        checkpoints.append("no checkpoint is known-good")
+    if checkpoints:
+        text += f"; {', '.join(checkpoints)}"
+    return text
 
 
 def lost_steps_text(end: RunEnd) -> str:
@@ -433,8 +588,26 @@ def nonfinite_streak_text(
     text += f": the {signal} is NaN or Inf{since}"
     for tensor in record.evidence:
         if not math.isfinite(tensor.grad_norm):
-            return f"{text}; the first tensor is the gradient of {tensor.name}"
-    return text
+            text += f"; the first tensor is the gradient of {tensor.name}"
+            break
+    return text + likely_cause_text(record)
+
+
+def likely_cause_text(record: StepRecord | None) -> str:
+    """Says where to look first after many steps whose loss was NaN or Inf.
+
+    Args:
+        record: the newest step that was not finite, or None without such a step.
+
+    Returns:
+        A clause that begins with a semicolon, or an empty string if the loss was finite.
+    """
+    if record is None or not record.cause & Cause.NONFINITE_LOSS:
+        return ""
+    return (
+        "; look first for NaN or Inf in the inputs and labels, then for a division by 0 or a log "
+        "of 0 in the loss"
+    )
 
 
 def _wrapped(text: str, *, first: str = "", then: str = "") -> str:

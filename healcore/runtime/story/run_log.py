@@ -37,6 +37,8 @@ class RunLog:
     hooks: Hooks = field(default_factory=Hooks)  # the user's functions for events
     run: Run = field(default_factory=Run)
     """The run by its events, on rank 0 including the events of earlier processes."""
+    _advised: set[str] = field(default_factory=set)
+    """Advice that a line has given: the last failed call and the exception of the loop are one."""
 
     def event(self, kind: str, *, step: int | None, **fields: object) -> EventRecord:
         """Writes an event, and passes it to the trackers and the user's hooks.
@@ -109,7 +111,9 @@ class RunLog:
         )
         if answer in (None, "save"):  # the exception ends the run
             line = f"step {step}: {problem}"
-            if fault.cause != Cause.UNKNOWN:  # the advice would be to read the exception
+            # The advice about an unknown exception would be to read it.
+            if fault.cause != Cause.UNKNOWN and fault.advice not in self._advised:
+                self._advised.add(fault.advice)
                 line += f". {fault.advice}"
             self.error(line)
         else:

@@ -41,8 +41,13 @@ def demo(
         int, typer.Option(help="Steps of each run. The detectors need at least 240 to work well.")
     ] = 300,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="New folder for the healed runs.")
-    ] = Path("healcore-demo"),
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="New folder for the healed runs. Default: healcore-demo, or healcore-demo-2, ... "
+            "if it exists.",
+        ),
+    ] = None,
 ) -> None:
     """Train a failing run unprotected, clipped and healed, in torch and in JAX, and compare."""
     from healcore.tools.demo import run_demo
@@ -50,7 +55,17 @@ def demo(
     frameworks: tuple[str, ...] = (framework,)
     if framework == "both":
         frameworks = ("torch", "jax")
-    run_demo(out, frameworks=frameworks, steps=steps)
+    run_demo(out or _new_folder("healcore-demo"), frameworks=frameworks, steps=steps)
+
+
+def _new_folder(name: str) -> Path:
+    """A path in the current directory that does not exist: the name, or the name with a number."""
+    path = Path(name)
+    number = 1
+    while path.exists():
+        number += 1
+        path = Path(f"{name}-{number}")
+    return path
 
 
 app.command()(report_errors(replay.replay))

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from healcore.tools.cli.groups import SubcommandGroup
 from healcore.tools.output import CANNOT_RUN, check_outputs, echo, fail, report_errors, write_output
 
 OK, DAMAGED = 0, 1
@@ -21,7 +22,7 @@ OK, DAMAGED = 0, 1
 MAX_PRINTED = 20  # problems of runs, of which the page lists more
 POLL_INTERVAL = 0.5  # seconds between two reads of `--follow`
 
-app = typer.Typer(no_args_is_help=True, help="Show the events of a run.")
+app = typer.Typer(cls=SubcommandGroup, no_args_is_help=True, help="Show the events of a run.")
 
 
 @app.command()
@@ -35,10 +36,14 @@ def show(
     """Print a line per event: time, step, kind. Lists damaged lines on standard error."""
     from healcore.events import read
     from healcore.history import RunState, runs_of
+    from healcore.tools.report.run_report import find_events_file
 
     path = Path(file)
     if path.is_dir():
-        path /= "healcore.events.jsonl"
+        folder = path
+        path /= "healcore.events.jsonl"  # the name in a store, which a new run creates
+        if not follow and not path.exists():
+            path = find_events_file(folder)
     if follow and not path.exists():
         echo(f"{path} does not exist yet: waiting for the run to start (Ctrl-C ends)", err=True)
     events: list[dict[str, Any]] = []

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -174,7 +174,7 @@ def _replay(
         if sys.stdout.isatty() or os.environ.get("COLUMNS"):
             width = None  # rich finds the width
         printer = console(stderr=jsonl == "-", width=width)
-        _print(printer, opened, summaries, sums_only)
+        _print(printer, opened, policies, summaries, sums_only)
         if report:
             printer.print(f"page: {report}", markup=False, highlight=False)
     for problem in _without_repeats(problems):
@@ -187,7 +187,11 @@ def _replay(
 
 
 def _print(
-    printer: Console, traces: Sequence[Trace], summaries: Sequence[Summary], sums_only: bool
+    printer: Console,
+    traces: Sequence[Trace],
+    policies: Mapping[str, Policy],
+    summaries: Sequence[Summary],
+    sums_only: bool,
 ) -> None:
     """Prints the table, the problems and notes of the traces, and the legend of the table."""
     from healcore.tools.replay import table
@@ -200,6 +204,8 @@ def _print(
     _print_whole(printer, table.summary_table(summaries, sums_only=sums_only))
     _print_first(printer, problems, "yellow")
     _print_first(printer, table.notes(summaries), "")
+    if not sums_only:
+        _print_first(printer, table.limits(policies, summaries), "")
     _print_first(printer, notes, "dim")
     printer.print(table.LEGEND, style="dim", highlight=False)
 

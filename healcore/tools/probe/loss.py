@@ -21,7 +21,14 @@ from healcore.tools.probe.checks import (
     score,
     worst,
 )
-from healcore.tools.probe.loss_curve import Event, Shape, block_medians, find_events, measure_shape
+from healcore.tools.probe.loss_curve import (
+    Event,
+    Shape,
+    block_medians,
+    find_events,
+    measure_shape,
+    values_to_learn,
+)
 from healcore.tools.traces import Trace, lineage
 
 _CURVE_POINTS = 512
@@ -148,9 +155,16 @@ def probe_loss(trace: Trace, inputs: LossInputs | None = None) -> ProbeResult:
         ]
     facts["score"] = score(checks, _FATAL, {**inputs.weights})
     notes = first_lines(trace.problems, 100)
-    repeated = np.count_nonzero(trace.replaced)
+    repeated = int(np.count_nonzero(trace.replaced))
     if repeated:
-        notes.append(f"{repeated} rows were repeated after a resume or a rollback; the last counts")
+        rows_text = counted(repeated, "row was", "rows were")
+        notes.append(f"{rows_text} repeated after a resume or a rollback; the last counts")
+    if len(finite) >= inputs.min_steps:
+        learnt = values_to_learn(len(finite), inputs.rolling_window)
+        notes.append(
+            f"an instability event within the first {learnt} values is not found, because the "
+            "detector learns the noise of the curve there; look at them yourself"
+        )
     return ProbeResult("loss", trace.name, tuple(checks), facts, tuple(notes))
 
 
@@ -336,7 +350,7 @@ def _events(
     if events:
         message = (
             f"{counted(count, 'event')} far above the level before, the first at {unit} "
-            f"{events[0].step:.15g} for {events[0].values} values"
+            f"{events[0].step:.15g} for {counted(events[0].values, 'value')}"
         )
     message += f" ({counted(jumps, 'single high value')}"
     verdict = PASS

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from healcore.core import numerics
+from healcore.core.array_namespace import NUMPY
 from healcore.core.detectors import LossSpikeConfig
 from healcore.core.numerics import map_leaves
 from healcore.core.signals import Observed
@@ -49,6 +50,22 @@ def block_medians(values: np.ndarray, most: int = BLOCKS) -> np.ndarray:
     if 2 * len(rest) >= size:
         return np.append(medians, np.median(rest))
     return medians
+
+
+def values_to_learn(number: int, window: int) -> int:
+    """Number of values at the start of a curve in which `find_events` finds no event.
+
+    Args:
+        number: number of finite values of the curve.
+        window: values, or block medians of a long curve, from which the detector learns the noise.
+
+    Returns:
+        The number of values.
+    """
+    size = 1
+    while number // size >= _MAX_VALUES:  # as in `block_medians`
+        size *= 2
+    return min(window * size, number)
 
 
 class Shape(NamedTuple):
@@ -208,7 +225,7 @@ def _run_detector(config: Any, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     blank = Observed._make([None] * len(Observed._fields))
     blank = blank._replace(bad_loss=false, bad=false, finite=true, restart=false)
     with np.errstate(all="ignore"):  # as in the engine
-        for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=np)[0]:
+        for loss in numerics.sanitized(values.astype(np.float32), -np.inf, np.inf, xp=NUMPY)[0]:
             observed = blank._replace(loss=loss)
             update = update or to_program(config.update, state, observed)
             state, reading = update(state, observed)

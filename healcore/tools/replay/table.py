@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from healcore.console import counted
+from healcore.core.decision import Action
+from healcore.policy import Policy
 from healcore.tools.replay.replayed import Summary, inactive_line
 
 COUNTS = ("rows", "alarms", "incidents", "rollbacks", "skips", "clips")
@@ -132,14 +134,15 @@ def _common_folder(traces: Sequence[str]) -> str:
 
 
 def notes(summaries: Sequence[Summary]) -> list[str]:
-    """Describes first alarms, inactive parts of the policies, and rows that were not judged.
+    """Describes first alarms or their absence, inactive parts, and rows that were not judged.
 
     Args:
         summaries: one summary for each trace and each policy.
 
     Returns:
-        Lines for below the table: the first alarm of up to 10 summaries, each inactive part once
-        with the number of its traces, and the number of rows without a loss and a gradient norm.
+        Lines for below the table: the first alarm of up to 10 summaries, up to 10 summaries without
+        an alarm, each inactive part once with the number of its traces, and the number of rows
+        without a loss and a gradient norm.
     """
     unjudged: dict[str, int] = {}
     for summary in summaries:
@@ -156,6 +159,10 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
             f"{summary.trace}, {summary.policy}: first alarm {preposition} {summary.unit} "
             f"{summary.first_alarm:.15g}"
         )
+    silent = [summary for summary in summaries if not summary.alarms]
+    for summary in silent[:_MAX_ALARMED]:
+        judged = summary.rows - summary.unjudged
+        lines.append(f"{summary.trace}, {summary.policy}: no alarm in {counted(judged, 'row')}")
     counts: Counter[str] = Counter()
     for summary in summaries:
         for signal, parts in summary.inactive.items():
@@ -172,3 +179,48 @@ def notes(summaries: Sequence[Summary]) -> list[str]:
     if number:
         lines.append(f"{counted(number, 'row')} without a loss and a gradient norm: not judged")
     return lines
+
+
+def limits(policies: Mapping[str, Policy], summaries: Sequence[Summary]) -> list[str]:
+    """Describes what a replay cannot show: rows of the warm-up, and comparisons of weights.
+
+    Args:
+        policies: the policies by their name in the summaries.
+        summaries: one summary for each trace and each policy.
+
+    Returns:
+        Sentences for below the table.
+    """
+    lines: list[str] = []
+    for name, policy in policies.items():
+        inactive: list[set[str]] = []
+        for summary in summaries:
+            if summary.policy == name:
+                inactive.append({part for parts in summary.inactive.values() for part in parts})
+        warmups: list[str] = []
+        for detector, rows in _warmups(policy).items():
+            if any(detector not in parts for parts in inactive):
+                warmups.append(f"{detector} {rows} rows")
+        if warmups:
+            lines.append(
+                f"A detector raises no alarm while it learns the run ({', '.join(warmups)}). Look "
+                "at these rows yourself; NaN and Inf raise alarms from the first row on."
+            )
+        rules = policy.engine().config.rules
+        rolls_back = any(rule.action & Action.ROLLBACK for rule in (*rules, *policy.host_rules()))
+        if policy.rollback.confirm and rolls_back:
+            lines.append(
+                f"A log has no weights: a Healer with {name} also compares weights, and may roll "
+                "back where this replay shows only an alarm, or nothing."
+            )
+    return list(dict.fromkeys(lines))
+
+
+def _warmups(policy: Policy) -> dict[str, int]:
+    """Name of a detector -> rows that it learns before it can raise an alarm, most rows first."""
+    warmups: dict[str, int] = {}
+    for name, detector in policy.engine().config.detectors:
+        rows = getattr(detector, "warmup_steps", getattr(detector, "window", None))
+        if rows is not None and int(rows) > 1:
+            warmups[name] = int(rows)
+    return dict(sorted(warmups.items(), key=lambda item: -item[1]))

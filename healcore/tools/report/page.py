@@ -17,8 +17,9 @@ import numpy as np
 import healcore
 from healcore.adapter_registry import require
 from healcore.console import counted
-from healcore.events.schema import flag_names, sentence
+from healcore.events.schema import flag_names, lr_text, sentence
 from healcore.history import Curves, Incident, Mode
+from healcore.runtime.story.diagnosis import incident_cause_text
 from healcore.tools.report.run_report import RunReport, short_names
 
 _MAX_DRAWN = 12
@@ -56,7 +57,8 @@ def render(reports: Sequence[RunReport]) -> str:
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
     # Functions for the template, which escapes every text.
-    environment.globals |= {"batches": _batches, "flag_names": flag_names, "outcome": outcome}
+    environment.globals |= {"batches": _batches, "outcome": outcome, "rate_changes": rate_changes}
+    environment.globals |= {"incident_cause_text": incident_cause_text}
     environment.globals |= {"step_range": _step_range, "losses": _losses, "counted": counted}
     template = resources.files("healcore.tools.report").joinpath("page.html")
     figures: list[dict[str, str]] = []  # kind of figure -> SVG, empty for a run without curves
@@ -101,6 +103,32 @@ def _step_range(first: float, last: float) -> str:
     if first == last:
         return f"{first:.0f}"
     return f"{first:.0f}–{last:.0f}"
+
+
+_LONGEST_PATH = 6
+"""Limit of the multipliers of an incident that the table lists."""
+
+
+def rate_changes(incident: Incident) -> str:
+    """Describes what an incident has changed of the learning rate.
+
+    Args:
+        incident: an incident with its responses.
+
+    Returns:
+        The multipliers, such as "× 1 → 0.25", then the limits that rollbacks have set, such as "at
+        most 0.00571 (it was 0.0884)"; empty if nothing was changed.
+    """
+    changes: list[str] = []
+    path = [f"{scale:.4g}" for scale in incident.lr_path]
+    if len(path) > _LONGEST_PATH:
+        path = [path[0], "…", path[-1]]
+    if len(path) > 1:
+        changes.append(f"× {' → '.join(path)}")
+    for event in incident.responses:
+        if event.kind == "rollback" and event.lr_limit is not None:
+            changes.append(lr_text(event).removeprefix("learning rate "))
+    return "; ".join(filter(None, changes))
 
 
 def outcome(incident: Incident) -> str:
@@ -265,10 +293,15 @@ def plot(figure: Any, report: RunReport, width: float) -> None:
     for axis in axes:
         for incident in report.incidents[:_MAX_MARKS]:
             span = incident.onset_step, incident.end
-            axis.axvspan(*span, color=_BAD, alpha=0.1, lw=0.8, label="incident")
+            colour, label = _BAD, "incident"
+            if not incident.number:
+                colour, label = _RATE, "rolled back"
+            axis.axvspan(*span, color=colour, alpha=0.1, lw=0.8, label=label)
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             legend.setdefault(label, handle)
     left, columns = _LEFT - 0.1, 6
+    if width < 9:  # a page of the documentation
+        columns = 4
     if width < 6:  # a phone
         left, columns = 0, 2
     y = 0.12 + 0.2 * np.ceil(len(legend) / columns)

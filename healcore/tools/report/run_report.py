@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from healcore.console import first_lines
+from healcore.console import counted, first_lines
 from healcore.core.errors import HealcoreError
 from healcore.events import read
 from healcore.events.log import metrics_path
@@ -200,7 +200,8 @@ def _report_on(path: Path, run: Run) -> RunReport:
         notes.append(problem)
     notes += filter(None, curve_notes)
     if run.lost:
-        notes.append(f"{run.lost} events are lost, because writing to the disk failed.")
+        lost = counted(run.lost, "event is", "events are")
+        notes.append(f"{lost} lost, because writing to the disk failed.")
     notes += first_lines(reported, MAX_LINES, "reported by the run: ")
     diagnosis = written.get("diagnosis")
     if not isinstance(diagnosis, str):
@@ -299,7 +300,7 @@ def _facts(run: Run, state: RunState, written: dict[str, Any]) -> dict[str, str]
             settings.append(f"{name} {value}")
     saved_every = None
     if start.save_every is not None:
-        saved_every = f"{start.save_every} steps"
+        saved_every = counted(start.save_every, "step")
     processes = start.world
     if processes == 1:
         processes = None

@@ -12,7 +12,9 @@ import functools
 import itertools
 import json
 import mmap
+import os
 import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -377,6 +379,8 @@ def read_tables(path: str, columns: Mapping[str, str]) -> list[RawLog]:
     Raises TraceError if the file is not a table, or no run has a column with a known name.
     """
     names, begin = _read_header(path)
+    if len(names) == 1 and names[0] not in columns.values():
+        _refuse_separator(path, names[0])
     if len(names) == 1 and not columns and not is_known(names[0]):
         raise TraceError(f"its first line is '{names[0][:60]}'. It is not {KNOWN_FORMATS}")
     table = _load_numbers(path, begin, len(names))
@@ -438,6 +442,23 @@ def _read_header(path: str) -> tuple[list[str], int]:
             "columns above it: step,loss,grad_norm"
         )
     return names, number
+
+
+_OTHER_SEPARATORS = {";": "';'", "\t": r"'\t'", "|": "'|'"}
+"""Separator of columns that are not read -> the separator in messages and for `tr`."""
+
+
+def _refuse_separator(path: str, header: str) -> None:
+    """Raises TraceError if the columns of a table are separated by something else than a comma."""
+    for separator, shown in _OTHER_SEPARATORS.items():
+        names = header.split(separator)
+        if len(names) > 1 and any(is_known(name.strip(' "')) for name in names):
+            target = f"{os.path.splitext(path)[0]}-commas.csv"
+            raise TraceError(
+                f"its columns are separated by {shown}, and healcore reads commas. If its numbers "
+                "have points, not commas, write "
+                f"`tr {shown} ',' < {shlex.quote(path)} > {shlex.quote(target)}`"
+            )
 
 
 def _find_runs(names: list[str]) -> dict[str | None, list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 from healcore.console import first_of
@@ -180,9 +181,10 @@ def resolve(names: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str,
     if "loss" not in found and "grad_norm" not in found:
         candidates = [name for name in names if "loss" in normalize(name)]
         example = candidates[0] if candidates else "NAME"
+        quoted = shlex.quote(f"loss={example}")
         raise TraceError(
             "no column or key has the name of a loss or a gradient norm, only "
-            f"{quote_names(candidates or names)}. Name one: --column loss={example}"
+            f"{quote_names(candidates or names)}. Name one: --column {quoted}"
         )
     return found, notes
 

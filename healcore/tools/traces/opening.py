@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from healcore.console import counted
 from healcore.tools.traces import formats, printed
 from healcore.tools.traces.columns import (
     JUDGED,
@@ -283,7 +284,7 @@ def _read_file(path: str, columns: Mapping[str, str]) -> tuple[list[RawLog], boo
     problems = logs[-1].problems
     if problems:
         line, text, _ = problems[0]
-        raise TraceError(f"no usable row: {len(problems):,} problems, line {line}: {text}")
+        raise TraceError(f"no usable row: {counted(len(problems), 'problem')}, line {line}: {text}")
     raise TraceError("no usable row: no row logs a loss or a gradient norm")
 
 

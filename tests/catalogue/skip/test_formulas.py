@@ -14,6 +14,8 @@ from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.skip import published
 
+pytestmark = pytest.mark.slow  # each policy is replayed beside its original
+
 
 def equal_wherever_the_windows_are(recipe, original):
     """Checks that the decisions are equal where no outlier entered within the last 128 steps.

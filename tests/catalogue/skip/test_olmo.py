@@ -9,6 +9,8 @@ from tests.catalogue.skip.test_formulas import equal_wherever_the_windows_are
 
 optim = pytest.importorskip("olmo_core.optim", exc_type=ImportError)
 
+pytestmark = pytest.mark.slow  # the policy is replayed beside its original
+
 
 def original(losses: np.ndarray, norms: np.ndarray) -> np.ndarray:
     """The steps that SkipStepAdamW over one weight skips."""

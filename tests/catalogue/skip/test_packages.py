@@ -15,6 +15,8 @@ from healcore.policy import load
 from tests.catalogue import curves
 from tests.core.test_clipping import published
 
+pytestmark = pytest.mark.slow  # each policy is replayed beside its original
+
 LIMITS = {"zclip-paper": None, "zclip-1.0.0": 1.0}
 WARM = 100
 BIN = 2 ** (1 / 16)

@@ -17,7 +17,10 @@ from tests.catalogue import curves
 fabric = pytest.importorskip("lightning.fabric", reason="lightning is not installed")
 spike = pytest.importorskip("lightning.fabric.utilities.spike")
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.slow,  # the policy is replayed beside its original
+    pytest.mark.filterwarnings("ignore"),
+]
 ESCAPE = 25
 
 

@@ -13,6 +13,8 @@ from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals
 
+pytestmark = pytest.mark.slow  # each policy is replayed beside its original
+
 PRESETS = {  # NaN in a row, multiple of the mean, steps of divergence, z, recoveries
     "default": (3, 5.0, 50, 3.0, 5),
     "aggressive": (1, 3.0, 20, 2.0, 10),

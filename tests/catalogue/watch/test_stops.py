@@ -13,6 +13,8 @@ from healcore.policy import load
 from tests.catalogue import curves
 from tests.catalogue.watch import originals
 
+pytestmark = pytest.mark.slow  # each policy is replayed beside its original
+
 WINDOW, ESCAPE = 100, 25
 
 

@@ -19,7 +19,7 @@ from healcore.jax.engine_rows import steps_judged
 from healcore.jax.heal_state import find
 from healcore.policy import engine_of
 from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.rollback_rates import limit_rates
+from healcore.runtime.run.rollback.rates import limit_rates
 from tests.healer.run_options import grouped
 from tests.jax.bit_comparison import bits
 from tests.jax.driver.small_runs import batch as small_batch
@@ -81,6 +81,7 @@ def test_steps_of_an_uneven_dispatch_before_a_rollback_are_counted_once():
 ACCUMULATED: Any = optax.MultiSteps(TX, 4, should_skip_update_fn=optax.skip_not_finite)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [ACCUMULATED, TX], ids=["accumulated", "scanned"])
 def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
     """The weights are damaged in between."""
@@ -117,6 +118,7 @@ def test_every_batch_of_a_step_or_of_a_dispatch_of_many_is_compared(tx):
     assert healer.rollbacks == 1 or tx is TX
 
 
+@pytest.mark.slow
 def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
     evaluated, ended = nnx.jit(lambda model, x: mse(model(x), x)), []
     for asks in (False, True):
@@ -139,6 +141,7 @@ def test_objects_that_are_updated_in_place_keep_their_statistics_and_keys():
 # -- the limit on the rate ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_limit_holds_in_the_step_in_which_an_injected_schedule_jumps(eager):
     """The schedule computes the rate in the update, after the policy has judged the step."""
@@ -251,7 +254,11 @@ def test_parts_are_of_one_group_only_if_all_their_tensors_have_the_same_shapes()
 
 @pytest.mark.parametrize(
     ("make_key", "uses_key"),
-    [(jax.random.key, False), (jax.random.key, True), (jax.random.PRNGKey, True)],
+    [
+        (jax.random.key, False),
+        (jax.random.key, True),
+        pytest.param(jax.random.PRNGKey, True, marks=pytest.mark.slow),
+    ],
 )
 def test_both_sides_have_the_same_key(make_key, uses_key):
     """The loss of the step had another key, so it stands for neither side."""

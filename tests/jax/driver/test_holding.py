@@ -11,7 +11,7 @@ import pytest
 
 from healcore import Healer, Logging
 from healcore.jax import protect
-from healcore.runtime.run import comparisons
+from healcore.runtime.run.compare import holding
 
 STEPS, BAD_STEPS = 360, range(220, 232)
 TX = protect(optax.inject_hyperparams(optax.sgd)(learning_rate=0.05, momentum=0.9))
@@ -84,7 +84,7 @@ def test_updates_with_flipped_signs_are_withheld(tmp_path):
 @pytest.mark.slow
 def test_a_number_that_the_program_keeps_is_used_in_the_end(tmp_path, monkeypatch):
     """As in torch, the run ends with the bits of a run without healcore."""
-    monkeypatch.setattr(comparisons, "LASTING_STEPS", 20)
+    monkeypatch.setattr(holding, "LASTING_STEPS", 20)
     tx = protect(optax.inject_hyperparams(optax.adamw)(learning_rate=0.01, weight_decay=0.01))
     log = Logging(events=tmp_path / "events.jsonl", console=False)
 

@@ -99,7 +99,7 @@ def test_a_restored_state_has_the_functions_of_the_state_that_was_given():
     assert bits(restored["params"]) == bits(driver.live["params"])
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", ["plain", pytest.param("linen", marks=pytest.mark.slow), "nnx"])
 def test_a_checkpoint_is_restored_with_the_state_that_the_healer_was_given(kind, tmp_path):
     run, driver = driven(RUNS[kind]())
     advance(driver, run, BATCHES[:1])
@@ -139,7 +139,7 @@ def multisteps(inner: Any, policy: Any) -> Any:
     return protect(optax.GradientTransformationExtraArgs(steps.init, steps.update), policy)
 
 
-@pytest.mark.parametrize("wrap", [every_third, multisteps])
+@pytest.mark.parametrize("wrap", [every_third, pytest.param(multisteps, marks=pytest.mark.slow)])
 def test_accumulated_gradients_are_dropped_and_never_saved(wrap):
     run, driver = driven(plain(optax.sgd(0.1), wrap=wrap))
     assert driver.may_save()

@@ -234,6 +234,7 @@ def test_the_names_tell_optimizers_apart():
         {"w": "one", "b": "two"},
     )
     txs = {"generator": protect(parts, POLICY), "critic": protect(INJECTED, POLICY)}
+    updates = {name: jax.jit(tx.update) for name, tx in txs.items()}
     states = {name: tx.init(params) for name, tx in txs.items()}
     driver = JaxDriver({**states, "params": params}, POLICY)
 
@@ -241,9 +242,9 @@ def test_the_names_tell_optimizers_apart():
         driver.hold_numbers(held)
         state = with_number(driver.live, "b2", 0.25)
         moved = {}
-        for name, tx in txs.items():
+        for name, update_one in updates.items():
             grads = jax.tree.map(jnp.ones_like, params)
-            _, state[name] = tx.update(grads, state[name], params, value=jnp.float32(1.0))
+            _, state[name] = update_one(grads, state[name], params, value=jnp.float32(1.0))
             moved[name] = state[name].inner_state
         driver.update(state)
         return moved
@@ -299,11 +300,12 @@ def test_nnx_objects_are_held_in_place():
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
-        (jnp.float32, 0.5),
-        (jnp.float32, np.float64(0.5)),
-        (jnp.bfloat16, np.asarray(0.5, jnp.bfloat16)),
+        pytest.param(jnp.float32, 0.5, id="number"),
+        pytest.param(jnp.float32, np.float64(0.5), id="float64", marks=pytest.mark.slow),
+        pytest.param(
+            jnp.bfloat16, np.asarray(0.5, jnp.bfloat16), id="bfloat16", marks=pytest.mark.slow
+        ),
     ],
-    ids=["number", "float64", "bfloat16"],
 )
 def test_a_held_number_has_the_type_of_the_program_s_number(dtype: Any, value: Any):
     params = {"w": jnp.ones(3, dtype)}

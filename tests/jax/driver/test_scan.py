@@ -14,9 +14,9 @@ from healcore.core.decision import Action
 from healcore.jax import HealStateError, protect
 from healcore.jax.driver.blocks import Block, Scan
 from healcore.runtime.healer import HealerError, hooks_of
+from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.ending.shutdown import Shutdown
 from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.shutdown import Shutdown
-from healcore.runtime.run.termination import RunStopped
 from healcore.runtime.run_options import Hooks
 from tests.healer.run_directory import events, new_process
 from tests.healer.training_loops import SKIPS, rules
@@ -105,6 +105,7 @@ class Killed(BaseException):
     """As a kill: nothing is saved."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 3])
 def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_path, monkeypatch):
     """Also with blocks of another size; the outputs are those of this process."""
@@ -132,6 +133,7 @@ def test_a_killed_run_resumes_at_a_block_with_the_bits_of_one_scan(every, tmp_pa
     assert healer.step == 44
 
 
+@pytest.mark.slow
 def test_a_completed_run_trains_nothing_and_resume_true_goes_on(tmp_path):
     scanned(tmp_path, 10)
     state, outputs, healer = scanned(tmp_path, 10)
@@ -143,6 +145,7 @@ def test_a_completed_run_trains_nothing_and_resume_true_goes_on(tmp_path):
     assert_same_bits(outputs["loss"], losses["loss"][10:])
 
 
+@pytest.mark.slow
 def test_a_rollback_repeats_the_blocks_with_the_same_bits(tmp_path):
     """The environment and the keys are restored too. No update is skipped."""
     ordered = []
@@ -165,6 +168,7 @@ def test_a_rollback_repeats_the_blocks_with_the_same_bits(tmp_path):
     assert_same_bits(trained(state)[2:], trained(plain[0])[2:])
 
 
+@pytest.mark.slow
 def test_a_second_scan_continues_the_first_and_a_loop_over_epochs_goes_back(tmp_path):
     new_process()
     with Healer(SKIPS, state=start(), store=tmp_path, checkpoints=EVERY_4) as healer:
@@ -178,6 +182,7 @@ def test_a_second_scan_continues_the_first_and_a_loop_over_epochs_goes_back(tmp_
     assert_same_bits(jnp.concatenate(losses), outputs["loss"])
 
 
+@pytest.mark.slow
 def test_what_the_program_still_holds_can_be_read_unless_it_is_donated():
     params, *_ = state = start()
     column = params["a"][:, 0]
@@ -199,6 +204,7 @@ def test_what_the_program_still_holds_can_be_read_unless_it_is_donated():
         assert healer.step == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_a_block_that_was_computed_ahead_is_not_computed_again(donate):
     """Without a rollback each update runs once, also the last block, which is shorter."""
@@ -243,6 +249,7 @@ def test_without_memory_for_two_states_blocks_are_computed_one_by_one():
     assert (device.live, device.refused) == (11, 1)
 
 
+@pytest.mark.slow
 def test_functions_and_numbers_of_a_state_stay_constants_of_the_program():
     """The update branches by the number `inference`, and changes the number `count`."""
     params, opt_state, place, key = start()
@@ -260,6 +267,7 @@ def test_functions_and_numbers_of_a_state_stay_constants_of_the_program():
     assert outputs.shape == (6,)
 
 
+@pytest.mark.slow
 def test_updates_without_an_optimizer_step_are_no_steps(tmp_path):
     """As before the replay buffer of DQN is full, and where only every fourth update learns."""
 
@@ -274,6 +282,7 @@ def test_updates_without_an_optimizer_step_are_no_steps(tmp_path):
     assert not events(tmp_path, "problem")
 
 
+@pytest.mark.slow
 def test_more_steps_in_one_update_than_records_are_refused_with_the_remedy():
     update = make_update(inner=65)
     message = r"one dispatch has 65 steps.*records=65"
@@ -281,6 +290,7 @@ def test_more_steps_in_one_update_than_records_are_refused_with_the_remedy():
         healer.scan(update, healer.state, 2, every=1)
 
 
+@pytest.mark.slow
 def test_a_loss_fn_gets_the_number_of_a_blocks_last_update():
     seen = []
 
@@ -311,6 +321,7 @@ def test_wrong_arguments_say_what_to_write():
         healer.scan(UPDATE, None, 5, every=5)
 
 
+@pytest.mark.slow
 def test_a_policy_that_rolls_back_at_each_nan_stops_because_no_update_is_skipped(tmp_path):
     policy = rules()
     tx = protect(optax.adam(1e-2), policy)

@@ -120,6 +120,7 @@ def run(folder: Any, *, kill_at: int = -1, bad: Any = (), model: Any = None) -> 
     return healer.state[0], healer
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     expected, _ = run(tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -131,6 +132,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(tmp_path):
     assert (found.dtype, found.bias, found.inference) == (jnp.float32, None, False)
 
 
+@pytest.mark.slow
 def test_a_rollback_keeps_the_programs_own_functions(tmp_path):
     own = lambda x: jnp.tanh(x)  # noqa: E731 -- another object in each process
     found, healer = run(tmp_path, bad={17}, model=make(own))

@@ -1,6 +1,6 @@
 """Real loaders of every kind. A second loader of a factory is the loader of the next process."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import datasets
@@ -188,8 +188,19 @@ FORWARD = [
 ]
 
 
-def over(kinds: list[Kind]) -> Any:
-    return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.name.replace(" ", "-"))
+def over(kinds: list[Kind], slow: Collection[str] = ()) -> Any:
+    """A test of each kind; `make test` leaves out the names in `slow`."""
+    return pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(
+                kind,
+                id=kind.name.replace(" ", "-"),
+                marks=pytest.mark.slow if kind.name in slow else (),
+            )
+            for kind in kinds
+        ],
+    )
 
 
 Handed = tuple[BatchId, Any]

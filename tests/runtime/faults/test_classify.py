@@ -41,7 +41,6 @@ import healcore
 from healcore import classify
 from healcore.core.decision import Cause
 from healcore.policy import load
-from healcore.runtime.faults import retry
 from healcore.runtime.faults.retry import Retries, retrying
 from healcore.runtime.run_options import HostPolicy
 from tests.runtime.faults.local_server import by_httpx, by_requests, serving
@@ -403,7 +402,6 @@ def test_waits_grow_by_the_factor_up_to_the_limit(base, more, factor):
 def test_retrying_without_a_healer_waits_and_logs(monkeypatch, caplog):
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
-    monkeypatch.setattr(retry, "_random", lambda: 0.0)
     policy = load("default", retry={"attempts": 3, "jitter": 0.0, "base_delay_s": 0.5})
     with serving(503, 503, 200, 404) as server, caplog.at_level(logging.INFO, "healcore"):
         get = healcore.retrying(by_requests, policy)

@@ -13,14 +13,15 @@ from typing import Any
 from healcore.core.decision import Cause
 from healcore.events import Log
 from healcore.runtime.data.loader_registry import LoaderRegistry
-from healcore.runtime.run.evidence import ComparisonState
+from healcore.runtime.run.checkpoints.known import KnownCheckpoints
+from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.healthy_ranges import Held
 from healcore.runtime.run.host_state import HOST_ITEM, HostState
-from healcore.runtime.run.known_checkpoints import KnownCheckpoints
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.restorer import Restorer
-from healcore.runtime.run.save_schedule import SaveSchedule
-from healcore.runtime.run.saver import Saver
+from healcore.runtime.run.restore.restorer import Restorer
+from healcore.runtime.run.restore.stored import StoredCheckpoints
 from healcore.runtime.run_options import HostPolicy
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
@@ -151,12 +152,13 @@ class Process:
         no_comparisons: Any = SimpleNamespace(
             is_enabled=False,
             state=ComparisonState(),
-            held=Held(),
             on_rollback=lambda target: None,
             batches_to_save=lambda: None,
         )
         self.run.comparisons = no_comparisons
+        self.run.holding = SimpleNamespace(held=Held())  # type: ignore[assignment]
         self.saver = self.run.saver = Saver(self.run, KEEP)
+        self.run.stored = StoredCheckpoints(self.run)
         self.restorer = self.run.restorer = Restorer(self.run)
         self.incident, self._goes_on = 0, False
 
@@ -169,7 +171,8 @@ class Process:
         """The same steps as `start.begin`."""
         usable = [s.step for s in self.store.checkpoints() if s.finite and s.status != "abandoned"]
         if usable:
-            self.data.step, _ = self.restorer.resume(self.restorer.newest_record(), usable[::-1])
+            newest = self.run.stored.newest_record()
+            self.data.step, _ = self.restorer.resume(newest, usable[::-1])
         else:
             self.saver.begin_attempt(self.step)
         if not self.store.saves:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from healcore.errors import SignalError
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.evidence import (
+from healcore.runtime.run.compare.evidence import (
     CREDIT_STEPS,
     MAX_DEBT,
     RECENT,
@@ -27,9 +27,9 @@ from healcore.runtime.run.evidence import (
     ObservedBatch,
     TrainedStep,
 )
+from healcore.runtime.run.compare.step_history import StepHistory
 from healcore.runtime.run.healthy_ranges import Held, HeldNorm
 from healcore.runtime.run.orders import RollbackRecord
-from healcore.runtime.run.step_history import StepHistory
 from healcore.runtime.store.packed_values import PackedValues
 from tests.runtime.run.toy_driver import LASTS, Run, damaged, healthy, noisy
 
@@ -57,7 +57,7 @@ def test_damage_that_lasts_is_found_after_twenty_comparisons(alarm):
     assert verdict.evidence >= 1e4
     assert verdict.rise > 1
     assert verdict.rise_remembered > 1
-    assert run.comparisons.unusual_batches(verdict) == []
+    assert run.holding.unusual_batches(verdict) == []
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_batches_and_norms_at_the_onset_that_are_unusual():
     while verdict is None:
         norm = 4.0 if run.step == 255 else 2.0
         verdict = run.take(run.step, weight=level, alarm=True, norm=norm)
-    assert run.comparisons.unusual_batches(verdict) == [250, 251, 252]
-    assert run.comparisons.outside_ranges(verdict).norms == {"optimizer": HeldNorm(1.0, 4.0)}
+    assert run.holding.unusual_batches(verdict) == [250, 251, 252]
+    assert run.holding.outside_ranges(verdict).norms == {"optimizer": HeldNorm(1.0, 4.0)}
 
 
 def test_the_rates_and_the_first_alarm_of_the_trouble_are_reported():
@@ -135,9 +135,9 @@ def test_withheld_updates_end_although_the_loss_fn_has_failed():
     run.comparisons.state.ranges.held = Held(withheld=(251, 255))
     found = []
     for step in range(250, 258):
-        if run.comparisons.withholding_changes(step):
-            run.comparisons.before_step(step)
-        found.append(run.comparisons._withholds)
+        if run.holding.withholding_changes(step):
+            run.holding.before_step(step)
+        found.append(run.holding.withholds)
         if step == 252:
             run.comparisons.loss_function.function = None
     assert found == [False, *[True] * 5, False, False]
@@ -252,7 +252,7 @@ def test_a_restart_compares_as_the_run_that_is_not_restarted(steps):
                 run.step, weight=healthy_weight + 5.0 * bad, norm=4.0 if bad else 1.0
             )
             if verdict is not None:
-                return verdict, run.comparisons.unusual_batches(verdict)
+                return verdict, run.holding.unusual_batches(verdict)
         return None
 
     undisturbed = Run(noisy)
@@ -309,7 +309,7 @@ def test_parts_of_a_batch_count_by_their_weights():
     """The mean over an accumulation equals the training loss."""
     run = after(250, lambda weight, batch: weight + float(batch))
     step = TrainedStep(run.step, (ObservedBatch(1.0, 0.75), ObservedBatch(5.0, 0.25)))
-    found: Any = run.comparisons._losses_of([step], run.comparisons.anchors[0])
+    found: Any = run.comparisons.losses_of([step], run.comparisons.anchors[0])
     [now], [then] = found
     assert now == pytest.approx(run.driver.weight + 2.0)
     assert then == pytest.approx(10.0 + 2.0), "the first weight"
@@ -549,9 +549,9 @@ def test_a_number_that_was_learnt_after_the_better_weights_counts_as_outside():
     assert run.comparisons.state.ranges.values.numbers["optimizer.momentum"].high == 1.1
     verdict = damaged(run)
     assert verdict.anchor == 300
-    assert not run.comparisons.outside_ranges(verdict).numbers, "the newest better weights"
+    assert not run.holding.outside_ranges(verdict).numbers, "the newest better weights"
     (older,) = (each for each in run.comparisons.about_older_weights(verdict) if each.anchor == 200)
-    (held,) = run.comparisons.outside_ranges(older).numbers.values()
+    (held,) = run.holding.outside_ranges(older).numbers.values()
     assert (held.bounds.last, held.program) == (0.9, 1.1)
 
 

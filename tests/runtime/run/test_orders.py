@@ -14,18 +14,13 @@ from healcore.core.engine import incidents
 from healcore.events import Log
 from healcore.policy import load
 from healcore.runtime.data import BatchId
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.healthy_ranges import RATE_TOLERANCE
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.monitor_state import MonitorState
-from healcore.runtime.run.orders import (
-    MAX_HOLDS,
-    RATE_TOLERANCE,
-    RollbackRecord,
-    Trial,
-    TroubleFacts,
-    next_trial,
-)
+from healcore.runtime.run.orders import RollbackRecord
+from healcore.runtime.run.rollback.next_trial import MAX_HOLDS, Trial, TroubleFacts, next_trial
 from healcore.runtime.run.run_record import Ledger
-from healcore.runtime.run.save_schedule import SaveSchedule
 from healcore.runtime.run.steps import DelayedReader, HostRules, StepResult
 from healcore.runtime.run_options import Hooks, HostPolicy, IncidentContext
 from healcore.runtime.store.checkpoints import CheckpointInfo, NoGoodCheckpoint, choose_checkpoints
@@ -157,9 +152,9 @@ def test_skips_of_one_long_incident_are_said_at_powers_of_ten(monitor, capsys):
     assert lines[0].startswith("healcore: step 5: incident 1: nonfinite loss; ")
     assert "; skipped. The loss itself was NaN or Inf" in lines[0]
     assert [line.split("; ")[-1] for line in lines[1:]] == [
-        "skipped, 10 of the run",
-        "skipped, 100 of the run",
-        "skipped, 1000 of the run",
+        "skipped (10 so far)",
+        "skipped (100 so far)",
+        "skipped (1,000 so far)",
     ]
 
 

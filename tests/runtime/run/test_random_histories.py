@@ -208,7 +208,7 @@ class History(RuleBasedStateMachine):
         assert len(good) <= KEEP.good + 2 or not saved
 
 
-TestHistory = History.TestCase
+TestHistory = pytest.mark.slow(History.TestCase)
 TestHistory.settings = settings(
     max_examples=30,
     stateful_step_count=40,

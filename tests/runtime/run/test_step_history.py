@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.evidence import REGULAR_INTERVAL, TrainedStep
-from healcore.runtime.run.healthy_ranges import HealthyValues
-from healcore.runtime.run.step_history import (
+from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.compare.step_history import (
     MAX_HIGH_STEPS,
     STEPS_AFTER_SIGN,
     STEPS_BEFORE_SIGN,
     Signs,
     StepHistory,
 )
+from healcore.runtime.run.healthy_ranges import HealthyValues
 
 
 def add(

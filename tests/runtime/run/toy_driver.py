@@ -8,9 +8,10 @@ from typing import Any
 
 from healcore.events import Log
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.comparisons import Comparisons
-from healcore.runtime.run.evidence import ObservedBatch, TrainedStep, Verdict
-from healcore.runtime.run.save_schedule import SaveSchedule
+from healcore.runtime.run.checkpoints.schedule import SaveSchedule
+from healcore.runtime.run.compare.comparisons import Comparisons
+from healcore.runtime.run.compare.evidence import ObservedBatch, TrainedStep, Verdict
+from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.story.run_log import RunLog
 from tests.runtime.run.bare_run import bare_run
 
@@ -79,6 +80,7 @@ class Run:
         rates = lambda: {"optimizer": self.driver.rate}  # noqa: E731
         run.monitor = SimpleNamespace(rates_in_force=rates)  # type: ignore[assignment]
         self.comparisons = run.comparisons = Comparisons(run, loss_fn, **options)
+        self.holding = run.holding = Holding(run)
         self.step = 0
         self.restorable: Any = range(10**9)
         self.comparisons.add_anchor(0, self.restorable)

@@ -2,11 +2,13 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from healcore.runtime.store.manifest import step_of
 
 
 @contextmanager
@@ -45,6 +47,21 @@ def _mount(*arguments: str) -> None:
     done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+def before_completion(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object]) -> None:
+    """Calls `act` with a checkpoint's final path, before the rename that completes the checkpoint.
+
+    `act` may wait, as a slow disk does, or raise the OSError of a full disk.
+    """
+    rename = os.rename
+
+    def watched(source: Path, target: Path) -> None:
+        if step_of(Path(target)) is not None:
+            act(Path(target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", watched)
 
 
 def flip(path: Path, bit: int) -> None:

@@ -29,7 +29,7 @@ from healcore.torch.store import DCPStore, MemoryStore
 from tests import forked_programs
 from tests.forked_programs import ROOT, ForkedProgram
 from tests.hostile.run_directories import cut_short, go_on
-from tests.runtime.store.disk_faults import flip, read_only, small_disk
+from tests.runtime.store.disk_faults import before_completion, flip, read_only, small_disk
 from tests.runtime.store.store_cases import (
     DCP,
     DISKS,
@@ -70,12 +70,18 @@ FULL = [*((each, small_disk) for each in (*DISKS, *TIERS)), *((each, size_limit)
 
 
 @pytest.mark.parametrize(("case", "disk"), FULL, ids=lambda each: getattr(each, "name", None))
-def test_disk_full(case, disk, tmp_path):
+def test_disk_full(case, disk, tmp_path, monkeypatch):
     with disk(tmp_path / "disk", megabytes=4) as root:
         store = case.filled(root, 1)
         mark_good(store, 1)
-        write, folders = store._write, []
-        store._write = lambda copy, folder: (folders.append(folder), write(copy, folder))
+        mkdir, folders = os.mkdir, []
+
+        def recorded(path: Path, *mode: int) -> None:
+            if Path(path).parent == root:
+                folders.append(Path(path))
+            mkdir(path, *mode)
+
+        monkeypatch.setattr(os, "mkdir", recorded)
         store.save(2, large(case, 8))  # does not raise: training continues
         with pytest.raises(SaveFailed, match=r"No space left|too large") as error:
             store.wait()
@@ -415,23 +421,19 @@ def test_killed_while_deleting(tmp_path, monkeypatch):
     store.verify(1)
 
 
-class Slow(DCPStore):
-    """Writes when the gate opens."""
-
-    writing, gate = threading.Event(), threading.Event()
-
-    def _write(self, captured: Any, folder: Path) -> Any:
-        self.writing.set()
-        assert self.gate.wait(60)
-        return super()._write(captured, folder)
-
-
 def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_threads(
     tmp_path, monkeypatch
 ):
-    store = Slow(tmp_path / "store", in_memory=Keep())
+    writing, gate = threading.Event(), threading.Event()
+
+    def waits(checkpoint: Path) -> None:
+        writing.set()
+        assert gate.wait(60)
+
+    before_completion(monkeypatch, waits)
+    store = DCPStore(tmp_path / "store", in_memory=Keep())
     store.save(1, {"w": torch.arange(9.0)})
-    assert store.writing.wait(60)
+    assert writing.wait(60)
 
     def child() -> None:
         # It can use what it inherits, and its end does not end the save.
@@ -449,7 +451,7 @@ def test_a_child_that_is_forked_within_a_save_does_not_wait_for_its_parents_thre
     assert store.steps_on_disk() == []
     # A second may be over on a busy machine, and a save that waits for the fork never ends.
     monkeypatch.setattr(process_events, "FORK_WAIT", 10.0)
-    threading.Timer(0.1, store.gate.set).start()
+    threading.Timer(0.1, gate.set).start()
     multiprocessing.get_context("fork").Process(target=int).start()  # waits, for locks of libc
     assert store.take_failures() == []
     assert not store.busy

@@ -16,7 +16,7 @@ from healcore.runtime.store import host_memory
 from healcore.runtime.store.checkpoints import CheckpointDamaged, Keep, SaveFailed
 from healcore.runtime.store.host_memory import finite
 from healcore.runtime.store.single_file import FILE
-from tests.runtime.store.disk_faults import flip
+from tests.runtime.store.disk_faults import before_completion, flip
 from tests.runtime.store.store_cases import (
     ALL,
     DISKS,
@@ -101,10 +101,9 @@ def test_copies_that_do_not_fit_into_memory(case, tmp_path, monkeypatch, caplog)
 
 
 @over(*DISKS)
-def test_save_does_not_wait_for_the_disk(case, tmp_path):
+def test_save_does_not_wait_for_the_disk(case, tmp_path, monkeypatch):
     store, gate = case.make(tmp_path), threading.Event()
-    write = store._write
-    store._write = lambda *arguments: gate.wait(60) and write(*arguments)
+    before_completion(monkeypatch, lambda checkpoint: gate.wait(60))
     store.save(1, case.state(1))
     assert store.checkpoints() == store.take_failures() == []
     gate.set()

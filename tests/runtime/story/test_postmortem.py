@@ -15,9 +15,10 @@ from healcore.core.decision import RECORD_FIELDS, Cause, StepRecord
 from healcore.events import Log, read
 from healcore.events.log import Metrics, metrics_path
 from healcore.events.models import Ending
+from healcore.events.schema import flag_names
 from healcore.history import Run, runs_of
 from healcore.runtime.story import postmortem
-from healcore.runtime.story.diagnosis import RunEnd, advice, explain
+from healcore.runtime.story.diagnosis import RunEnd, advice, explain, last_line
 from healcore.runtime.story.postmortem import path_for
 from tests.events.sample_events import SAMPLES
 from tests.forked_programs import ROOT
@@ -64,10 +65,11 @@ def test_an_explanation_names_cause_evidence_actions_and_advice():
     for part in (
         "from step 4093 on", "loss 2.31", "layers.3.weight (nan)", "epoch 0 batch 412",
         "skipped 1 step", "learning rate at most 0.0005",
-        "step 4011 back to the checkpoint of step 3900",
+        "Rolled back from step 4011 to the checkpoint of step 3900",
     ):  # fmt: skip
         assert part in flat
-    assert text.count("  - ") == len(advice(STOPPED.cause, rollbacks=2)) == 3
+    hints = text.split("Look at:")[1]
+    assert hints.count("  - ") == len(advice(STOPPED.cause, rollbacks=2)) == 3
     assert text.endswith("checkpoints/step-0000003800.0a1b2c3d.")
     assert max(map(len, text.splitlines())) <= 96
 
@@ -89,7 +91,7 @@ def test_every_cause_has_its_advice(cause):
             assert word in hint
     began = ("incident", 3, {"incident": 1, "onset": 3, "cause": [cause.name]})
     text = explain(end_of("stopped", 7, began))
-    assert f"Seen: {str(cause.name).lower()} from step 3 on." in text
+    assert f"Seen: {flag_names([str(cause.name)])} from step 3 on." in text
     assert " ".join(hint.split()[:5]) in text
     others = [advice(other)[0] for other in Cause if other != cause]
     assert hint not in others
@@ -108,6 +110,65 @@ def test_a_completed_run_gets_no_lecture():
     stopped = explain(end_of("stopped", 400, began, probation=100))
     assert "resume from the start" in stopped
     assert "the run has had" not in stopped
+
+
+def test_the_last_line_of_a_run():
+    end = end_of("completed", 50, probation=100, open=False)
+    assert last_line(end, 50) == (
+        "completed after step 50: no intervention; checkpoint 50 is on disk"
+    ), "a healthy run needs no earlier checkpoint"
+    assert last_line(end, None) == "completed after step 50: no intervention"
+    assert last_line(end._replace(open=True), 50).endswith(", no checkpoint is known-good")
+    assert last_line(end._replace(last_good=20), 50) == (
+        "completed after step 50: no intervention; checkpoint 50 is on disk, newest known-good "
+        "checkpoint: step 20"
+    )
+    nan = {"cause": ["NONFINITE_LOSS"], "verdict": "unknown", "by": "nothing", "onset": 3}
+    run = end_of("completed", 50, *[("assessment", 9, nan)] * 2, ("rollback", 9, {"checkpoint": 2}))
+    assert last_line(run, 50).startswith(
+        "completed after step 50: declined 2 rollbacks that a rule asked for, rolled back once; "
+    )
+    twice = run._replace(counts=run.counts._replace(rollbacks=2, lr_cuts=3))
+    assert "cut the learning rate 3 times, " in last_line(twice, 50)
+    assert "rolled back 2 times; " in last_line(twice, 50)
+
+
+def test_the_explanation_lists_each_fault_with_its_remedy_and_the_steps_it_cost():
+    """A spike that only alerts, NaN, a wrong rate that only a comparison finds, a bad batch."""
+    nan = {"incident": 1, "skip": True, "cause": ["NONFINITE_LOSS"], "readings": {"loss": "nan"}}
+    back = {"onset": 113, "checkpoint": 110, "lr_at_fault": 0.0884, "lr_limit": 0.00571}
+    lost = {"onset": 250, "checkpoint": 240, "steps_lost": 6, "why": "the loader has no position"}
+    lost |= {"by": "earlier_weights", "batches": [[0, 250]], "steps_repeated": 10}
+    end = end_of(
+        "completed", 300,
+        ("alarm", 60, {"cause": ["LOSS_SPIKE"]}),
+        ("alarm", 114, {"cause": ["LOSS_SPIKE"]}),
+        ("rollback", 134, {**back, "cause": ["NONFINITE_GRAD"], "steps_repeated": 24}),
+        ("fault", 180, {"cause": ["DATA"], "problem": "truncated", "answer": "skip_batch"}),
+        ("incident", 240, {"incident": 1, "onset": 240, "cause": ["NONFINITE_LOSS"]}),
+        ("alarm", 240, nan),
+        ("rollback", 256, lost),
+        open=False,
+    )  # fmt: skip
+    found = explain(end).split("Faults found:\n")[1].split("\nTried:")[0]
+    assert [" ".join(each.split()) for each in found.split("  - ")[1:]] == [
+        "step 60: loss spike. No remedy: an alarm alone changes nothing.",
+        "steps 113 to 134: nonfinite grad. Rolled back from step 134 to the checkpoint of step "
+        "110, learning rate at most 0.00571 (it was 0.0884), 24 steps are repeated.",
+        "step 114: loss spike. Undone by the rollback from step 134.",
+        "step 180: data: truncated; the batch is skipped.",
+        "step 240: nonfinite loss. Skipped 1 step. Undone by the rollback from step 256.",
+        "steps 250 to 256: worse weights, found by comparison. Rolled back from step 256 to the "
+        "checkpoint of step 240, 1 batch skipped, 10 steps are repeated, 6 steps are not repeated, "
+        "because the loader has no position.",
+    ]
+    long = [("alarm", step, {"cause": ["LOSS_SPIKE"]}) for step in range(5, 9)]
+    assert "  - steps 5 to 8: loss spike. " in explain(end_of("completed", 300, *long, open=False))
+    many = [("alarm", 20 * step, {"cause": ["LOSS_SPIKE"]}) for step in range(40)]
+    text = explain(end_of("completed", 900, ("rollback", 1, lost), *many, open=False))
+    assert text.count("loss spike") == 9
+    assert "worse weights" in text, "a fault with a remedy has priority"
+    assert "  - and 31 more, which changed nothing" in text
 
 
 # -- the file -------------------------------------------------------------------------------------
@@ -175,7 +236,7 @@ def test_a_killed_process_has_a_postmortem(events):
     assert found["ended"] == read(events).events[-1]["time"]
     assert 0 <= found["seconds"] < 60
     text = " ".join(found["diagnosis"].split())
-    for part in ("step 350", "loss_spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
+    for part in ("step 350", "loss spike", "layers.3.weight (nan)", "epoch 0 batch 7", "step 300"):
         assert part in text
 
 

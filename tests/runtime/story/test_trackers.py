@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import wandb
 
 from healcore.runtime.story import trackers
 from healcore.runtime.story.trackers import select
@@ -77,6 +76,8 @@ def test_what_is_no_tracker(given, message):
 
 
 def test_a_wandb_run_keeps_its_own_steps(folder):
+    import wandb  # here: it takes a second, and each worker imports all test files
+
     run = wandb.init(project=folder.name, settings={"console": "off"})
 
     def log(healer, number):

@@ -96,9 +96,35 @@ def test_events_show_prints_one_line_for_each_event(tmp_path):
     assert (done.exit_code, first) == (0, f"run {log.run}")
     assert [line.split()[2] for line in lines] == list(SAMPLES)
     assert max(map(len, lines)) < 1000
-    assert "back to the checkpoint of step 300" in done.stdout
+    assert "to the checkpoint of step 300" in done.stdout
+    (tmp_path / "healcore.events.jsonl").rename(tmp_path / "run.events.jsonl")
+    assert healcore_cli("events", "show", str(tmp_path)).stdout == done.stdout
+    (tmp_path / "empty").mkdir()
+    without = healcore_cli("events", "show", str(tmp_path / "empty"))
+    assert "must have one events file (*events.jsonl) and has none" in without.stderr
     other = healcore_cli("events", "show", __file__)
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ("probe my runs/7", ["probe loss", "probe optimizer", "probe checkpoint"]),
+        ("events my runs/7", ["events show"]),
+        ("policy my runs/7", ["policy show", "policy check", "policy diff"]),
+    ],
+)
+def test_a_path_without_a_command_gets_the_commands(words, lines):
+    group, _, path = words.partition(" ")
+    done = healcore_cli(group, path)
+    assert done.exit_code == 2
+    first, *rest = done.stderr.splitlines()
+    assert first == "name a command before 'my runs/7':"
+    assert [line.strip() for line in rest if line.startswith("  healcore")] == [
+        f"healcore {each} 'my runs/7'" for each in lines
+    ]
+    mistyped = healcore_cli(group, "shwo" if group != "probe" else "los")
+    assert (mistyped.exit_code, "No such command" in mistyped.stderr) == (2, True)
 
 
 def following(*arguments: object) -> subprocess.Popen[str]:

@@ -190,6 +190,19 @@ def test_one_high_value_is_a_jump_and_high_values_again_and_again_are_an_event(t
     assert verdicts(probe_values(tmp_path, values))["instability_events"] == "WARN"
 
 
+@pytest.mark.parametrize(("length", "learnt"), [(300, 36), (40_000, 36 * 4)])
+def test_the_values_that_the_detector_learns_are_named(length, learnt, tmp_path):
+    """An event there raises no alarm, so a note says that nobody has looked for it."""
+    values = base(length)
+    values[20:28] += 6.0
+    result = probe_values(tmp_path, values)
+    assert verdicts(result)["instability_events"] == "PASS"
+    assert result.notes[-1] == (
+        f"an instability event within the first {learnt} values is not found, because the detector "
+        "learns the noise of the curve there; look at them yourself"
+    )
+
+
 def test_the_number_of_jumps_has_a_bound(tmp_path):
     values = base(1000)
     values[[300, 500, 700]] += 3.0
@@ -200,6 +213,7 @@ def test_the_number_of_jumps_has_a_bound(tmp_path):
     assert "3 single high values; should be at most 2" in check.message
 
 
+@pytest.mark.slow
 @needed
 @pytest.mark.parametrize(
     ("pattern", "number", "verdict"),

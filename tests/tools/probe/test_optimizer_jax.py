@@ -19,6 +19,8 @@ import healcore.jax
 from tests.runtime.store.store_cases import JAX_FILE, ORBAX
 from tests.tools.probe.trained_networks import probe, unjudged, verdicts
 
+pytestmark = pytest.mark.slow  # in JAX, what test_optimizer_torch.py shows in torch
+
 STEPS, LAYERS = 60, 6
 RANDOM = np.random.default_rng(0)
 PARAMS = {

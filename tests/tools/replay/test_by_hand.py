@@ -14,7 +14,7 @@ from healcore.core.engine import Engine
 from healcore.core.signals import Signals
 from healcore.policy import load
 from healcore.tools.replay import replay
-from tests.healer.training_loops import Faults, loop_of, rules, train
+from tests.healer.training_loops import BOTH_FRAMEWORKS, Faults, loop_of, rules, train
 from tests.tools.replay import logs
 
 
@@ -176,7 +176,7 @@ def live_and_replayed(path: Path, policy):
     return live, found, result.summary
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@BOTH_FRAMEWORKS
 @pytest.mark.parametrize("bad", [[23], [2], [9, 30]], ids=["late", "before a save", "twice"])
 def test_a_replay_has_the_decisions_of_a_live_run_with_rollbacks(framework, bad, tmp_path):
     """With rollbacks to a checkpoint and to the beginning."""

@@ -100,6 +100,26 @@ def test_invalid_arguments(run, arguments, message):
     assert run.read_bytes() == before
 
 
+def test_a_replay_says_what_it_cannot_show(run, spiked, tmp_path):
+    """A healthy run, the rows of the warm-up, and the comparisons of weights."""
+    healthy = logs.write(tmp_path / "healthy.csv", logs.noisy(300))
+    alone = " ".join(healcore_replay(healthy).output.split())
+    assert "healthy.csv, default: no alarm in 300 rows" in alone
+    assert (
+        "A detector raises no alarm while it learns the run (loss_spike 36 rows). Look at these "
+        "rows yourself; NaN and Inf raise alarms from the first row on."
+    ) in alone
+    assert (
+        "A log has no weights: a Healer with default also compares weights, and may roll back "
+        "where this replay shows only an alarm, or nothing."
+    ) in alone
+    both = " ".join(healcore_replay(spiked, healthy, "-p", "pretraining").output.split())
+    assert "healthy.csv, pretraining: no alarm in 300 rows" in both
+    assert "spiked.csv, pretraining: no alarm" not in both
+    assert re.search(r"learns the run \(.*loss_spike 36 rows, .*records 3 rows\)", both)
+    assert "A log has no weights" not in both, "it acts on the loss"
+
+
 def shown(summaries, width):
     console = Console(width=width, color_system=None)
     with console.capture() as capture:

@@ -108,6 +108,7 @@ def test_what_cannot_be_varied(option, key_word):
 SCORER = Path(__file__).parents[4] / "shared" / "tools" / "score_detectors.py"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SCORER.is_file(), reason=f"no official scorer: {SCORER} is not there")
 def test_the_spikes_that_pretraining_finds_in_recorded_runs(tmp_path):
     """The numbers of docs/evidence.md, by the official scorer."""

@@ -23,7 +23,7 @@ from healcore.history import Counts, Curves, Incident, Mode, RunState
 from healcore.history.run import RunAttempt, count_incidents
 from healcore.policy import load
 from healcore.tools.cli import app
-from healcore.tools.report.page import WIDTHS, draw, outcome, plot, render
+from healcore.tools.report.page import WIDTHS, draw, outcome, plot, rate_changes, render
 from healcore.tools.report.run_report import ReportError, RunReport, read_reports
 from tests.healer import training_loops
 from tests.healer.run_directory import events_of, postmortems
@@ -69,6 +69,7 @@ def of_kind(events, kind):
     return [event for event in events_of(events) if event["kind"] == kind]
 
 
+@pytest.mark.slow
 @RUNS
 def test_every_incident_and_rollback_is_reported(run, request):
     events = request.getfixturevalue(run)
@@ -220,6 +221,7 @@ def test_damaged_lines_are_reported_by_number_and_the_rest_is_used(copy):
 ODD = [None, True, -1, 1 << 60, 1.5, "nan", "x", [], {}, [[1]], [None], {"a": 1}, "</script>"]
 
 
+@pytest.mark.slow
 def test_any_value_in_any_field_is_a_page_or_a_message(copy):
     """Events of a file that somebody has edited, or another program has written."""
     events = events_of(copy)
@@ -287,6 +289,28 @@ def test_every_incident_has_its_row(healed):
     assert all(each in page for each in (*texts, "from step 0 (start): 1 incident;"))
 
 
+def test_the_tiles_have_plurals_and_a_rollback_without_an_alarm_its_reason_and_limit():
+    back = EventRecord(
+        kind="rollback", step=134, checkpoint=110, by="earlier_weights", steps_repeated=24,
+        lr_at_fault=0.0884, lr_limit=0.00571,
+    )  # fmt: skip
+    found = Incident(0, 0, onset_step=113.0, step=134.0, responses=(back,), lr_path=(1.0,))
+    report = hostile()._replace(incidents=(found,), counts=Counts(0, 1, 1, 1, 2), diagnosis="")
+    page = render([report])
+    text = " ".join(re.sub(r"<[^>]+>", " ", page.partition("<body>")[2]).split())
+    tiles = "0 incidents 1 rollback 1 step skipped 1 step clipped 2 steps with an alarm"
+    assert tiles in text
+    assert "Incidents and rollbacks Incident Steps Cause Outcome Skipped Learning rate" in text
+    row = (
+        "rollback 113–134 worse weights, found by comparison rolled back from step 134 to the "
+        "checkpoint of step 110, learning rate at most 0.00571 (it was 0.0884), 24 steps are "
+        "repeated 0 at most 0.00571 (it was 0.0884) –"
+    )
+    assert row in text
+    assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0, 0.5))) == "× 1 → 0.5"
+    assert rate_changes(Incident(1, 0, 3.0, 4.0, lr_path=(1.0,))) == ""
+
+
 @pytest.mark.slow
 def test_nothing_is_loaded_and_texts_cannot_become_elements(healed):
     page = render([hostile(), hostile()])
@@ -322,7 +346,10 @@ def test_the_programs_of_the_documentation_run(healed, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("width", WIDTHS.values())
-@RUNS
+@pytest.mark.parametrize(
+    "run",
+    ["healed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("stopped", "resumed"))],
+)
 def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request):
     (report,) = read_reports(request.getfixturevalue(run))
     figure = Figure()
@@ -343,6 +370,7 @@ def test_the_figure_names_what_happened_and_no_texts_overlap(run, width, request
     assert not re.findall("#[0-9a-f]{6}", themed), "each colour has one for a dark page"
 
 
+@pytest.mark.slow
 def test_a_picture_of_anything():
     step = np.arange(100.0)
     nan, ones = np.full(100, np.nan), np.ones(100)

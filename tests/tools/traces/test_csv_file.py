@@ -1,6 +1,8 @@
 """CSV files: their dialects, their cells, and the row numbers that pandas gives."""
 
 import io
+import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,26 @@ def test_a_column_can_be_named(tmp_path):
     table = open_one(path, columns={"loss": "b", "step": "t"}).rows
     assert (table.step.tolist(), table.values["loss"].tolist()) == ([5, 6], [2, 4])
     assert "it has 't', 'a', 'b'" in refusal(path, columns={"loss": "c"})
+
+
+@pytest.mark.parametrize(("separator", "shown"), [(";", "';'"), ("\t", "'\\t'"), ("|", "'|'")])
+def test_another_separator_is_named_with_a_command_that_a_shell_takes(separator, shown, tmp_path):
+    lines = [["step", "train_loss"], ["1", "2.5"], ["2", "2.25"]]
+    path = tmp_path / "my run.csv"
+    path.write_text("".join(separator.join(cells) + "\n" for cells in lines))
+    for columns in ({}, {"loss": "train_loss"}):
+        message = refusal(path, columns=columns)
+        assert f"separated by {shown}, and healcore reads commas" in message
+    (command,) = re.findall("`(.*)`", message)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    (made,) = set(tmp_path.iterdir()) - {path}
+    table = open_one(made).rows
+    assert table.values["loss"].tolist() == [2.5, 2.25]
+
+
+def test_a_hint_about_a_column_is_quoted_for_a_shell(tmp_path):
+    message = refusal(write(tmp_path / "run.csv", "a,my; loss\n5,1\n6,3\n"))
+    assert message.endswith("Name one: --column 'loss=my; loss'")
 
 
 WORDS = ("", "nan", "NaN", "inf", "-inf", "Infinity", "None", "n/a", "x", " 1.5 ", "1e400")

@@ -19,7 +19,7 @@ from tests.tools.traces.opened_traces import open_one, refusal, write
         ("step,loss\n1,\n2,\n", "no usable row"),
         ("1,2.5\n2,2.25\n", "its first line is data, not a header: '1,2.5'. Write the names"),
         ("a log in prose\n" + "of_words " * 400 + "_" * 4000 + "\n", "It is not a CSV"),
-        ("[D loss: 2.5] [G loss: 0.5]\n", "Name one: --column loss=D loss"),
+        ("[D loss: 2.5] [G loss: 0.5]\n", "Name one: --column 'loss=D loss'"),
         (
             "step,loss\n" + '"1,000",2\n' * 20,
             "20 of 20 lines cannot be used, first in line 2: column",

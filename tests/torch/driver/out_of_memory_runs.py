@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from healcore import Logging
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.part_growth import FIRST_WAIT
+from healcore.runtime.run.batch_parts import FIRST_WAIT
 
 STEPS, ACCUMULATED, BATCH = 3, 2, 8
 

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from healcore import Checkpoints, Healer, Logging
 from healcore.policy import load
-from healcore.runtime.run.restorer import Restorer
+from healcore.runtime.run.restore.restorer import Restorer
 from healcore.runtime.store.checkpoints import NoGoodCheckpoint
 from tests.healer.run_directory import flip_a_bit
 from tests.torch.driver.compared_run import CHANGE, STEPS, Run, at_change, events, left_alone
@@ -39,7 +39,10 @@ def noise(run: Run, size: float) -> None:
     weight.copy_(size * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize(("damage", "size", "parts"), [(times, -4.0, 2), (noise, 3.0, 1)])
+@pytest.mark.parametrize(
+    ("damage", "size", "parts"),
+    [(times, -4.0, 2), pytest.param(noise, 3.0, 1, marks=pytest.mark.slow)],
+)
 def test_damaged_weights_are_rolled_back(tmp_path, damage, size, parts, undisturbed):
     """Every batch of an accumulation is compared, also in a loop that calls observe."""
     run, seen = Run(parts=parts), set[int]()
@@ -90,9 +93,11 @@ class OneBatchDamages(Run):
     ("loaders", "at"),
     [
         ([range(STEPS)], CHANGE),
-        ([range(CHANGE + 45)], CHANGE),
-        ([range(100 * i, 100 * i + 100) for i in range(4)], None),
-        ([range(120), range(120, STEPS)], CHANGE - 120),
+        pytest.param([range(CHANGE + 45)], CHANGE, marks=pytest.mark.slow),
+        pytest.param(
+            [range(100 * i, 100 * i + 100) for i in range(4)], None, marks=pytest.mark.slow
+        ),
+        pytest.param([range(120), range(120, STEPS)], CHANGE - 120, marks=pytest.mark.slow),
     ],
     ids=["long after", "at the end of the data", "over epochs", "past the start of a loader"],
 )

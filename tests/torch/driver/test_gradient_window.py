@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from healcore.runtime.healer import Healer
-from healcore.runtime.run.termination import IncompleteRun
+from healcore.runtime.run.ending.exits import IncompleteRun
 from healcore.torch.driver import accumulation
+from healcore.torch.trainers import healings_of
 from tests.torch.driver.out_of_memory_runs import ACCUMULATED, BATCH, STEPS, FailAt, train
 
 VOCABULARY, IGNORED = 11, -100
@@ -85,7 +86,7 @@ def test_mean_losses(run, loss_fn, options, batch, most):
             healer.observe(loss_of_part)
             (loss_of_part * part.weight).backward()
     assert float((gradients(model) - expected).norm() / expected.norm()) < 1e-6
-    observed = healer._run.driver.healings["optimizer"].healed_step.measurer.losses
+    observed: Any = healings_of(healer)["optimizer"].healed_step.measurer.losses
     assert float(observed.mean()) == pytest.approx(loss.item(), rel=1e-6)
     observed.clear()
 

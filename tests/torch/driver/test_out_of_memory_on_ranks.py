@@ -8,6 +8,8 @@ import pytest
 from tests.torch.driver.out_of_memory_ranks import BATCH, SECONDS, STEPS, WORLD
 from tests.torch.forked_ranks import Worlds, worlds_of
 
+pytestmark = pytest.mark.slow  # several processes
+
 HALF = BATCH // 2
 EXACT = 1e-12
 """Relative, float64: three ranks may be added up in another order."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from healcore.core.decision import Cause
 from healcore.runtime.faults.failures import classify
-from healcore.runtime.run.loss_function import NotComparable
+from healcore.runtime.run.compare.loss_function import NotComparable
 from healcore.torch.trainers import patched
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from healcore.runtime.run.termination import RunStopped
+from healcore.runtime.run.ending.exits import RunStopped
 from healcore.torch import AttachError, HealingCallback
 from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs

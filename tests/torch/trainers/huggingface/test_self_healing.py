@@ -24,6 +24,7 @@ from healcore import Checkpoints
 from healcore.runtime.run.start import StoreNotEmpty
 from healcore.runtime.store.manifest import scan
 from healcore.torch import AttachError, DCPStore, HealingCallback, heal_trainer
+from healcore.torch.trainers import healings_of
 from healcore.torch.trainers.huggingface.steps import loss_fn_of
 from tests.healer.run_directory import events, events_of, new_process
 from tests.healer.run_options import grouped
@@ -91,7 +92,14 @@ def limit(trainer: Any, fits: Callable[[Any, int], bool]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulated"), [("sft", 1), ("sft", 3), ("dpo", 3), ("plain", 1), ("plain", 3)]
+    ("kind", "accumulated"),
+    [
+        ("sft", 1),
+        ("dpo", 3),
+        ("plain", 3),
+        pytest.param("sft", 3, marks=pytest.mark.slow),
+        pytest.param("plain", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_gradient_is_that_of_the_full_batch(kind: str, accumulated: int, tmp_path: Path):
     """And the batch is split before the trainer finds a smaller one by itself."""
@@ -151,7 +159,7 @@ def test_a_dry_run_says_what_the_policy_would_do(tmp_path: Path):
 
 
 def test_an_error_in_a_dry_run_has_a_note_about_what_to_look_at(tmp_path: Path):
-    errors: dict[str, Any] = {"Memory ran out: ": lambda *_: torch.empty(1 << 50)}
+    errors: dict[str, Any] = {"Memory ran out. ": lambda *_: torch.empty(1 << 50)}
     errors |= {"token ids": lambda *_: [].pop(), "columns": lambda *_: {}["labels"]}
     for note, raises in errors.items():
         trainer = tiny.plain(tmp_path, max_steps=3)
@@ -171,8 +179,9 @@ def test_a_divergence_is_rolled_back_in_place(tmp_path: Path):
     steps, scales = small_runs.Steps(), list[float]()
 
     def applied(*_: Any, **__: Any) -> None:
-        (healing,) = healed.healer._run.driver.healings.values()
-        scales.append(float(healing.last_decision().lr_scale))
+        (healing,) = healings_of(healed.healer).values()
+        decision: Any = healing.last_decision()
+        scales.append(float(decision.lr_scale))
 
     for each in (steps, calling("on_step_end", applied)):
         trainer.add_callback(each)

@@ -1,0 +1,163 @@
+"""`KnownCheckpoints`: which checkpoints of a run are finite, damaged or known-good.
+
+A checkpoint is known-good if it is finite, not abandoned, and followed by `probation` healthy
+steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from healcore.console import first_of
+from healcore.runtime.store.checkpoints import CheckpointDamaged, CheckpointInfo
+from healcore.runtime.store.host_copy import MEMORY
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class KnownCheckpoints:
+    """What this process knows about the checkpoints of its run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.started_from = -1
+        """Step of the snapshot or checkpoint that this process started from, or -1."""
+        self.newer_than_start: set[int] = set()
+        """Steps of checkpoints newer than the resumed one: this process could not use them."""
+        self.damage: list[CheckpointDamaged] = []
+        """Errors of damaged checkpoints, as this process has found them."""
+        self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
+        """Step and array names of each checkpoint with disallowed NaN or Inf."""
+        self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
+        self._finite: dict[int, bool] = {}
+        """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
+        self._lost: set[int] = set()
+        """Steps of damaged checkpoints without another copy."""
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints with their statuses, without those that are known to be damaged.
+
+        As this rank sees them; `StoredCheckpoints.listed` has those of all ranks.
+        """
+        saves = self.run.record.attempt_history.with_status(self.run.store.checkpoints())
+        return [saved for saved in saves if saved.step not in self._lost]
+
+    @property
+    def restorable(self) -> set[int]:
+        """Steps of the checkpoints that a rollback could restore: finite as far as is known."""
+        return {step for step, finite in self._finite.items() if finite}
+
+    @property
+    def last_good_step(self) -> int | None:
+        """Step of the newest known-good checkpoint, or None."""
+        last = self.run.record.known_good_up_to
+        return max((at for at in self.restorable if at <= last), default=None)
+
+    @property
+    def on_probation(self) -> list[int]:
+        """Steps of the checkpoints whose probation is not over, ascending."""
+        last = self.run.record.known_good_up_to
+        return sorted([at for at in self._finite if at > last])
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step. Checkpoints of later steps are abandoned.
+
+        Drops all findings so far, because their steps are repeated.
+
+        Args:
+            step: step of the first snapshot, of the resumed checkpoint, or of the target of a
+                rollback.
+        """
+        record = self.run.record
+        self.run.store.take_nonfinite()
+        self._nonfinite_now = {}
+        if self.started_from < 0:
+            self.started_from = step
+            for each in self.listed():
+                if each.status != "abandoned":
+                    self._finite[each.step] = each.finite
+            self.newer_than_start = {at for at in self._finite if at > step}
+        record.attempts.append(step)
+        record.known_good_up_to = min(record.known_good_up_to, step)
+        self._finite = {at: finite for at, finite in self._finite.items() if at <= step}
+
+    def add(self, step: int) -> None:
+        """Adds a checkpoint that is being saved. It counts as finite until it is inspected."""
+        self._finite[step] = True
+        self._lost.discard(step)
+
+    def remove(self, steps: Collection[int]) -> None:
+        """Removes deleted or lost checkpoints."""
+        self._finite = {at: each for at, each in self._finite.items() if at not in steps}
+
+    def end_due_probation(self) -> None:
+        """Extends the known-good checkpoints if a probation may be over. Called once per step.
+
+        No probation ends while an incident is open: whether the weights are damaged is not known
+        yet.
+        """
+        ledger, on_probation = self.run.ledger, self.on_probation
+        probation = self.run.policy.rollback.probation
+        may_end = on_probation and ledger.next_step - on_probation[0] >= probation
+        if may_end and not ledger.open:
+            self.end_probation()
+            # A rollback needs the steps since the newest known-good checkpoint.
+            ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
+
+    def end_probation(self, *, before: float = math.inf) -> None:
+        """Extends the known-good checkpoints to those whose probation was over before a step.
+
+        Args:
+            before: only healthy steps before this one count. A rollback passes the onset of its
+                trouble.
+        """
+        ledger, probation = self.run.ledger, self.run.policy.rollback.probation
+        for step in self.on_probation:
+            if ledger.healthy_steps(step, int(min(before, ledger.next_step))) < probation:
+                break
+            self.run.record.known_good_up_to = step
+            self.read_nonfinite(step)
+            if self._finite[step]:
+                self.run.log.event("good", step=step)
+
+    def read_nonfinite(self, up_to: float = math.inf) -> dict[int, tuple[str, ...]]:
+        """Step -> names of arrays with disallowed NaN or Inf, of the saves of this attempt.
+
+        Waits until the saves up to a step are inspected, and not for the disk. Reports each once.
+
+        Args:
+            up_to: the newest save to wait for, by default the newest one of all.
+        """
+        for step, names in self.run.store.take_nonfinite(up_to):
+            if step in self._finite:
+                self._finite[step] = False
+            if step in self._nonfinite_now:
+                continue
+            problem = f"checkpoint {step} is not finite in {first_of(names)}"
+            self.run.log.event("problem", step=step, problem=problem)
+            if not self.nonfinite:
+                self.run.log.warning(
+                    f"{problem}: it can never be known-good. A skipped step does not undo changes "
+                    "by the forward pass. If NaN or Inf is expected in these arrays, name them in "
+                    "nonfinite_ok"
+                )
+            self.nonfinite.append((step, names))
+            self._nonfinite_now[step] = names
+        return self._nonfinite_now
+
+    def report_damage(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint; a directory once, because its name is unique."""
+        if error.path != MEMORY and any(each.path == error.path for each in self.damage):
+            return
+        self.damage.append(error)
+        self.run.log.event("damaged", step=error.step, problem=str(error))
+
+    def lose(self, error: CheckpointDamaged) -> None:
+        """Reports a damaged checkpoint on disk, and removes it if memory holds no copy."""
+        self.report_damage(error)
+        if error.step not in self.run.store.ring.copies:
+            self._lost.add(error.step)
+            self.remove({error.step})

@@ -1,0 +1,309 @@
+"""`Saver`: saves the checkpoints of a run.
+
+`save` is for a step that is complete: regular, first, last or ordered by the policy. `write` puts
+the live state into the store without any further thought. `save_last` and `save_emergency` are for
+the end of a run, where a step may have begun: they save the state before its batches were read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from healcore.runtime.run.checkpoints.deleter import Deleter
+from healcore.runtime.run.checkpoints.storage_need import (
+    StorageNeed,
+    checkpoints_on_disk,
+    copies_in_memory,
+)
+from healcore.runtime.run.host_state import HOST_ITEM
+from healcore.runtime.store.checkpoints import (
+    CheckpointDamaged,
+    Keep,
+    SaveFailed,
+    StoreError,
+    UnsavableState,
+    disallowed,
+)
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class Saver:
+    """Saves the checkpoints of one run.
+
+    Each checkpoint has the user's state, the random states and positions of the loaders, and the
+    record of the run. What comparisons of weights know is a part of the record.
+
+    Args:
+        run: the parts of the run.
+        keep: the checkpoints to keep on disk, or None for the default.
+    """
+
+    def __init__(self, run: Run, keep: Keep | None) -> None:
+        self.run = run
+        if run.store.arrays_by_rank:
+            run.data.host.pack_batches = run.comparisons.batches_to_save
+        self.resumes_exactly = run.store.durable and run.ranks.world == 1
+        """Whether a run can resume exactly from a save at an exception."""
+        self.unsaved: dict[int, str] = {}
+        """Step whose save failed and was not repeated -> the problem."""
+        self._deleter = Deleter(run, keep)
+        self._failures = 0
+        self._saved_once = False
+
+    def items(self) -> dict[str, Any]:
+        """Name -> item of the live state to save, except healcore's record."""
+        return {**self.run.driver.state(), HOST_ITEM: self.run.data.host}
+
+    def storage_need(self) -> StorageNeed:
+        """The bytes that the checkpoints of this run need. Every rank calls it.
+
+        Returns:
+            The need, for the first line of the run: a full disk in the night costs more than a
+            look at this number.
+
+        Raises:
+            StoreError: the state cannot be saved.
+        """
+        whole, local = self.run.store.format.sizes(self.items())
+        missing = self.run.driver.missing_moments()
+        more_whole, more_local = 0, 0
+        if missing is not None:
+            more_whole, more_local = missing
+        keep, compares = self._deleter.keep, self.run.comparisons.is_enabled
+        return StorageNeed(
+            whole + more_whole,
+            local + more_local,
+            checkpoints_on_disk(keep, compares=compares),
+            copies_in_memory(self.run.store.ring.keep, compares=compares),
+            older=keep.older,
+            at_least=missing is None,
+            directories=self.run.store.directories,
+        )
+
+    def record_of(self, step: int) -> dict[str, Any]:
+        """Healcore's record after `step` steps, as JSON-safe values."""
+        comparisons = self.run.comparisons
+        return replace(
+            self.run.record,
+            step=step,
+            world=self.run.ranks.world,
+            engines=self.run.driver.engines(),
+            skipped=self.run.loaders.skipped_by_loader(),
+            forward=self.run.loaders.forward_positions(),
+            comparisons=comparisons.to_save() if comparisons.is_enabled else None,
+        ).to_dict()
+
+    def replace_record(self, step: int) -> None:
+        """Replaces the record of a checkpoint by the current record, by one rename."""
+        self.run.store.replace_record(step, self.record_of(step))
+
+    def begin_attempt(self, step: int) -> None:
+        """Begins an attempt at a step, at a start and after a rollback.
+
+        Checkpoints of later steps are abandoned: their steps are trained again.
+        """
+        self._deleter.begin_attempt(step)
+        self.run.known.begin_attempt(step)
+        self.run.schedule.last_saved = step
+
+    def keep_random_states(self) -> None:
+        """Keeps the random states after a step or an epoch, for a save at a later exception."""
+        if self.resumes_exactly:
+            self.run.data.host.after_step()
+
+    def keep_weight_sample(self) -> None:
+        """Keeps a sample of the weights, to notice at an exception that they were replaced."""
+        if self.resumes_exactly:
+            self.run.driver.keep_weight_sample()
+
+    def save(self, why: str) -> None:
+        """Saves a checkpoint of this step.
+
+        Args:
+            why: the reason, for the event: "first", "regular", "ordered", "last", "emergency".
+                With the first two the weights are also compared from here on.
+        """
+        with self.run.schedule.saving(regular=why == "regular"):
+            step = self.run.data.step
+            if why in ("first", "regular") and self.run.store.trainer_save is None:
+                # Before the save: a restart from it has to know what is learnt here.
+                self.add_anchor()
+            self.write(step, why)
+            if step not in self.run.known.restorable:
+                self.run.comparisons.forget_unsaved_anchor(step)
+
+    def add_anchor(self) -> None:
+        """Adds the current weights as an anchor, and protects checkpoints that may be needed."""
+        step = self.run.data.step
+        self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
+        self.run.store.ring.protected = self.run.comparisons.steps_needed
+
+    def write(self, step: int, why: str) -> None:
+        """Saves the live state as the checkpoint of `step`. Reports a failed save.
+
+        Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
+
+        Args:
+            step: steps done, or the target of a rollback.
+            why: the reason, for the event.
+
+        Raises:
+            UnsavableState: the first save found a value that cannot be saved. At a later save this
+                is only reported: the run must not end because of it.
+        """
+        if self.run.store.trainer_save is not None:
+            if why == "ordered":
+                self.run.store.trainer_save()
+            return
+        began = time.monotonic()
+        try:
+            self.run.store.save(step, self.items(), record=self.record_of(step))
+        except (StoreError, OSError) as error:
+            if isinstance(error, UnsavableState) and not self._saved_once:
+                raise
+            self._save_failed(step, error)
+        else:
+            self._saved_once = True
+            self.run.known.add(step)
+            self.unsaved.pop(step, None)
+            seconds = round(time.monotonic() - began, 6)
+            self.run.log.event("save", step=step, why=why, seconds=seconds)
+        self._deleter.queue(step)
+
+    def poll(self) -> None:
+        """Reports results of the background, and computes the known-good checkpoints.
+
+        Called once per step. Does not wait for the disk.
+        """
+        self.report_failures()
+        self._deleter.read()
+        self.run.known.end_due_probation()
+
+    def wait(self) -> None:
+        """Waits until the background is done, and reports failed saves."""
+        self.run.store.join()
+        self.report_failures()
+
+    def report_failures(self) -> None:
+        """Reports failed saves, and errors for which another copy was used."""
+        for error in self.run.store.take_failures():
+            if isinstance(error, SaveFailed):
+                self._save_failed(error.step, error)
+            elif isinstance(error, CheckpointDamaged):
+                self.run.known.report_damage(error)
+                self.run.log.warning(f"{error}; another copy was used")
+            else:
+                self.run.log.problem(self.run.data.step, str(error))
+
+    def _save_failed(self, step: int, error: Exception) -> None:
+        """Notes a failed save. Warns at the 1st, 2nd, 4th, ... failure of this process."""
+        if not (isinstance(error, SaveFailed) and error.elsewhere):
+            if step not in self.run.store.ring.copies:
+                self.run.known.remove({step})
+            self.unsaved[step] = str(error)
+        self._failures += 1
+        self.run.log.event("save_failed", step=step, problem=str(error))
+        if self._failures & (self._failures - 1) == 0:  # a power of two
+            self.run.log.warning(f"checkpoint {step} was not saved: {error}")
+
+    def nonfinite_in_state(self) -> list[str]:
+        """Names of the arrays in the live state with disallowed NaN or Inf on any rank."""
+        return sorted(
+            disallowed(self.run.store.nonfinite_in(self.items()), self.run.store.nonfinite_ok)
+        )
+
+    def save_if_not_finite(self) -> None:
+        """Saves weights with NaN or Inf if their alarm is so recent that no order has followed."""
+        due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
+        if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
+            self.save("last")
+
+    def save_last(self, *, completed: bool) -> None:
+        """Saves a checkpoint of the last step, if the last checkpoint is older.
+
+        Args:
+            completed: whether the loop has ended by itself. Then no later step needs the
+                accumulated gradients, which a checkpoint does not hold.
+
+        Raises:
+            StoreError: the changes by batches of an unfinished step cannot be undone.
+        """
+        step = self.run.data.step
+        if step == self.run.schedule.last_saved:
+            self.wait()
+            if step not in self.unsaved:
+                return
+        if not self.run.schedule.may_save:
+            lost = f"a restart resumes from step {self.run.schedule.last_saved}"
+            if completed:
+                lost = "the gradients since the last optimizer step are not saved"
+            self.run.log.problem(step, f"the run ends within an accumulation window: {lost}")
+            if not completed:
+                return
+        if completed:
+            self.save("last")
+            return
+        with self._before_batches():
+            self.save("last")
+
+    def save_emergency(self, replaced: str) -> str:
+        """Saves before an exception ends the run.
+
+        A restart resumes from this checkpoint, which has passed no probation. So it is saved only
+        if nothing looks wrong.
+
+        Args:
+            replaced: the reason not to save if the program has replaced the weights, or an empty
+                string.
+
+        Returns:
+            The reason why nothing was saved, or an empty string.
+
+        Raises:
+            StoreError: the changes by batches of an unfinished step cannot be undone.
+        """
+        if self.run.ledger.open or self.run.schedule.recent_alarm:
+            return "the last steps had an alarm"
+        if not self.run.driver.has_finite_weights():
+            return "the weights are not finite"
+        if self.run.data.within_batch:
+            return "the updates on this batch have not ended"
+        if self.run.data.step == self.run.schedule.last_saved:
+            return ""
+        if replaced:
+            return replaced
+        with self._before_batches():
+            self.save("emergency")
+        return ""
+
+    @contextmanager
+    def _before_batches(self) -> Iterator[None]:
+        """A context in which a save has the state, positions and random states of the last step.
+
+        A restart reads the batches since then again. Raises StoreError if the changes by these
+        batches cannot be undone.
+        """
+        loaders = self.run.loaders
+        pending = any(loader.first_pending is not None for loader in loaders)
+        in_body = loaders.last_trained is not None and loaders.last_trained.in_use
+        if not self.resumes_exactly or (in_body and not pending):
+            yield
+            return
+        why_not = self.run.driver.undo_window()
+        if why_not:
+            raise StoreError(why_not)
+        position = loaders.position_after_step()
+        if position is None:
+            raise StoreError("the loader cannot be rewound to the first batch of the step")
+        with self.run.data.host.before_batches(position):
+            yield
+        if pending:
+            line = "batches that were read for the next step come again after a restart"
+            self.run.log.event("data", step=self.run.data.step, outcome=line)
+            self.run.log.info(f"step {self.run.data.step}: {line}")

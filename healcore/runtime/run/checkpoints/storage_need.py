@@ -1,0 +1,76 @@
+"""How many bytes of disk and of host memory the checkpoints of a run need.
+
+    need = StorageNeed(size_on_disk=84e9, size_in_memory=84e9, on_disk=6, in_memory=4)
+    need.text()  # "up to 6 x 84 GB on disk and 4 x 84 GB in host memory"
+
+The text adds to the arrays what each checkpoint also holds: the random states and the record of the
+run. A `loss_fn` adds the batches on which weights are compared, at most 16 MB.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from healcore.runtime.run.compare.anchors import MAX_ANCHORS
+from healcore.runtime.store.checkpoints import Keep
+
+RECORD_BYTES = 200_000
+"""Bytes that random states, loader positions and the run's record need at most in a checkpoint."""
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+class StorageNeed(NamedTuple):
+    """The need of one run, in one directory and in the host memory of one process."""
+
+    size_on_disk: float
+    """Bytes of one checkpoint in a directory, of all ranks together."""
+    size_in_memory: float
+    """Bytes of one copy in the host memory of this process."""
+    on_disk: int
+    """Largest number of checkpoints in a directory, without the `older` ones."""
+    in_memory: int
+    """Largest number of copies in host memory."""
+    older: bool = False
+    """Whether the directory also keeps one checkpoint at each doubling of the steps."""
+    at_least: bool = False
+    """Whether the sizes lack moments that the optimizer creates at its first step."""
+    directories: int = 1
+    """Number of directories, each of which has all checkpoints; 0 for host memory only."""
+
+    def text(self) -> str:
+        """The need in words, for the first line of a run."""
+        bound = "at least" if self.at_least else "up to"
+        copies = f"{self.in_memory} x {size_text(self.size_in_memory + RECORD_BYTES)}"
+        if not self.directories:
+            return f"{bound} {copies}"
+        where = "on disk" if self.directories == 1 else "in each directory"
+        more = " (one more at each doubling of the steps)" if self.older else ""
+        saves = f"{self.on_disk} x {size_text(self.size_on_disk + RECORD_BYTES)}"
+        return f"{bound} {saves} {where}{more} and {copies} in host memory"
+
+
+def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:
+    """The largest number of checkpoints in a directory, without the `older` ones.
+
+    A save is complete before another checkpoint is deleted, so there is one more than are kept.
+    With comparisons of weights (`compares`) their checkpoints stay too.
+    """
+    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+
+
+def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
+    """The largest number of copies in host memory; `keep` is None if none are kept there.
+
+    The next save needs the memory of one more copy, which stays allocated.
+    """
+    if keep is None:
+        return 1
+    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+
+
+def size_text(size: float) -> str:
+    """A number of bytes: "84 GB", "1.2 GB", "20 kB"."""
+    for factor, unit in _UNITS:
+        if size >= 0.9995 * factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.0f} bytes"

@@ -1,0 +1,277 @@
+"""`Holding`: learns the ranges in which a run is healthy, and holds what has left them.
+
+At a checkpoint whose weights are not suspect, the run learns the learning rates, the numbers of the
+optimizers (such as a momentum) and the gradient norms that it had. If damage comes back after a
+rollback that changed nothing, a second rollback holds what was outside of these ranges:
+
+    healthy checkpoint --> learn, and release what is back in its range
+    verdict            --> outside_ranges, unusual_batches --> an order with `held` --> hold
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, Anchor, Verdict
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, Suspects
+from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
+from healcore.runtime.run.healthy_ranges import HealthyValues, Held
+from healcore.runtime.store.ranks import broadcast
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+LASTING_STEPS = 2 * REGULAR_INTERVAL
+"""Steps after the trouble from which on a number that the program has not taken back is intended. A
+fault that ends by itself is shorter in all our benchmarks, at most 100 steps."""
+
+
+class Holding:
+    """What a run holds in its healthy range, and what was outside of it at a trouble.
+
+    The ranges are a part of `ComparisonState`, which a checkpoint holds.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.withholds = False
+        """Whether the update of the next step is withheld, see `Held.withheld`."""
+        self._earlier_numbers: Mapping[str, NumberRange] = {}
+        """Ranges of the numbers in earlier processes, since something was last held."""
+
+    @property
+    def held(self) -> Held:
+        """What is held in its healthy range."""
+        return self.run.comparisons.state.ranges.held
+
+    @held.setter
+    def held(self, held: Held) -> None:
+        self.run.comparisons.state.ranges.held = held
+
+    def on_rollback(self, target: int) -> None:
+        """Applies what is held to the steps from `target` on. The engines were limited already."""
+        self.run.comparisons.history.norm_limits = self.held.norm_limits
+        self.withholds = self.held.withholds(target)
+
+    def release_all(self, step: int) -> None:
+        """Releases what is held if a `loss_fn` that failed has ended the comparisons.
+
+        Nobody would release it later. Updates that are withheld end by themselves.
+
+        Args:
+            step: steps done.
+        """
+        held = self.held
+        left = Held(withheld=held.withheld, until=held.until)
+        if held == left:
+            return
+        self._restore_start_rates(held.start_rates)
+        self.hold(left, step)
+        self.run.log.info(
+            f"step {step}: what was held is released, because no weights are compared any more"
+        )
+
+    def _restore_start_rates(self, before: Mapping[str, LrState]) -> None:
+        """Ends a limit of the rate from the start of the run, if there is one."""
+        if before:
+            driver = self.run.driver
+            driver.load(None, with_lr_states(driver.engines(), before))
+
+    def learn(self, step: int) -> bool:
+        """Learns the rates and numbers at a healthy checkpoint, and releases what is back.
+
+        Args:
+            step: step of the checkpoint.
+
+        Returns:
+            Whether a number has turned out to be intended, see `take_intended`. Then neither older
+            nor present weights are a measure any more.
+        """
+        comparisons, history = self.run.comparisons, self.run.comparisons.history
+        ranges = comparisons.state.ranges
+        seen = broadcast(self.run.ranks, self.numbers())
+        history.learn_doubtful_norms(step)
+        rates: dict[str, float] = {}
+        if step > self.run.record.first_step:  # no step was trained at the rates of the first one
+            rates = self.known_rates()
+        ranges.learn(history.healthy_rates(rates), seen, history.largest_norms())
+        held = ranges.held
+        released = ranges.release(step, seen)
+        comparisons.state.intended = ranges.lasting_numbers(step, seen, after=LASTING_STEPS)
+        ranges.follow_norms(step, history.typical_norms())
+        before = ranges.release_start_rates(step)
+        if before:
+            self._restore_start_rates(before)
+            self.run.log.info(
+                f"step {step}: the learning rate is the program's own again; its limit was for the "
+                "first steps"
+            )
+        if ranges.held != held:
+            self.hold(ranges.held, step)
+        if released:
+            self.run.log.info(
+                f"step {step}: {', '.join(released)}: the program's own value is in its healthy "
+                "range again, and is used"
+            )
+        return bool(comparisons.state.intended)
+
+    def take_intended(self) -> dict[str, float]:
+        """Takes the held numbers that have turned out to be intended, each once.
+
+        Returns:
+            Name -> the value that the program keeps.
+        """
+        state = self.run.comparisons.state
+        intended, state.intended = state.intended, {}
+        return intended
+
+    def hold(self, held: Held, step: int) -> None:
+        """Holds this, and nothing else.
+
+        Args:
+            held: what is held. It replaces what was held before.
+            step: the next step, from which on it is held.
+        """
+        self.withholds = held.withholds(step)
+        self.held = held
+        self.run.comparisons.history.norm_limits = held.norm_limits
+        driver, engine = self.run.driver, self.run.policy.engine
+        limited = limit_norms(engine, driver.engines(), held.norm_limits, withhold=self.withholds)
+        driver.load(None, limited)
+        driver.hold_numbers(held.number_ranges)
+        self._earlier_numbers = {}
+
+    def withholding_changes(self, step: int) -> bool:
+        """Whether `step` is the first step whose update is withheld, or the first after these."""
+        held = self.run.comparisons.state.ranges.held  # called once per step
+        return held.withholds(step) != self.withholds
+
+    def before_step(self, step: int) -> None:
+        """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.
+
+        Call it after all earlier steps have been read, because it replaces the engines' states, and
+        also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
+        withheld to the end of the run.
+        """
+        self.hold(self.held, step)
+
+    def outside_ranges(self, verdict: Verdict) -> Held:
+        """What was outside of its healthy range at the trouble of a verdict. Collective.
+
+        Args:
+            verdict: the finding that earlier weights are better. Their anchor knows the ranges of
+                its time.
+
+        Returns:
+            What to hold, without regard to what is held already.
+        """
+        suspects = self._suspects(verdict)
+        norms: Mapping[str, float] = {}
+        if suspects is not None:
+            norms = suspects.largest_norms()
+        found = self.healthy_at(verdict.anchor).outside(
+            broadcast(self.run.ranks, self.numbers()),
+            norms,
+            intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
+            before=verdict.anchor,
+        )
+        return replace(found, until=verdict.index + 1)
+
+    def unusual_batches(self, verdict: Verdict) -> list[int]:
+        """Steps since the onset whose batches the better weights find unusual. Collective.
+
+        A batch is unusual if its loss under the better weights exceeds the largest loss of the
+        usual batches of all anchors from before the onset by more than their range. Where a limit
+        of the gradient norm has not helped, the batches of the steps with an unusual norm are
+        unusual too: the cause may be the batch, and its norm only a symptom.
+
+        Args:
+            verdict: the finding that earlier weights are better.
+
+        Returns:
+            Numbers of steps, ascending.
+        """
+        comparisons = self.run.comparisons
+        suspects, anchor = self._suspects(verdict), comparisons.anchor_of(verdict.anchor)
+        if suspects is None or anchor is None:
+            return []
+        unusual = set()
+        healthy = self.healthy_at(verdict.anchor)
+        for index in suspects.with_unusual_norm(self.held.norms, healthy):
+            if index >= anchor.step:
+                unusual.add(index)
+        return sorted(unusual | self._with_high_loss(suspects, anchor))
+
+    def _with_high_loss(self, suspects: Suspects, anchor: Anchor) -> set[int]:
+        """Suspect steps whose loss under an anchor's weights is not ordinary."""
+        comparisons = self.run.comparisons
+        before = suspects.start - STEPS_BEFORE_SIGN
+        usual_by_index = {}
+        for each in comparisons.anchors:
+            for step in each.usual:
+                if step.index < before:
+                    usual_by_index[step.index] = step
+        usual = [*usual_by_index.values()]
+        steps = [step for step in suspects.steps if step.batches and step.index >= anchor.step]
+        if not usual or not steps:
+            return set()
+        both = [*usual, *steps]
+        losses = comparisons.losses_of(both, anchor, [math.nan] * len(both))
+        if losses is None:
+            return set()
+        _, under_better = losses
+        ordinary, rest = under_better[: len(usual)], under_better[len(usual) :]
+        limit = max(ordinary) + (max(ordinary) - min(ordinary))
+        high = set()
+        for step, loss in zip(steps, rest, strict=True):
+            if not loss <= limit:  # NaN is high
+                high.add(step.index)
+        return high
+
+    def healthy_at(self, step: int) -> HealthyValues:
+        """What was known as healthy at the anchor of `step`, and later where it was unknown then.
+
+        What was learnt later may be a part of trouble that had not shown yet.
+        """
+        comparisons = self.run.comparisons
+        anchor, values = comparisons.anchor_of(step), comparisons.state.ranges.values
+        if anchor is None:
+            return values
+        return values | anchor.healthy
+
+    def highest_rates(self, step: int) -> dict[str, float]:
+        """Engine name -> highest healthy learning rate up to the anchor of a step, where known.
+
+        A rate has no room above its range, also if the program raises it steadily: then the rise
+        itself is a suspect.
+        """
+        return {name: rates.high for name, rates in self.healthy_at(step).rates.items()}
+
+    def known_rates(self) -> dict[str, float]:
+        """Engine name -> the learning rate of the last step, where it is known and finite."""
+        known = {}
+        for name, rate in self.run.monitor.rates_in_force().items():
+            if rate is not None and math.isfinite(rate):
+                known[name] = rate
+        return known
+
+    def _suspects(self, verdict: Verdict) -> Suspects | None:
+        """The steps that may have caused the trouble of a verdict."""
+        return self.run.comparisons.history.suspects(verdict.onset, verdict.found)
+
+    def numbers(self) -> dict[str, NumberRange]:
+        """`Driver.numbers`, with their ranges in earlier processes since something was held."""
+        seen = dict(self.run.driver.numbers())
+        for name, earlier in self._earlier_numbers.items():
+            now = seen.get(name, earlier)
+            low, high = min(now.low, earlier.low), max(now.high, earlier.high)
+            seen[name] = NumberRange(low, high, now.last)
+        return seen
+
+    def continue_numbers(self, earlier: Mapping[str, NumberRange]) -> None:
+        """Takes the ranges of the numbers that an earlier process has seen."""
+        self._earlier_numbers = earlier

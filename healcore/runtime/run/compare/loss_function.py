@@ -1,0 +1,302 @@
+"""`LossFunction`: evaluates the user's `loss_fn` with current and with earlier weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from healcore.core.decision import Cause
+from healcore.core.errors import HealcoreError
+from healcore.core.signals import SignalError, check_scalar
+from healcore.runtime.data.random_states import isolated
+from healcore.runtime.driver import LossFn, WeightsChanged
+from healcore.runtime.faults.failures import classify
+from healcore.runtime.faults.microbatches import clear_frames
+from healcore.runtime.run.compare.evidence import TrainedStep
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+SAME_LOSS = 1e-3
+"""Relative difference up to which two losses of one batch are equal, in half precision too."""
+
+
+def loss_of(result: Any) -> Any:
+    """The loss in what a `loss_fn` has returned.
+
+        loss_of(loss) == loss_of((loss, logits)) == loss_of({"loss": loss, "logits": logits})
+
+    Args:
+        result: the loss; or a tuple that begins with it, as the `compute_loss` of trainers returns;
+            or a mapping with the key "loss", such as an output of a Hugging Face model.
+    """
+    if isinstance(result, tuple) and result:
+        return result[0]
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    return result
+
+
+class NotComparable(HealcoreError, ValueError):
+    """Raised by a `loss_fn` that healcore has made from a trainer's step and cannot use.
+
+    The run continues without comparisons.
+    """
+
+
+Losses: TypeAlias = tuple[list[float], list[float]]
+"""One loss for each step: with the current weights, and with earlier weights."""
+
+
+class _Overrun(NamedTuple):
+    """An evaluation that did not fit into memory."""
+
+    samples: int
+    """Samples of its largest part."""
+
+
+class _Trial(NamedTuple):
+    """What the calls on the first batch have shown on one rank."""
+
+    kind: str = ""
+    """The kind of problem: "mistake" of the program, "state" that the function keeps, "problem" of
+    this call only; or an empty string without a problem."""
+    text: str = ""
+    """The problem, for the user."""
+    draws: bool = False
+    """Whether the function draws random numbers."""
+
+
+class LossFunction:
+    """The `loss_fn` of a Healer, evaluated on all ranks.
+
+    A `loss_fn` that raises is not called again: it must not end the run that it protects. If memory
+    runs out, it is called again for smaller parts of the batches. Both weights are evaluated on the
+    same parts, so that their losses can be compared even if a loss of parts is another loss.
+
+    Args:
+        run: the parts of the run.
+        function: the user's function of a batch, or None to evaluate nothing.
+
+    Attributes:
+        function: the `loss_fn`, or None if it cannot be used.
+        gives_loss: whether the training loss is the result of `loss_fn`. Comparisons then do not
+            evaluate the current weights again. True if the loop calls `Healer.loss`, or if the
+            first training loss is equal to `loss_fn` of its batch.
+        is_checked: whether `learn_first_step` was called.
+        draws: whether `loss_fn` draws random numbers. The training loss had other numbers than a
+            comparison has, so both weights are evaluated.
+    """
+
+    def __init__(self, run: Run, function: LossFn | None) -> None:
+        self.run = run
+        self.function: LossFn | None = None
+        if function is not None:
+            self.function = lambda *given: loss_of(function(*given))
+        self.gives_loss = False
+        self.draws = False
+        self.is_checked = False
+
+    def _warn(self, problem: str) -> None:
+        """Logs a problem. The run continues without comparisons."""
+        self.run.log.problem(self.run.data.step, problem)
+
+    def learn_first_step(self, step: TrainedStep, loss: float, first_weights: Any) -> None:
+        """Checks `loss_fn` on the first step, and compares it with the step's training loss.
+
+        Args:
+            step: a step with its batches.
+            loss: the training loss of a dispatch of one step, else NaN.
+            first_weights: copy of the weights before this step, or None.
+
+        Raises:
+            SignalError: `loss_fn` changes the batch, raises, or does not return one number. An
+                exception about memory, data or the network is only a warning.
+        """
+        self.is_checked = True
+        is_usable = self._check(step.batches[0].content)
+        if not is_usable or self.gives_loss or first_weights is None or len(step.batches) != 1:
+            return
+        losses = self.losses([step], first_weights, [math.nan])
+        if losses is not None:
+            _, (of_first,) = losses
+            self.gives_loss = math.isclose(loss, of_first, rel_tol=SAME_LOSS)
+
+    def losses(
+        self, steps: Sequence[TrainedStep], weights: Any, known: list[float] | None = None
+    ) -> Losses | None:
+        """Evaluates steps with the current weights and with earlier weights.
+
+        Args:
+            steps: the steps, with their batches.
+            weights: the earlier weights, a result of `Driver.copy_weights`.
+            known: losses of the steps with the current weights, or None to evaluate these.
+
+        Returns:
+            Two lists with one loss per step, current and earlier weights, each the mean over all
+            ranks. None if on some rank the parameters have changed since, or the `loss_fn` raises:
+            then `function` is None.
+        """
+        while True:
+            mine: Losses | _Overrun | str | None
+            failure = None
+            try:
+                now = known or self._evaluated(steps, None)
+                mine = (now, self._evaluated(steps, weights))
+            except WeightsChanged:
+                mine = None
+            except Exception as error:
+                failure = error
+                mine = self._overrun(_batches_of(steps), error)
+                if mine is None:
+                    mine = f"{type(error).__name__}: {error}"
+            everyone = self._gather(mine, failure)
+            if not self._shrink(everyone):
+                break
+        if None in everyone:
+            return None
+        failed = [item for item in everyone if isinstance(item, str)]
+        if failed:
+            self.function = None
+            self._warn(f"loss_fn raised {failed[0]}; it is not called again")
+            return None
+        of_now, of_then = zip(*everyone, strict=True)
+        return _mean_over_ranks(of_now), _mean_over_ranks(of_then)
+
+    def _gather(self, item: Any, failure: Exception | None) -> list[Any]:
+        """The items of all ranks. `failure`: exception of the call on this rank, or None."""
+        try:
+            return self.run.ranks.gather(item)
+        except Exception as error:  # the other ranks wait in the forward pass (FSDP)
+            raise error from failure
+
+    def _evaluated(self, steps: Sequence[TrainedStep], weights: Any) -> list[float]:
+        """The mean loss of each step over its batches."""
+        losses = iter(self._losses_of(_batches_of(steps), weights))
+        means = []
+        for step in steps:
+            weights_of_parts = [batch.weight for batch in step.batches]
+            total = sum(weight * next(losses) for weight in weights_of_parts)
+            means.append(total / sum(weights_of_parts))
+        return means
+
+    def _losses_of(
+        self, batches: Sequence[Any], weights: Any = None, *, redraw: bool = False
+    ) -> list[float]:
+        """The loss of each batch, which is evaluated in the parts that fit into memory."""
+        assert self.function is not None
+        in_parts = [self.run.batch_parts.to_evaluate(batch) for batch in batches]
+        contents = []
+        for parts in in_parts:
+            contents += [part for part, _ in parts]
+        with isolated():
+            found = self.run.driver.losses_of(self.function, contents, weights, redraw=redraw)
+        of_parts = map(_checked_loss, found)
+        losses = []
+        for parts in in_parts:
+            if len(parts) == 1:  # not multiplied, so that no bit of the loss changes
+                losses.append(next(of_parts))
+            else:
+                losses.append(sum(weight * next(of_parts) for _, weight in parts))
+        return losses
+
+    def _overrun(self, batches: Sequence[Any], error: Exception) -> _Overrun | None:
+        """The size that has to be halved, or None if the exception is about something else."""
+        if classify(error).cause is not Cause.OOM:
+            return None
+        size = max(map(self.run.batch_parts.size_to_evaluate, batches))
+        if size <= 1:
+            return None
+        clear_frames(error)  # the tensors of the pass that failed
+        return _Overrun(size)
+
+    def _shrink(self, everyone: Sequence[Any]) -> bool:
+        """Halves the parts if memory ran out on some rank, and no rank has another problem.
+
+        The ranks have the same items, so they take the same way.
+        """
+        sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
+        if not sizes or any(isinstance(item, str) for item in everyone):
+            return False
+        self.run.batch_parts.largest_evaluated = -(-min(sizes) // 2)
+        self.run.log.info(
+            f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
+            f"{self.run.batch_parts.largest_evaluated} at a time"
+        )
+        return True
+
+    def _check(self, batch: Any) -> bool:
+        """Calls `loss_fn` twice with the same random numbers, and once with others.
+
+        Returns whether it can be used, and has returned numbers on every rank.
+        """
+        while True:
+            found, failure = self._tried(batch)
+            everyone = self._gather(found, failure)
+            if not self._shrink(everyone):
+                break
+        # An overrun is left only if another rank has a problem, which counts.
+        everyone = [item for item in everyone if not isinstance(item, _Overrun)]
+        self.draws = any(each.draws for each in everyone)
+        problems = {each.kind: each.text for each in reversed(everyone)}  # of the lowest rank
+        if "mistake" in problems:
+            raise SignalError(problems["mistake"]) from failure
+        if "state" in problems:
+            self.function = None
+        problem = problems.get("state", problems.get("problem"))
+        if problem:
+            self._warn(problem)
+        return not problem
+
+    def _tried(self, batch: Any) -> tuple[_Overrun | _Trial, Exception | None]:
+        """Calls `loss_fn` on this rank. Returns what it has shown, and its exception or None."""
+        kind, text, draws, failure = "", "", False, None
+        try:
+            (first,) = self._losses_of([batch])
+            (second,) = self._losses_of([batch])
+            (third,) = self._losses_of([batch], redraw=True)
+            draws = first != third
+            if abs(first - second) > SAME_LOSS * max(abs(first), SAME_LOSS):  # False for NaN
+                kind = "state"
+                text = (
+                    f"loss_fn gives {first:.6g} and then {second:.6g} for the same batch, because "
+                    "it keeps state or draws from a generator of its own: no weights are compared. "
+                    "Change such state in the loop, and draw from the global generators"
+                )
+        except NotComparable as error:
+            kind, text, failure = "state", f"{error}, so no weights are compared", error
+        except SignalError as error:
+            kind, text, failure = "mistake", str(error), error
+        except Exception as error:
+            overrun = self._overrun([batch], error)
+            if overrun is not None:
+                return overrun, error
+            kind, failure = "problem", error
+            text = f"loss_fn raised {type(error).__name__} on the first batch: {error}"
+            fault = classify(error)
+            if fault.cause is Cause.UNKNOWN or fault.hint:  # shapes: a wrong function
+                kind, how = "mistake", "loss_fn(batch), or in JAX with a pytree as state loss_fn"
+                text += (
+                    f"\nThe Healer calls {how}(state, batch), with a batch of healer.batches(), "
+                    "and expects one number: correct the function, or pass loss_fn=None"
+                )
+        return _Trial(kind, text, draws), failure
+
+
+def _batches_of(steps: Sequence[TrainedStep]) -> list[Any]:
+    """The contents of all batches of some steps."""
+    contents = []
+    for step in steps:
+        contents += [batch.content for batch in step.batches]
+    return contents
+
+
+def _mean_over_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """The mean loss of each step; `of_ranks` has the losses of each rank."""
+    return [float(sum(losses)) / len(of_ranks) for losses in zip(*of_ranks, strict=True)]
+
+
+def _checked_loss(loss: Any) -> float:
+    """A loss as a number. Raises SignalError if the function has returned anything else."""
+    return float(check_scalar("loss_fn(batch)", loss))

@@ -1,0 +1,5 @@
+"""The end of a run.
+
+`requests` asks for it (signals, the stop file, votes of the ranks), `exits` has the exceptions that
+end the program, and `shutdown` saves, writes the reports and closes.
+"""

@@ -1,0 +1,538 @@
+"""Ends a run: saves the last state, writes the reports, and closes the files.
+
+After a kill, the next start writes the postmortem (`postmortem.write_for_killed`). Errors at the
+end are logged and not raised, because they would hide the error that has ended the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from healcore.console import counted, first_of
+from healcore.core.decision import Cause
+from healcore.core.errors import HealcoreError, error_text, with_short_arrays
+from healcore.events.models import Ending
+from healcore.events.schema import batch_names
+from healcore.runtime.faults.failures import Fault, classify, is_broken_connection
+from healcore.runtime.faults.nan_checks import nan_variables
+from healcore.runtime.run.ending.exits import (
+    AlreadyCompleted,
+    EndRequested,
+    IncompleteRun,
+    Interrupted,
+    LastStateNotSaved,
+    RunStopped,
+    Terminated,
+)
+from healcore.runtime.store.checkpoints import StoreError
+from healcore.runtime.story import postmortem
+from healcore.runtime.story.diagnosis import (
+    AFTER_A_KILL,
+    RunEnd,
+    advice,
+    last_line,
+    lasting_text,
+    likely_cause_text,
+)
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+_RECOMMENDED_LOOPS = {
+    "jax": "for batch in healer.batches(loader): state = healer.update(step(healer.state, batch))",
+    "torch": "for batch in healer.batches(loader): ...; loss.backward(); optimizer.step()",
+}
+"""Framework -> recommended loop."""
+
+
+def ending_of(error: BaseException | None, signal_number: int | None = None) -> Ending:
+    """Ending of a run.
+
+    Args:
+        error: the exception that left the block, or None if the loop has ended by itself.
+        signal_number: number of the signal that the run has received, or None.
+
+    Returns:
+        The ending, for the events and the postmortem.
+    """
+    endings = {
+        type(None): Ending.COMPLETED,
+        AlreadyCompleted: Ending.COMPLETED,
+        RunStopped: Ending.STOPPED,
+        Terminated: Ending.SIGNAL,
+        KeyboardInterrupt: Ending.INTERRUPTED,
+        EndRequested: Ending.REQUESTED,
+    }
+    for kind, ending in endings.items():
+        if isinstance(error, kind):
+            return ending
+    # torch's loader raises when the signal has killed its workers too.
+    if signal_number == signal.SIGTERM and "DataLoader worker" in str(error):
+        return Ending.SIGNAL
+    return Ending.EXCEPTION
+
+
+class Shutdown:
+    """The end of one run.
+
+    `close` calls the other methods, in this order:
+
+        last steps     read and counted, or their orders carried out     if all ranks end here
+        fault          saved before it if the policy says so, and logged
+        last state     saved                                             if no step has begun
+        record         marked as completed                               if the loop has ended
+        reports        events, postmortem, last line
+        parts          guard, signals, store, driver, claims, log
+
+    Nothing raises on the way: what fails is a line of the log, and the rest is done all the same.
+
+    Args:
+        run: the parts of the run.
+        error: the exception that left the block, or None.
+
+    Attributes:
+        error: the exception that left the block, or its replacement.
+        ending: how the run ends, by `error`.
+        completed: whether the loop has ended by itself.
+        raised: the exception of the loop, also as the cause of a stop, or None.
+        fault: the classified `raised`, or None.
+        problems: errors at the end.
+    """
+
+    def __init__(self, run: Run, error: BaseException | None) -> None:
+        self.run = run
+        self.error = error
+        self.ending = ending_of(error, self.run.end_requests.signals.signal_number)
+        self.completed = self.ending == Ending.COMPLETED
+        self.raised = error.__cause__ if isinstance(error, RunStopped) else error
+        if isinstance(error, AlreadyCompleted):
+            self.raised = None  # not an error of the loop
+        self.fault: Fault | None = None
+        self.problems: list[str] = []
+        self.replaced: list[str] = []
+        """Names of weights that the program has replaced since the last step: not to be saved."""
+        self.memory_text = ""
+        """Sentence about what holds the memory after an out-of-memory error, or empty."""
+
+    def close(self) -> BaseException | None:
+        """Ends the run.
+
+        Returns:
+            An exception for the block to raise instead of its own, or None.
+        """
+        given = self.error
+        self.run.guard.pause()
+        self.run.driver.on_end()
+        together = self.all_ranks_end()
+        ends_by_fault = self.ending in (Ending.COMPLETED, Ending.EXCEPTION, Ending.STOPPED)
+        if self.raised is not None and ends_by_fault:
+            self.fault = classify(self.raised)
+        if self.run.loop.is_trial and self.fault is not None and self.fault.cause is Cause.OOM:
+            self.discard()
+            return None
+        if not self.completed:
+            self.collect("the weights could not be read", self.find_replaced_weights)
+        if together:
+            self.read_last_steps()
+        if not isinstance(self.raised, Exception | None):  # as `sys.exit` after a step
+            self.collect("the last step could not be counted", self.run.loop.count_last_step)
+        self.save_state(together=together)
+        self.report()
+        self.close_parts()
+        if self.error is given:
+            return None
+        return self.error
+
+    def save_state(self, *, together: bool) -> None:
+        """Saves what can be saved, and completes the record of a run that has ended by itself.
+
+        Args:
+            together: whether all ranks end after this step, so that they can save together.
+        """
+        data, loop, saver = self.run.data, self.run.loop, self.run.saver
+        uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
+        between_steps = data.between_steps and not (loop.after_update or uncounted)
+        if self.fault is not None and isinstance(self.raised, Exception):
+            action = partial(self.save_and_log_fault, self.fault, self.raised)
+            self.collect("the fault could not be dealt with", action)
+        # Not after an exception within a step, which leaves the state partly changed.
+        may_save = self.completed or (between_steps and self.ending != Ending.STOPPED)
+        if may_save and self.replaced and data.step != self.run.schedule.last_saved:
+            may_save = False
+            if self.fault is None:  # otherwise `save_and_log_fault` has said so
+                loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
+        left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
+        if left_in_body and saver.resumes_exactly and not loop.after_update:
+            # As at an exception: the batches that were read come again.
+            self.collect("the last state could not be saved", self.save_before_batches)
+        self.save_last_state(together=together, may_save=may_save)
+        if together:
+            self.collect("checkpoints on probation", saver.poll)
+            self.collect("the last saves", self.run.known.read_nonfinite)
+        if self.ending == Ending.COMPLETED and not loop.is_complete:
+            self.run.record.completed = True
+            self.collect("the record of the end", partial(saver.replace_record, data.step))
+
+    def report(self) -> None:
+        """Writes the problems of the end, the postmortem and the last events and lines."""
+        self.collect("the values at the exception could not be read", self.explain_nan)
+        for problem in self.problems:
+            self.run.loop.warn(problem)
+        self.run.log.report_trackers(self.run.data.step)
+        if isinstance(self.error, RunStopped) and self.run.ranks.rank:
+            why = self.error.why
+            self.error.code = f"healcore stopped the run: {why} (rank 0 has the diagnosis)"
+        self.write()
+
+    def discard(self) -> None:
+        """Ends a run that has taken no step, and deletes its first snapshot.
+
+        The next run then starts again, instead of from a snapshot for another batch size.
+        """
+        self.collect("", self.run.saver.wait)
+        self.collect("", partial(self.run.store.delete, self.run.record.first_step))
+        self.run.log.info(
+            "memory ran out before the first step: the trainer begins again with a smaller batch"
+        )
+        self.close_parts()
+
+    def close_parts(self) -> None:
+        """Closes the parts of the run. It is too late to report their errors."""
+        signals = self.run.end_requests.signals
+        self.collect("", self.run.guard.close)
+        self.collect("", signals.stop)
+        self.collect("", self.run.store.join)
+        self.collect("", self.run.driver.close)
+        for claim in self.run.claims:
+            self.collect("", claim.release)
+        self.collect("", self.run.log.close)
+
+    def collect(self, what: str, action: Callable[[], object]) -> Exception | None:
+        """Calls an action of the end, whose failure must not hide the error that ended the run.
+
+        Args:
+            what: the problem's name, for the log; it does not matter once the log is closed.
+            action: the action.
+
+        Returns:
+            The exception of the action, or None.
+        """
+        try:
+            action()
+        except Exception as problem:
+            self.problems.append(f"{what}: {type(problem).__name__}: {problem}")
+            return problem
+        return None
+
+    def all_ranks_end(self) -> bool:
+        """Whether all ranks end after this step. Waits for them if the loop has ended by itself.
+
+        A rank that ends alone, or a step before the others, must not wait for them.
+        """
+        if not self.completed:
+            return self.run.end_requests.ends_together or self.run.ranks.world == 1
+        if self.run.ranks.world > 1:
+            what = (
+                "another rank has not ended its loop (give every rank as many batches, as torch's "
+                "DistributedSampler does, and leave the loop at the same step on all ranks)"
+            )
+            self.raised = self.collect(what, partial(self.run.ranks.gather, None))
+        return self.raised is None
+
+    def read_last_steps(self) -> None:
+        """Reads the unread steps of a completed run, or carries out their orders after a request.
+
+        A restart from a later state would not see these orders.
+        """
+        failed = "the last steps could not be read"
+        if isinstance(self.error, Terminated | Interrupted | EndRequested):
+            try:
+                self.collect(failed, self._act_on_last_steps)
+            except RunStopped as stop:
+                self.error, self.ending = stop, Ending.STOPPED
+        if self.completed:
+            self.collect(failed, self.run.loop.report_last_steps)
+
+    def _act_on_last_steps(self) -> None:
+        """Carries out the orders of the last steps, or only reports the steps."""
+        loop = self.run.loop
+        if not loop.count_last_step():
+            return
+        if self.replaced:  # an order may compare the weights, which are not those of the training
+            loop.report_last_steps()
+        else:
+            loop.read_and_act(all=True)
+
+    def explain_nan(self) -> None:
+        """Says what to do about a program that raises at NaN itself, before the policy can skip."""
+        data, error = self.run.data, self.raised
+        if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
+            return
+        if not (isinstance(error, Exception) or (isinstance(error, SystemExit) and error.code)):
+            return
+        if self.fault is not None and self.fault.cause != Cause.UNKNOWN:
+            return
+        names = nan_variables(error)
+        if not names:
+            return
+        batches = data.pending_ids or data.last_ids
+        places = batch_names([list(each) for each in batches], [b.rows for b in batches if b.rows])
+        where = f"step {data.step if data.pending_ids else max(0, data.step - 1)}"
+        if places:
+            where += f", {first_of(places)}"
+        again = ""
+        events = self.run.log.events.path
+        if events is not None:
+            earlier = postmortem.same_end_before(events, data.step, type(error).__name__)
+            if earlier:
+                again = f"An earlier start has ended at this step in the same way ({earlier}). "
+        self.run.loop.warn(
+            f"{first_of(names)} had NaN at {where}, and the program itself raised "
+            f"{type(error).__name__}. {again}If that is a check for NaN, remove this check: "
+            "healcore skips the step, and the run continues. set_detect_anomaly and the "
+            "validate_args of a distribution are such checks too"
+        )
+
+    def find_replaced_weights(self) -> None:
+        """Finds whether the program has replaced weights, so that they must not be saved.
+
+        An evaluation of averaged weights puts them in the place of the trained ones. A restart from
+        such a checkpoint would train on from the averages, and nothing would show it.
+        """
+        if not self.run.driver.is_interrupted():
+            self.replaced = self.run.driver.replaced_weights()
+
+    def replaced_text(self) -> str:
+        """Reason why replaced weights are not saved, or an empty string."""
+        if not self.replaced:
+            return ""
+        return (
+            f"the program has replaced weights since step {self.run.data.step} "
+            f"({first_of(self.replaced)}), as for an evaluation of averaged weights, and a restart "
+            "must not train on from them; it resumes from the checkpoint of step "
+            f"{self.run.schedule.last_saved}"
+        )
+
+    def save_last_state(self, *, together: bool, may_save: bool) -> None:
+        """Saves the last state, and sets the ending of a loop that has ended by itself.
+
+        Args:
+            together: whether all ranks end after this step.
+            may_save: whether the state is complete, so that a restart may resume from it.
+        """
+        completed = self.completed
+        saved = True
+        if together and may_save:
+            save = partial(self.run.saver.save_last, completed=completed)
+            saved = self.collect("the last state could not be saved", save) is None
+        self.collect("checkpoints being written", self.run.saver.wait)
+        if completed and (not together or self.is_lost_on_any_rank(saved)):
+            # Not "completed", so that the next start resumes and saves the run.
+            self.error = LastStateNotSaved(self.unsaved_state_text())
+            self.ending = Ending.EXCEPTION
+        elif completed:
+            self.error = _incomplete_run_error(self.run)
+            self.ending = ending_of(self.error)
+            if self.error is None and self.run.loop.break_place:
+                self.ending = Ending.REQUESTED
+
+    def save_before_batches(self) -> None:
+        """Saves the state before the batches that were read for the next step."""
+        why_not = self.run.saver.save_emergency(self.replaced_text())
+        if why_not:
+            self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
+
+    def save_and_log_fault(self, fault: Fault, raised: Exception) -> None:
+        """Saves if a rule of the policy says so, and logs the exception that ends the run.
+
+        Args:
+            fault: the classified exception.
+            raised: the exception.
+        """
+        why_not = ""
+        answer = None
+        # The ranks that have not raised do not take part in a save; memory ends with the process.
+        answers = self.run.policy.answers(fault.cause)
+        if fault.hint:  # an error of the program, which a rule for unknown errors may save
+            answers |= self.run.policy.answers(Cause.UNKNOWN)
+        if self.run.saver.resumes_exactly and "save" in answers:
+            why_not = "the exception interrupted the updates of a step"
+            try:
+                if self.run.loop.count_last_step():
+                    self.run.loop.report_last_steps()
+                    why_not = "a restart repeats the step, whose evaluation or log is incomplete"
+                    if not self.run.loop.after_update:
+                        why_not = self.run.saver.save_emergency(self.replaced_text())
+            except StoreError as problem:
+                why_not = str(problem)
+            except Exception as problem:  # a step in JAX that failed may have donated the state
+                why_not = f"{type(problem).__name__}: {problem}"
+            if not why_not:
+                answer = "save"
+        problem = f"the loop raised {error_text(raised):.600}"
+        if Cause.OOM in fault.cause:
+            self.memory_text = f". {self.run.out_of_memory.profile()}"
+            problem += self.memory_text
+        self.run.log.fault(self.run.data.step, fault, problem, answer=answer)
+        if why_not:
+            self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
+
+    def is_lost_on_any_rank(self, saved: bool) -> bool:
+        """Whether the last state is lost on any rank. A rank that does not answer counts as lost.
+
+        A store in memory ends with the process in any case.
+        """
+        lost = self.run.store.durable and (
+            self.run.data.step in self.run.saver.unsaved or not saved
+        )
+        answers: list[bool] = []
+
+        def ask() -> None:
+            answers.extend(self.run.ranks.gather(lost))
+
+        if self.collect("another rank has left", ask) is not None:
+            return True
+        return any(answers)
+
+    def unsaved_state_text(self) -> str:
+        """The message about a last state that no checkpoint holds."""
+        step = self.run.data.step
+        saver = self.run.saver
+        target = "resumes from the newest checkpoint"
+        with contextlib.suppress(StoreError, OSError):  # the checkpoints that survive the process
+            newest = max(self.run.store.steps_on_disk(), default=None)
+            if newest is None:
+                target = "starts from the beginning"
+            else:
+                target = f"resumes from the checkpoint of step {newest}"
+        why = saver.unsaved.get(step) or next(iter(self.problems), "it failed on another rank")
+        return (
+            f"healcore: the loop has ended at step {step}, and its last state is not saved "
+            f"({why}). Remove the cause and start the program again: it {target}"
+        )
+
+    def write(self) -> None:
+        """Writes the postmortem, the last event and the last line.
+
+        The postmortem comes first: a start writes a missing postmortem only without the event
+        `end`.
+        """
+        ending, error = self.ending, self.error
+        with contextlib.suppress(Exception):  # a step in JAX that failed may have donated the state
+            self.run.loop.count_last_step()
+            self.run.recovery.count_last_steps()
+            self.run.monitor.read_engines()
+        why = self.run.loop.break_place if error is None else getattr(error, "why", "")
+        exception = trace = None
+        if ending == Ending.EXCEPTION and error is not None:
+            exception = self.exception_text(error)
+            trace = with_short_arrays("".join(traceback.format_exception(error)))
+        fault = self.fault or Fault(Cause(0), "")
+        end = self.run.recovery.run_end(
+            ending, why, exception=exception, fault=fault.cause, hint=fault.hint
+        )
+        events = self.run.log.events
+        is_complete = self.run.loop.is_complete and ending == Ending.COMPLETED  # has its postmortem
+        if events.path is not None and not is_complete:
+            problem = postmortem.write(events.path, end, trace=trace, lost=events.lost)
+            if problem:
+                self.run.log.warning(problem)
+        self.run.log.event(
+            "end",
+            step=end.step,
+            ending=end.ending,
+            incidents=end.counts.incidents,
+            rollbacks=end.counts.rollbacks,
+            last_good=end.last_good,
+            steps_lost=end.steps_lost or None,
+        )
+        if not is_complete:  # otherwise the first line has said so
+            self.log_last_line(end)
+
+    def exception_text(self, error: BaseException) -> str:
+        """The text of the exception that ends the run, for the postmortem."""
+        text = error_text(error) + self.memory_text
+        if is_broken_connection(error):
+            text += ". Another rank has ended: its output says why, unless it was killed; "
+            text += f"then {AFTER_A_KILL}"
+        return text
+
+    def log_last_line(self, end: RunEnd) -> None:
+        """Logs how the run has ended."""
+        ending = self.ending
+        newest = None  # the newest checkpoint on disk
+        for saved in self.run.recovery.listed():
+            if saved.path and saved.status != "abandoned":
+                newest = saved.step if newest is None else max(newest, saved.step)
+        data = self.run.data
+        if ending == Ending.COMPLETED and data.had_completed and data.resumed_here:
+            self.run.log.warning(
+                f"completed earlier, at step {end.step}: nothing was trained, and the state is the "
+                "saved state; an empty directory begins a new run"
+            )
+        elif ending in (Ending.EXCEPTION, Ending.STOPPED):
+            self.run.log.error(last_line(end, newest))
+        else:
+            self.run.log.info(last_line(end, newest))
+        if end.lasting:
+            hints = " ".join(advice(end.lasting))
+            self.run.log.warning(f"the run is not healthy: {lasting_text(end)}. {hints}")
+
+
+def _incomplete_run_error(run: Run) -> BaseException | None:
+    """The exception for a loop that has ended by itself with an incomplete run, or None.
+
+    A program that ends with status 0 is taken for trained. So a loop that has trained nothing, or
+    weights that are not finite, end with status 1 and say what to write instead.
+    """
+    if run.loop.is_complete:
+        return None
+    data = run.data
+    untrained = run.ledger.untrained
+    unread = len(data.pending_ids)
+    skipped = data.skipped_steps
+    total = data.step + skipped
+    loop_text = _RECOMMENDED_LOOPS[run.driver.framework]
+    if data.steps_taken and not run.loop.was_used:
+        return IncompleteRun(
+            "healcore: the loop took its steps without the Healer, which could not save between "
+            f"them, roll back or stop. Write `{loop_text}`, or call healer.after_step() after each "
+            "step. The last state is saved"
+        )
+    if not data.steps_taken and (data.step == 0 or (unread and not run.loop.break_place)):
+        return IncompleteRun(
+            "healcore: the loop has ended, and the Healer has seen no step of an optimizer in the "
+            f"state ({counted(unread, 'batch', 'batches')} read). Write `{loop_text}`. The next "
+            f"start begins at step {data.step}"
+        )
+    try:
+        run.nonfinite.stop_if_never_finite(at_end=True)
+        judges = run.policy.rollback.nonfinite_state == "rollback" and not run.policy.observes
+        found: list[str] = []
+        if judges and not run.nonfinite.weights_are_finite():
+            found = run.saver.nonfinite_in_state()
+        if found:
+            run.recovery.stop(f"{first_of(found)} became NaN or Inf at the end")
+        if not run.policy.observes and 2 * (untrained + skipped) > total:
+            undone = f", and {skipped} were undone and their batches skipped" if skipped else ""
+            run.recovery.stop(
+                "the data have ended, and the run has not trained on most of them: of "
+                f"{total} steps, {untrained} were skipped{undone}"
+                f"{likely_cause_text(run.monitor.nonfinite_record)}"
+            )
+    except RunStopped as stop:
+        return stop
+    has_ended = run.loop.reached_end or data.had_completed or data.repeated_all_passes
+    if data.resumed_here and not (has_ended or run.loop.break_place or run.loop.has_trainer):
+        return IncompleteRun(
+            f"healcore: the run was resumed at step {data.step}, and the loop has ended without a "
+            "step. A loop of epochs begins with `for epoch in healer.epochs(n)`, and reads "
+            "healer.batches(loader, epoch=epoch). If the run has no more steps, an empty directory "
+            "begins a new run"
+        )
+    return None

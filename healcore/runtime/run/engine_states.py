@@ -1,0 +1,126 @@
+"""Changes of engine states between two steps: after a rollback, and by limits of gradient norms.
+
+An adapter holds the states of the engines. Here they are JSON-safe values by engine name, as
+`Driver.engines` returns them and `Driver.load` takes them. All functions are pure: they return new
+states, and the driver loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from healcore.core.engine import Engine, StateError
+from healcore.runtime.driver import Engines
+
+LrState: TypeAlias = dict[str, Any]
+"""The learning-rate part of an engine state: multiplier, limit and cuts, as JSON-safe values."""
+
+
+def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
+    """Engine states after a rollback: detectors as saved, budgets and multipliers as they are now.
+
+    Otherwise a rollback would give the run its budget of rollbacks back, and could repeat for ever.
+
+    Args:
+        engine: engine of the policy.
+        live: states of the run before the rollback.
+        saved: states in the restored checkpoint. An engine without a saved state restarts its
+            warm-up.
+
+    Returns:
+        The states, for the engines of `live`.
+    """
+    merged = {}
+    for name, state in live.items():
+        now = engine.from_dict(state)
+        if saved is not None and saved.get(name) is not None:
+            before = engine.from_dict(saved[name])
+        else:
+            before = engine.init(groups=state["groups"])
+        merged[name] = engine.to_dict(engine.on_rollback(now, before, xp=np))
+    return merged
+
+
+def limit_norms(
+    engine: Engine, engines: Engines, limits: Mapping[str, float], *, withhold: bool = False
+) -> Engines:
+    """Engine states with these limits of the gradient norm, and without any other.
+
+    Args:
+        engine: engine of the policy.
+        engines: states, by engine name.
+        limits: largest norm of the gradients, above 0, by engine name. An engine without a limit
+            here has none from now on.
+        withhold: whether all steps from now on are withheld, which needs no limit.
+
+    Returns:
+        The states.
+    """
+    limited = {}
+    for name, saved in engines.items():
+        state = engine.from_dict(saved)
+        if withhold:
+            state = engine.withhold(state)
+        else:
+            state = engine.limit_norm(state, np.float32(limits.get(name, 0.0)), xp=np)
+        limited[name] = engine.to_dict(state)
+    return limited
+
+
+def norm_limits(engines: Engines) -> dict[str, float]:
+    """The limits of the gradient norm in force, by engine name; without engines that have none."""
+    limits = {}
+    for name, each in engines.items():
+        limit = float(each["state"]["norm_limit"])
+        if limit > 0:
+            limits[name] = limit
+    return limits
+
+
+def lr_states(engines: Engines) -> dict[str, LrState]:
+    """The learning-rate part of engine states, by engine name, to undo a limit later."""
+    return {name: dict(each["state"]["lr"]) for name, each in engines.items()}
+
+
+def with_lr_states(engines: Engines, before: Mapping[str, LrState]) -> Engines:
+    """Engine states with an earlier learning-rate part: the limits since then are undone.
+
+    Args:
+        engines: states, by engine name.
+        before: result of `lr_states`. An engine without an entry keeps its learning-rate part.
+
+    Returns:
+        The states.
+    """
+    changed = {}
+    for name, each in engines.items():
+        state = each["state"]
+        changed[name] = {**each, "state": {**state, "lr": before.get(name, state["lr"])}}
+    return changed
+
+
+def compatible_states(engine: Engine, saved: Engines) -> tuple[dict[str, Any], str]:
+    """The saved states that fit this policy.
+
+    A checkpoint stays usable after a change of the policy: the detectors restart their warm-up.
+
+    Args:
+        engine: engine of the policy.
+        saved: states in a checkpoint.
+
+    Returns:
+        The states that fit, by engine name; and the problem of the last one that does not fit, or
+        an empty string.
+    """
+    fit = {}
+    problem = ""
+    for name, state in saved.items():
+        try:
+            engine.from_dict(state)
+            fit[name] = state
+        except StateError as error:
+            problem = f"the detectors of {name} restart their warm-up: {error}"
+    return fit, problem

@@ -1,0 +1,481 @@
+"""`Restorer`: restores checkpoints, for a rollback and for a start alike.
+
+All checks pass before live state changes. A rollback loads its target, and then replaces the record
+of the target by one rename. A process that is killed before the rename has changed nothing on disk,
+and its successor finds the trouble again. After the rename every start resumes from the target.
+
+    choose steps -> read and check the first intact one -> load it into the live run
+        -> rewind loaders, forget the undone steps -> replace the record of the target (commit)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from healcore.console import counted, first_of
+from healcore.runtime.data.positions import position_of_other_ranks
+from healcore.runtime.driver import Engines, Rates
+from healcore.runtime.run.compare.evidence import ComparisonState
+from healcore.runtime.run.engine_states import (
+    engines_after_rollback,
+    limit_norms,
+    with_lr_states,
+)
+from healcore.runtime.run.healthy_ranges import Held
+from healcore.runtime.run.host_state import HOST_ITEM, HostParts
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.restore.stored import SavedCheckpoint, SavedState, loader_positions
+from healcore.runtime.run.rollback.dead_run import Attempt, attempts_at
+from healcore.runtime.run.rollback.next_trial import Trial
+from healcore.runtime.run.rollback.rates import limit_rates
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.store.checkpoints import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    NoGoodCheckpoint,
+    StateMismatch,
+    StoreError,
+    choose_checkpoints,
+)
+from healcore.runtime.store.ranks import run_on_first
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+LostSteps: TypeAlias = Callable[[int, str], int]
+"""Restored step, and why the data were not rewound or "" -> undone steps that are not repeated."""
+MODEL_CHANGED_SINCE = "the program has changed the structure of its model since"
+"""Reason of a rollback that restores weights, and not the place in the run."""
+
+
+def _none_lost(target: int, why_not: str) -> int:
+    """The `LostSteps` of a loop that repeats every step."""
+    return 0
+
+
+class Restorer:
+    """Restores checkpoints, for rollbacks and after a start.
+
+    It decides nothing: an `Order` says which checkpoint and what changes, and
+    `rollback/rates.py:limit_rates` which learning rates follow.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def restore(self, order: Order, lost_steps: LostSteps = _none_lost) -> RollbackRecord:
+        """Restores a checkpoint for an order.
+
+        Args:
+            order: what to restore, and what to change.
+            lost_steps: says how many undone steps the run does not repeat.
+
+        Returns:
+            The rollback, as it is in the record of the restored checkpoint.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint is usable. A failed load may have changed a part of the
+                live state.
+            StateMismatch: the state differs from that of every checkpoint.
+            StoreError: the store cannot be read.
+        """
+        saver = self.run.saver
+        saver.wait()
+        self.run.known.end_probation(before=order.onset)
+        self.run.stored.find_damage()
+        steps = self._choose(order)
+        live, rates = self.run.driver.engines(), self.run.driver.learning_rates()
+        order = replace(order, lr_at_fault=self._fault_rates(order, live, rates))
+        load = partial(self._load_target, order, live, rates)
+        try:
+            done, saved = self._load_first_fitting(order, steps, load)
+        except StateMismatch as mismatch:
+            if order.better_step is not None or order.attempt:
+                raise  # the weights are finite: what fits only in part is no remedy
+            return self._restore_common(order, steps, mismatch)
+        why_not = self.run.loaders.rewind(
+            saved.position,
+            order.batches,
+            self.run.policy.rollback.skip_batches,
+            order.read_again,
+        )
+        done = self._with_repeat(done, lost_steps(done.target, why_not), why_not)
+        saved_ledger = None if saved.record is None else saved.record.ledger
+        self.run.ledger.on_rollback(done, saved_ledger)
+        if saved.host is not None:  # after the loaders, which draw random numbers
+            self.run.data.host.put_back(saved.host)
+        self.run.holding.held = self._held_after(order)
+        self.run.comparisons.on_rollback(done.target)
+        self.run.record.monitor.on_rollback(done.target)
+        self.run.record.part_growth.on_rollback(done.target)
+        self._forget_changes(since=done.target)
+        saver.begin_attempt(done.target)
+        self._commit_rollback(done)
+        return done
+
+    def _load_first_fitting(
+        self,
+        order: Order,
+        steps: Sequence[int],
+        load: Callable[[SavedCheckpoint], RollbackRecord],
+    ) -> tuple[RollbackRecord, SavedCheckpoint]:
+        """Calls `load` with the first intact checkpoint of `steps` that fits the live state.
+
+        If the best one is from before a change of the model's structure, checkpoints from after the
+        change are tried before older ones. Raises StateMismatch of the best one if none fits.
+        """
+        mismatch: StateMismatch | None = None
+        remaining = [*steps]
+        while remaining:
+            try:
+                return self.run.stored.load_first_intact(remaining, load, self.run.data.step)
+            except StateMismatch as error:
+                if error.step is None or error.step not in remaining:
+                    raise
+                remaining = remaining[remaining.index(error.step) + 1 :]
+                if mismatch is None:
+                    mismatch = error
+                    remaining = [*self._after_change(order, error.step), *remaining]
+            except NoGoodCheckpoint:
+                if mismatch is None:
+                    raise
+                break
+        assert mismatch is not None
+        raise mismatch
+
+    def _after_change(self, order: Order, change: int) -> list[int]:
+        """Steps of the finite checkpoints that are newer than `change`, the best first.
+
+        The newest one up to the onset; then, as a last resort, the oldest one after the onset,
+        whose arrays are finite at least. Without those that were tried for the same trouble.
+        """
+        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        tried = {each.checkpoint for each in past}
+        before, after = [], []
+        for each in self.run.stored.listed():
+            if not each.finite or each.status == "abandoned":
+                continue
+            if each.step <= change or each.step in tried:
+                continue
+            if each.step <= order.onset:
+                before.append(each.step)
+            else:
+                after.append(each.step)
+        return [*sorted(before, reverse=True), *sorted(after)]
+
+    def _restore_common(
+        self, order: Order, steps: Sequence[int], mismatch: StateMismatch
+    ) -> RollbackRecord:
+        """Restores what a checkpoint has in common with a model whose structure has changed since.
+
+        The run keeps its place. At an earlier place the program would change its model once more,
+        which may do harm or raise. So only weights and moments go back. Raises `mismatch` if no
+        checkpoint has enough in common.
+        """
+        driver, saver, step = self.run.driver, self.run.saver, self.run.data.step
+        if self.run.ranks.world > 1:
+            raise mismatch
+        live = driver.engines()
+        found = None
+        for each in steps:
+            try:
+                driver.load_common(self.run.store.restore_common(each, saver.items()))
+            except StateMismatch as error:
+                mismatch = replace(error, step=each)
+            except (CheckpointNotFound, CheckpointDamaged):
+                continue
+            else:
+                found = each
+                break
+        if found is None:
+            raise mismatch
+        driver.load(None, engines_after_rollback(self.run.policy.engine, live, {}))
+        done = RollbackRecord(
+            **vars(order),
+            number=len(self.run.ledger.rollbacks) + 1,
+            step=step,
+            target=step,
+            weights_of=found,
+            lost=step - found,
+            why_lost=MODEL_CHANGED_SINCE,
+            why_forward=MODEL_CHANGED_SINCE,
+        )
+        self.run.ledger.on_rollback(done, None)
+        self.run.comparisons.on_rollback(step)
+        self.run.record.monitor.on_rollback(step)
+        self.run.comparisons.on_structure_change()
+        saver.begin_attempt(step)
+        saver.write(step, "rollback")
+        return done
+
+    def _forget_changes(self, *, since: int) -> None:
+        """Forgets the program's changes of the model in steps that are undone."""
+        record = self.run.record
+        record.changes = [each for each in record.changes if each.step < since]
+        self.run.loaders.changed_in = max((each.epoch for each in record.changes), default=-1)
+
+    def _choose(self, order: Order) -> tuple[int, ...]:
+        """Steps of the checkpoints to try, the best first."""
+        if order.better_step is not None:
+            saves = self.run.stored.listed()
+            return choose_checkpoints(saves, onset=order.better_step, sound_until_onset=True)
+        ledger = self.run.ledger
+        past = ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        if order.attempt:
+            past = attempts_at(order.onset, ledger.rollbacks)
+        return choose_checkpoints(
+            self.run.stored.listed(),
+            onset=order.onset,
+            depth=order.depth,
+            tried=[each.checkpoint for each in past],
+            initial=(self.run.record.first_step, self.run.known.started_from),
+            sound_until_onset=order.sound_until_onset,
+        )
+
+    def _fault_rates(self, order: Order, live: Engines, rates: Rates) -> Mapping[str, float] | None:
+        """`lr_at_fault` of the order, completed by the rates in force of the other optimizers."""
+        if order.lr_at_fault is None:
+            return None
+        completed = {}
+        for name, state in live.items():
+            scale = float(self.run.policy.engine.from_dict(state).lr.scale)
+            rate = rates.get(name)
+            completed[name] = (1.0 if rate is None else rate) * scale
+        return completed | {**order.lr_at_fault}
+
+    def _load_target(
+        self, order: Order, live: Engines, rates: Rates, saved: SavedCheckpoint
+    ) -> RollbackRecord:
+        """Loads the target of a rollback, with the engine states and rates that follow it."""
+        engine = self.run.policy.engine
+        engines = engines_after_rollback(engine, live, saved.engines)
+        if order.trial == Trial.ACCEPT or order.attempt == Attempt.UNDO:
+            engines = with_lr_states(engines, order.lr_states)
+        self.load_state(saved.state, engines, reset=self.run.policy.rollback.reset_moments)
+        now = self.run.driver.learning_rates()  # the schedules are at the restored step
+        # No step has been trained at the rate of the very first state: it may be the start of a
+        # warm-up, so it limits only the last rollback that the budget allows.
+        trained = saved.step > self.run.record.first_step or order.is_last
+        after = limit_rates(
+            engine,
+            engines,
+            order.lr_at_fault,
+            now,
+            healthy=trained,
+            learnt=self.run.comparisons.state.ranges.values,
+        )
+        held = self._held_after(order)
+        engines = limit_norms(
+            engine, after.engines, held.norm_limits, withhold=held.withholds(saved.step)
+        )
+        self.run.driver.load(None, engines)
+        self.run.driver.hold_numbers(held.number_ranges)
+        scales, limits = after.scales, after.limits
+        lowest = min(scales, key=lambda name: (scales[name], name not in limits), default="")
+        return RollbackRecord(
+            **vars(order),
+            number=len(self.run.ledger.rollbacks) + 1,
+            step=self.run.data.step,
+            target=saved.step,
+            skipped=len(order.batches),
+            engine=lowest,
+            lr=rates.get(lowest),
+            lr_limit=limits.get(lowest),
+            lr_scale=scales.get(lowest, 1.0),
+        )
+
+    def _with_repeat(self, done: RollbackRecord, lost: int, why_not: str) -> RollbackRecord:
+        """The record of a rollback with the numbers of repeated and of lost steps."""
+        skipped = self.run.data.steps_of(len({*done.batches}))
+        why, _, _ = why_not.partition(": ")  # without the advice
+        repeated = max(done.step - done.target - lost - skipped, 0)
+        why_lost = why if lost else ""
+        return replace(done, repeated=repeated, lost=lost, why_lost=why_lost, why_forward=why_not)
+
+    def _held_after(self, order: Order) -> Held:
+        """What is held in its healthy range after the rollback of an order."""
+        if order.held is None:
+            return self.run.holding.held
+        return order.held
+
+    def _commit_rollback(self, done: RollbackRecord) -> None:
+        """Replaces the record of the restored checkpoint, and saves it if it is not on disk."""
+        saver, step = self.run.saver, done.target
+        try:
+            saver.replace_record(step)
+            on_disk = self.run.store.steps_on_disk
+            if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
+                saver.write(step, "rollback")
+        except (StoreError, OSError) as error:
+            problem = f"the rollback could not be written: {error}; a restart before the next save"
+            self.run.log.problem(done.step, f"{problem} does it again")
+        saver.report_failures()
+
+    def resume(self, newest: RunRecord | None, steps: list[int]) -> tuple[int, HostParts | None]:
+        """Resumes from the first intact checkpoint of `steps`, at the start of a process.
+
+        Args:
+            newest: the newest record in the store, or None. The run continues with its attempts and
+                its settings, also if an older checkpoint has to be loaded.
+            steps: steps of the checkpoints, in descending order.
+
+        Returns:
+            The step, and the argument of `HostState.put_back` for when the loop has a loader.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint is intact.
+            StateMismatch: the newest intact one is of another state. An older checkpoint that fits
+                would lose the steps since then.
+        """
+        self._add_param_groups(steps)
+        try:
+            own, saved = self.run.stored.load_first_intact(steps, self._resume_from)
+        except StateMismatch as error:
+            where = self.run.store.place
+            raise replace(error, where=where, advice=_advice_for(newest)) from None
+        record = self.run.record
+        # The live ledger and monitor were continued in place: other parts refer to them.
+        in_place = {"ledger": record.ledger, "monitor": record.monitor}
+        vars(record).update(vars(newest or own), completed=False, **in_place)
+        record.part_growth.on_rollback(own.step)
+        self._forget_changes(since=own.step)
+        self.run.driver.structure_changes()  # those of the restart itself
+        self.run.saver.begin_attempt(own.step)
+        return own.step, saved.host
+
+    def _resume_from(self, saved: SavedCheckpoint) -> RunRecord:
+        """Loads a checkpoint of an earlier process. Returns its record."""
+        own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
+        weights = self._copies(own.comparisons, saved.step)
+        repeats = own.repeats(saved.step)
+        reset = repeats and self.run.policy.rollback.reset_moments
+        comparisons, engines = self.run.comparisons, saved.engines
+        if not comparisons.is_enabled:
+            engines = limit_norms(self.run.policy.engine, engines, {})
+        self.load_state(saved.state, engines, reset=reset)
+        if own.comparisons is not None:
+            if comparisons.is_enabled and saved.step in own.comparisons.needed():
+                weights[saved.step] = self.run.driver.copy_weights()
+            batches = None if saved.host is None else saved.host.batches
+            comparisons.continue_from(own.comparisons, weights, step=saved.step, batches=batches)
+        self.run.ledger.continue_from(own.ledger, saved.step)
+        vars(self.run.record.monitor).update(vars(own.monitor))
+        positions = {**(saved.position or {})}
+        if repeats:
+            positions |= _kept_positions(own, saved)
+        self.run.loaders.resume(positions, own.skipped)
+        return own
+
+    def _add_param_groups(self, steps: Sequence[int]) -> None:
+        """Adds the parameter groups of the newest checkpoint that the program has not added yet."""
+        groups = self.run.stored.param_groups(steps)
+        added = self.run.driver.add_param_groups(groups) if groups else []
+        if added:
+            self.run.log.info(
+                f"the optimizer has received {counted(len(added), 'parameter')} that the run had "
+                f"added with add_param_group: {first_of(added)}. A call for the same parameters "
+                "finds the group there"
+            )
+
+    def load_state(self, saved: SavedState, engines: Engines, *, reset: bool) -> None:
+        """Puts the user's state of a checkpoint into the live run.
+
+        Args:
+            saved: items of the checkpoint, by name. Healcore's own item is left out.
+            engines: engine states to load with it.
+            reset: whether the moments of the optimizers start again at zero.
+        """
+        state = {name: each for name, each in saved.items() if name != HOST_ITEM}
+        self.run.driver.load(state, engines, reset_moments=reset)
+
+    def load_state_of(self, step: int) -> None:
+        """Loads the user's state of a checkpoint, without healcore's record."""
+        saved = self.run.store.restore(step, self.run.saver.items()).state
+        self.load_state(saved, {}, reset=self._resets_at(step))
+
+    def _resets_at(self, step: int) -> bool:
+        """Whether the moments start again at a checkpoint, because a rollback repeats from it."""
+        return self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
+
+    def restore_again(self, step: int) -> None:
+        """Restores the checkpoint of the last rollback once more, before any further step.
+
+        In JAX a pytree is not replaced: the program cannot have changed it, and may hold it.
+        """
+        driver = self.run.driver
+        engines, reset = driver.engines(), self._resets_at(step)
+
+        def load(saved: SavedCheckpoint) -> bool:
+            if driver.state_is_in_place:
+                self.load_state(saved.state, engines, reset=reset)
+            return driver.state_is_in_place
+
+        self.run.saver.wait()
+        try:
+            _, saved = self.run.stored.load_first_intact([step], load)
+        except StateMismatch as error:
+            self.run.log.problem(
+                step,
+                "the program has changed the structure of its model after a pass over the data "
+                f"that a rollback has ended early, and the change stays: {error}",
+            )
+            return
+        if saved.position is not None:
+            self.run.loaders.rewind(saved.position, (), 0)
+        if saved.host is not None:
+            self.run.data.repeat_pass(saved.host)
+
+    def _copies(self, saved: ComparisonState | None, resumed: int) -> dict[int, Any]:
+        """The weights of older checkpoints that a comparison needs, by step; changes live state.
+
+        A checkpoint that some rank cannot load is left out. The resumed one is not affected.
+        """
+        copies: dict[int, Any] = {}
+        if saved is None or not self.run.comparisons.is_enabled:
+            return copies
+        for step in saved.needed():
+            if step >= resumed:
+                continue
+            weights = None
+            try:
+                self.load_state_of(step)
+                weights = self.run.driver.copy_weights()
+            except Exception as error:
+                problem = f"the weights of checkpoint {step} cannot be compared: {error}"
+                self.run.log.event("problem", step=resumed, problem=problem)
+            if all(self.run.ranks.gather(weights is not None)):
+                copies[step] = weights
+        return copies
+
+
+def _kept_positions(own: RunRecord, saved: SavedCheckpoint) -> dict[str, Any]:
+    """Number of a loader that the last rollback did not rewind -> its position, which it keeps.
+
+    If the number of ranks has changed since, its epoch begins again like that of the other loaders.
+    """
+    saved_by = None
+    for each in loader_positions(saved.position).values():
+        if "ranks" in each:
+            saved_by = each["ranks"]
+            break
+    if not saved_by:
+        return dict(own.forward)
+    moved = {}
+    for name, position in own.forward.items():
+        moved[name] = position_of_other_ranks(position, saved_by)
+    return moved
+
+
+def _advice_for(newest: RunRecord | None) -> str:
+    """What to do about a checkpoint that does not fit, if the program has changed its model."""
+    if newest is None or not newest.changes:
+        return ""
+    which = ", ".join(f"at step {each.step} (epoch {each.epoch})" for each in newest.changes[-3:])
+    return (
+        f"The program has changed the structure of its model while it trained, {which}. Make the "
+        "same changes before `with Healer(...)`, and not again in the loop; "
+        'docs/data-and-resume.md shows it under "A model that changes while it trains"'
+    )

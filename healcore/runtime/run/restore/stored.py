@@ -1,0 +1,284 @@
+"""`StoredCheckpoints`: the checkpoints of a run as all ranks can read them.
+
+Reading is collective. A rank may lack a checkpoint, or find it damaged, that the others could load:
+its copy in memory is gone, or its disk has a fault. All ranks then take the next older one, because
+weights of different steps would not fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+from healcore.core.decision import Cause
+from healcore.runtime.data.positions import position_of_other_ranks
+from healcore.runtime.driver import Engines
+from healcore.runtime.faults.failures import classify
+from healcore.runtime.run.engine_states import compatible_states
+from healcore.runtime.run.host_state import HOST_ITEM, HostParts
+from healcore.runtime.run.run_record import RunRecord
+from healcore.runtime.store.checkpoints import (
+    CheckpointDamaged,
+    CheckpointInfo,
+    CheckpointNotFound,
+    NoGoodCheckpoint,
+    Restored,
+    StateMismatch,
+    StoreError,
+)
+from healcore.runtime.store.host_copy import MEMORY
+from healcore.runtime.store.ranks import RankFailed, broadcast, run_on_each
+from healcore.runtime.store.values import attribute
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+T = TypeVar("T")
+SavedState: TypeAlias = Mapping[str, Any]
+"""Name in the user's state -> what the checkpoint has for it."""
+Positions: TypeAlias = Mapping[str, Any]
+"""Number of a loader -> its position; besides, the counts of all loaders."""
+
+
+class SavedCheckpoint(NamedTuple):
+    """The content of a checkpoint, after its checks and before any use."""
+
+    step: int
+    """Its step."""
+    state: dict[str, Any]
+    """The user's state."""
+    record: RunRecord | None
+    """Healcore's record, or None if another program has saved the checkpoint."""
+    engines: dict[str, Any]
+    """The engine states that fit this policy, by engine name."""
+    problem: str
+    """The problem of the engine states that do not fit, or an empty string."""
+    host: HostParts | None
+    """Random states and positions of the loaders, or None if they cannot be used."""
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """Positions of the loaders, or None."""
+        if self.host is None:
+            return None
+        return self.host.data
+
+
+class StoredCheckpoints:
+    """Lists the checkpoints of a run, and loads the first one that is intact on every rank."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints that every rank lists, as rank 0 sees them. Collective."""
+        of_ranks = self.run.ranks.gather(self.run.known.listed())
+        common = set.intersection(*({saved.step for saved in saves} for saves in of_ranks))
+        return [saved for saved in of_ranks[0] if saved.step in common]
+
+    def newest_record(self) -> RunRecord | None:
+        """The newest record in the store, or None. Reads no arrays. Collective.
+
+        The newest record is of the latest attempt, and in it of the latest step. A record that
+        cannot be read is left to the resume, which reports it.
+        """
+        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
+        newest: RunRecord | None = None
+        for each in broadcast(self.run.ranks, stored).values():
+            with suppress(Exception):
+                record = RunRecord.of(each)
+                if newest is None or _age(record) > _age(newest):
+                    newest = record
+        return newest
+
+    def param_groups(self, steps: Sequence[int]) -> dict[str, list[list[str]]]:
+        """The parameter groups that the run had added by the newest of `steps`. Collective.
+
+        Returns:
+            Optimizer -> names of the parameters of each group; empty without any, or if the record
+            is malformed, which the resume reports.
+        """
+        stored = self.run.store.records() if self.run.ranks.rank == 0 else {}
+        stored = broadcast(self.run.ranks, stored.get(max(steps, default=-1), {}))
+        with suppress(Exception):
+            return RunRecord.of(stored).param_groups
+        return {}
+
+    def find_damage(self) -> None:
+        """Reports checkpoints that are too damaged for a listing. Collective."""
+        damaged = []
+        with suppress(StoreError):  # a missing disk is reported where it is needed
+            damaged = self.run.store.damaged()
+        for error in broadcast(self.run.ranks, damaged):
+            self.run.known.report_damage(error)
+
+    def load_first_intact(
+        self,
+        steps: Sequence[int],
+        load: Callable[[SavedCheckpoint], T],
+        now: int | None = None,
+    ) -> tuple[T, SavedCheckpoint]:
+        """Calls `load` with the first checkpoint that all ranks can load. Collective.
+
+        A checkpoint with intact digests counts as damaged if its values cannot be loaded. If no
+        checkpoint can be loaded, a part of the live state may have changed.
+
+        Args:
+            steps: steps of the checkpoints to try, the best first.
+            load: puts a checkpoint into the live run. It raises StateMismatch if the checkpoint
+                does not fit, and any other exception if its values are damaged.
+            now: steps done, for the log of a rollback; None at a start.
+
+        Returns:
+            The result of `load`, and the checkpoint.
+
+        Raises:
+            NoGoodCheckpoint: no checkpoint of `steps` can be loaded on all ranks.
+            StateMismatch: the first intact checkpoint does not fit the live state.
+        """
+        problems: list[str] = []
+
+        def note_damage(error: CheckpointDamaged) -> None:
+            problems.append(str(error))
+            self.run.known.report_damage(error)
+
+        for step in steps:
+            restored = None
+            try:
+                restored = self.run.store.restore(step, self.run.saver.items())
+            except CheckpointNotFound:
+                pass
+            except CheckpointDamaged as error:
+                note_damage(error)
+            # The ranks' copies in memory may differ.
+            if not all(self.run.ranks.gather(restored is not None)):
+                continue
+            assert restored is not None
+            loaded = self._load_on_all_ranks(step, restored, load)
+            if isinstance(loaded, Exception):
+                note_damage(self._damage_of(step, loaded))
+                continue
+            _, saved = loaded
+            if saved.problem:
+                at = step if now is None else now
+                self.run.log.event("problem", step=at, problem=saved.problem)
+            return loaded
+        reasons = "; ".join(problems) or "none of them is on every rank"
+        raise NoGoodCheckpoint(f"no checkpoint of steps {list(steps)} can be restored: {reasons}")
+
+    def _damage_of(self, step: int, error: Exception) -> CheckpointDamaged:
+        """The error of a checkpoint whose digests are intact, and whose values cannot be loaded."""
+        path = MEMORY
+        for saved in self.listed():
+            if saved.step == step:
+                path = saved.path or MEMORY
+                break
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        text = f"holds values that healcore does not write ({why})"
+        return CheckpointDamaged(step, path, "its content", text)
+
+    def _load_on_all_ranks(
+        self, step: int, restored: Restored, load: Callable[[SavedCheckpoint], T]
+    ) -> tuple[T, SavedCheckpoint] | Exception:
+        """Calls `load`, or returns the error of a rank whose values are damaged. Collective.
+
+        Raises the error if the state does not fit or memory is exhausted on a rank.
+        """
+        saved = loaded = failure = None
+        try:
+            saved = run_on_each(self.run.ranks, partial(self._checked, step, restored))
+            saved = self._adapted_to_world(saved)
+            loaded = load(saved)
+        except Exception as error:
+            failure = error
+        if isinstance(failure, StateMismatch) and failure.step is None:
+            failure = StateMismatch(step, failure.differences)
+        ends: bool | None = None  # whether the failure ends the search, or None without a failure
+        if failure is not None:
+            ends = isinstance(failure, StateMismatch) or classify(failure).cause is Cause.OOM
+        outcomes = self.run.ranks.gather(ends)
+        all_loaded = all(each is None for each in outcomes)
+        if loaded is not None and saved is not None and all_loaded:
+            return loaded, saved
+        failure = failure or RankFailed("another rank cannot load it")
+        if any(outcomes):
+            raise failure
+        return failure
+
+    def _checked(self, step: int, restored: Restored) -> SavedCheckpoint:
+        """Checks healcore's part of a checkpoint. Malformed values raise any exception."""
+        record = None if restored.record is None else RunRecord.of(restored.record)
+        host = self.run.data.host.read(restored.state.get(HOST_ITEM))
+        stored: Engines = {}
+        if record is not None:
+            stored = record.engines
+            if record.step != step:
+                raise StoreError(f"its record is of step {record.step}")
+            if host is None and record.world == self.run.ranks.world:
+                raise StoreError("it has no random states and positions of the loaders")
+            self.run.loaders.check(record.forward)
+        engines, problem = compatible_states(self.run.policy.engine, stored)
+        saved = SavedCheckpoint(step, restored.state, record, engines, problem, host)
+        self.run.loaders.check(saved.position or {})
+        return saved
+
+    def _adapted_to_world(self, saved: SavedCheckpoint) -> SavedCheckpoint:
+        """Adapts this rank's part if the number of ranks has changed: all continue as rank 0.
+
+        Random generators stay as the program has set them: added ranks have no saved state.
+        """
+        world = self.run.ranks.world
+        saved_by = world if saved.record is None else saved.record.world
+        if saved_by == world:
+            return saved
+        parts = self.run.ranks.gather(saved.position)
+        wrong = []
+        for name, item in self.run.driver.state().items():
+            if attribute(item, "per_rank"):
+                wrong.append(
+                    f'"{name}" was saved in {saved_by} parts, one for each rank, but the number of '
+                    f"ranks is {world} now"
+                )
+        first, *others = [_places(part) for part in parts[:saved_by]]
+        if any(each != first for each in others):
+            wrong.append(f"its {saved_by} ranks were at different batches of their loaders")
+        if wrong:
+            raise StateMismatch(saved.step, wrong)
+        self.run.log.problem(
+            saved.step,
+            f"checkpoint {saved.step} was saved by {saved_by} ranks, but this run has {world}: the "
+            "saved random generators are not used; the loaders begin the epoch again and discard "
+            "the batches before the checkpoint",
+        )
+        if parts[0] is None:
+            return saved._replace(host=None)
+        moved = dict(parts[0])
+        for name, position in loader_positions(parts[0]).items():
+            moved[name] = position_of_other_ranks(position, saved_by)
+        return saved._replace(host=HostParts(None, None, None, {}, moved, {}))
+
+
+def _age(record: RunRecord) -> tuple[int, int]:
+    """Orders the records of a run by their time: number of attempts, and step."""
+    return len(record.attempts), record.step
+
+
+def _places(position: Positions | None) -> dict[str, tuple[Any, ...]]:
+    """Number of a loader -> its kind, epoch and batch, to compare the places of several ranks."""
+    places = {}
+    for name, each in loader_positions(position).items():
+        places[name] = each["kind"], each["epoch"], each["index"]
+    return places
+
+
+def loader_positions(position: Positions | None) -> dict[str, Mapping[str, Any]]:
+    """Number of a loader -> its position, without the counts of all loaders.
+
+    Args:
+        position: positions in a checkpoint, or None for no loader.
+    """
+    if position is None:
+        return {}
+    return {name: each for name, each in position.items() if isinstance(each, Mapping)}

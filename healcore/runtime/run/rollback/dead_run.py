@@ -1,0 +1,217 @@
+"""A dead run: no step is finite any more, although the weights are finite.
+
+One step at a rate that is far too high can leave weights so large that every later forward pass
+overflows. Each such step is skipped, so nothing changes any more. A shard of bad data looks the
+same, but ends, and then the run continues with sound weights. Without a `loss_fn` the two cannot be
+distinguished, so a run is brought back in a way that costs a bad shard repeated steps and no bits:
+
+1. Repeat from the newest checkpoint before the last trained step, and change nothing. Damage by a
+   bit flip does not come back. A bad shard comes back at the same step, after the same steps.
+2. Repeat from an older checkpoint, at a limited learning rate: a rate that the program raises comes
+   back with the repeated steps.
+3. If the rate has not helped either, undo the limit and repeat from a still older checkpoint. From
+   here on the run is as it was before the first attempt, and no more attempt is for this place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+from healcore.core.decision import StepRecord
+from healcore.runtime.driver import Rates
+from healcore.runtime.run.compare.evidence import TrainedStep
+from healcore.runtime.run.engine_states import lr_states
+from healcore.runtime.run.monitor_state import MonitorState
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.steps import StepResult
+from healcore.runtime.store.ranks import broadcast
+from healcore.runtime.story.diagnosis import IN_A_ROW
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+STEPS_TO_REVIVE = 20
+"""Steps in a row without a finite one after which a run is brought back."""
+
+
+class Attempt(IntEnum):
+    """What a run changes when it is brought back, in this order. A checkpoint holds the value."""
+
+    REPEAT = 1  # nothing
+    LIMIT_RATE = 2  # the learning rate is limited to the last healthy rate
+    UNDO = 3  # the limit of the second attempt is undone
+
+
+def next_attempt(
+    streak: int, rollbacks: Sequence[RollbackRecord], onset: int, *, repeats: bool, sure: bool
+) -> Attempt | None:
+    """What to do after `streak` steps in a row without a finite one, or None to continue.
+
+    Where a rollback might lose trained steps for nothing, it waits for the step at which the run
+    would end: then nothing can be lost. This is so if the data cannot be repeated, or if an earlier
+    place of this run did not change by all attempts, which is how bad data look.
+
+    Args:
+        streak: number of steps in a row without a finite one, up to the newest.
+        rollbacks: all rollbacks of the run.
+        onset: the last step that was trained.
+        repeats: whether the run can repeat its steps with the same data.
+        sure: whether earlier weights are known to give a finite loss on the newest batch.
+
+    Returns:
+        The next attempt that this place has not had. None if it is too early for one, or too late:
+        after three attempts the run ends.
+    """
+    attempts = [each for each in rollbacks if each.attempt]
+    gave_up_before = any(each.attempt == Attempt.UNDO for each in attempts)
+    due = IN_A_ROW
+    if sure or (repeats and not gave_up_before):
+        due = STEPS_TO_REVIVE
+    here = attempts_at(onset, attempts)
+    # Where the attempts have begun, they go on.
+    if streak != due or len(here) == len(Attempt):
+        return None
+    return Attempt(len(here) + 1)
+
+
+def attempts_at(onset: int, rollbacks: Sequence[RollbackRecord]) -> list[RollbackRecord]:
+    """The attempts so far for a dead run that was last trained at step `onset`, oldest first.
+
+    An attempt is for this place if the run was rolled back at `onset` or later: it has repeated
+    the step, and has died again no later.
+    """
+    return [each for each in rollbacks if each.attempt and onset <= each.step]
+
+
+class DeadRun:
+    """Notices a dead run, and orders the next attempt to bring it back."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.trained_rates = TrainedRates(run.monitor.state)
+        """The rates that the damaging step may have had."""
+
+    def revive(self, step: StepResult) -> RollbackRecord | None:
+        """Rolls back a run in which no step is finite any more although the weights are finite.
+
+        The module's docstring says when and how. Collective at the steps at which an attempt may be
+        due, and only there.
+
+        Args:
+            step: the newest step that was read.
+
+        Returns:
+            The rollback, or None without one.
+        """
+        monitor = self.run.monitor
+        streak = monitor.state.nonfinite_streak
+        if streak not in (STEPS_TO_REVIVE, IN_A_ROW):
+            return None
+        policy, ledger = self.run.policy, self.run.ledger
+        if not (policy.rolls_back and policy.rollback.confirm):
+            return None  # only the policy's own rules decide
+        if monitor.state.never_finite or monitor.nonfinite_record is None:
+            return None  # a run without any finite step has nothing to go back to
+        if not self.run.nonfinite.weights_are_finite():
+            return None
+        onset = max(ledger.first_consecutive(step.index) - 1, 0)
+        is_sound = self._earlier_weights_are_sound(step, onset)
+        if is_sound is False:
+            return None  # the data
+        # What the comparisons have found is surer, and a run without finite steps cannot recover.
+        suspicion = self.run.comparisons.suspicion(step.index)
+        if suspicion is not None:
+            better = self.run.better_weights.carry_out(suspicion)
+            if better is not None:
+                return better
+        loaders = self.run.loaders
+        repeats = loaders.can_rewind
+        if loaders.last_trained is None and self.run.recovery.counts_steps:
+            repeats = True  # a loop over `steps`, which asks for the number of each step
+        attempt = next_attempt(
+            streak, ledger.rollbacks, onset, repeats=repeats, sure=is_sound is True
+        )
+        if attempt is None:
+            return None
+        return self.run.recovery.roll_back(self._order_to_revive(step, onset, attempt))
+
+    def _earlier_weights_are_sound(self, step: StepResult, onset: int) -> bool | None:
+        """Whether weights from before `onset` have a finite loss on the batch of a step.
+
+        If not, the batch is bad and not the weights. None if it is not known, as without `loss_fn`.
+        Collective.
+        """
+        comparisons = self.run.comparisons
+        earlier = [each for each in comparisons.anchors if each.step <= onset]
+        if not comparisons.is_enabled or not earlier or not step.contents:
+            return None
+        batch = TrainedStep(step.index, step.contents)
+        losses = comparisons.loss_function.losses([batch], earlier[-1].weights, [math.nan])
+        if losses is None:
+            return None
+        _, of_earlier = losses
+        return math.isfinite(of_earlier[0])
+
+    def _order_to_revive(self, step: StepResult, onset: int, attempt: Attempt) -> Order:
+        """The order to bring back a dead run that was last trained at step `onset`."""
+        state = self.run.monitor.state
+        order = Order(
+            index=step.index,
+            onset=onset,
+            since=step.index - state.nonfinite_streak + 1,
+            cause=int(step.records[0].cause),
+            by_host=True,
+            # The next attempt, and one with nothing to lose, does not trust young checkpoints.
+            sound_until_onset=(
+                attempt == Attempt.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
+            ),
+            attempt=attempt,
+        )
+        if attempt == Attempt.LIMIT_RATE and self.run.policy.may_limit_lr:
+            rates = broadcast(self.run.ranks, dict(state.rates))
+            return replace(order, lr_at_fault=rates, lr_states=lr_states(self.run.driver.engines()))
+        if attempt == Attempt.UNDO:
+            limited = attempts_at(onset, self.run.ledger.rollbacks)[-1]
+            return replace(order, lr_states=limited.lr_states)
+        return order
+
+
+class TrainedRates:
+    """The highest learning rates in force at the trained steps since the last start or rollback.
+
+    The rate at the newest step says little: the program may have lowered it since the damage.
+    """
+
+    def __init__(self, state: MonitorState) -> None:
+        """Keeps the rates in `state.rates`, which a rollback clears."""
+        self._state = state
+
+    def add(self, records: Sequence[StepRecord]) -> None:
+        """Adds the rates of one step.
+
+        Args:
+            records: the records of the step. Skipped updates do not count: they have trained
+                nothing. A record has the rate 0 or 1 where the rate is unknown.
+        """
+        for record in records:
+            rate = float(record.lr) * float(record.lr_scale)
+            if record.judged and not record.skip and record.lr not in (0.0, 1.0):
+                self._raise(record.engine, rate)
+
+    def add_rates(self, rates: Rates) -> None:
+        """Adds rates in force, by engine. Not every record has the rate of its step.
+
+        Args:
+            rates: engine name -> learning rate, or None where it is unknown.
+        """
+        for name, rate in rates.items():
+            if rate is not None:
+                self._raise(name, rate)
+
+    def _raise(self, name: str, rate: float) -> None:
+        """Keeps the rate of an engine if it is the highest so far."""
+        self._state.rates[name] = max(rate, self._state.rates.get(name, 0.0))

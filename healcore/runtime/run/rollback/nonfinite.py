@@ -1,0 +1,212 @@
+"""`NonfiniteState`: what is done about NaN and Inf in the weights, or in what a checkpoint saves.
+
+A skipped step keeps NaN in a gradient out of the weights. NaN in the weights themselves, in the
+moments of an optimizer or in statistics that the forward pass writes stays there. Every later step
+is then skipped, or trained with damaged values, until a checkpoint from before is restored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from healcore.console import first_of
+from healcore.core.decision import NONFINITE, Action
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.steps import StepResult
+from healcore.runtime.story import diagnosis
+from healcore.runtime.story.diagnosis import FROM_START, IN_A_ROW
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+SERIOUS = Action.ROLLBACK | Action.STOP
+"""The actions that end the current attempt of a run."""
+STEPS_TO_CHECK = 10
+"""Steps in a row without a finite one after which the weights are checked, as in `default`."""
+
+_ACTIONS = {"alert": Action.ALERT, "rollback": Action.ROLLBACK, "stop": Action.STOP}
+"""Value of `[rollback] nonfinite_state` in a policy -> the action that it asks for."""
+
+
+class NonfiniteState:
+    """Decides about NaN and Inf in the weights and in the saved state.
+
+    The loss and the gradients of a step are the policy's matter. What they do not show is checked
+    here: the weights after many steps without a finite one, and the arrays of each save.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._answered_saves = 0
+        """Number of saves with NaN or Inf in this attempt that have led to an order."""
+
+    def on_rollback(self) -> None:
+        """Forgets the saves of the undone steps. `KnownCheckpoints` forgets them too."""
+        self._answered_saves = 0
+
+    def weights_are_finite(self) -> bool:
+        """Whether the weights are finite on every rank. Collective."""
+        return all(self.run.ranks.gather(self.run.driver.has_finite_weights()))
+
+    def is_damaged(self, order: Order) -> bool:
+        """Whether the live state shows that an order of the engine is right. Collective.
+
+        Args:
+            order: an order by the policy's rules. An order because of a save has named its arrays
+                already, and needs no second look.
+
+        Returns:
+            True if the weights have NaN or Inf; or, if the policy rolls back for a state with NaN,
+            if any array of the state has NaN that is not allowed.
+        """
+        if order.arrays or not order.action & SERIOUS:
+            return False
+        if not self.weights_are_finite():
+            return True
+        if self.run.policy.rollback.nonfinite_state != "rollback":
+            return False
+        if self.run.monitor.state.has_micro_steps:
+            return False  # NaN in an accumulator is of a window that has not ended
+        return bool(self.run.saver.nonfinite_in_state())
+
+    def order_for_damage(self, step: StepResult) -> Order | None:
+        """The order for weights with NaN or Inf under a policy without a rule for them. Collective.
+
+        Such weights make every step not finite. A policy that only skips these steps would skip on
+        until the next save shows the damage.
+
+        Args:
+            step: the newest step that was read.
+
+        Returns:
+            The order, or None if the weights are finite or the policy has a rule of its own. The
+            weights are looked at once, at the `STEPS_TO_CHECK`th step in a row.
+        """
+        policy, state = self.run.policy, self.run.monitor.state
+        streak = state.nonfinite_streak
+        action = _ACTIONS[policy.rollback.nonfinite_state]
+        if streak != STEPS_TO_CHECK or policy.observes or not action & SERIOUS:
+            return None
+        for rule in (*policy.engine.config.rules, *policy.rules):
+            if rule.action & SERIOUS and rule.causes & NONFINITE:
+                return None  # the policy decides itself
+        if self.weights_are_finite():
+            return None
+        since = step.index - streak + 1
+        return Order(
+            index=step.index,
+            onset=self.run.ledger.first_consecutive(step.index),
+            since=since,
+            action=int(action),
+            cause=int(step.records[0].cause),
+            batches=tuple(state.batches_between(since, step.index)),
+            by_host=True,
+        )
+
+    def stop_if_never_finite(self, order: Order | None = None, *, at_end: bool = False) -> None:
+        """Stops a run that trains nothing: no finite step since the start, or for many steps.
+
+        Args:
+            order: the order of the newest step, or None. A rollback cannot help a run that began
+                with NaN in its weights, so such a run stops at its first order instead.
+            at_end: whether the data have ended. Then a run without any finite step stops however
+                short it was.
+
+        Raises:
+            RunStopped: the run trains nothing.
+        """
+        monitor = self.run.monitor
+        streak, from_start = monitor.state.nonfinite_streak, monitor.state.never_finite
+        longest = FROM_START if from_start else IN_A_ROW
+        is_due = streak >= longest or (at_end and from_start and streak > 0)
+        is_ordered = order is not None and order.action & SERIOUS
+        if self.run.policy.observes or not (is_due or (from_start and is_ordered)):
+            return
+        weights, record = self.run.driver.nonfinite_weights(), monitor.nonfinite_record
+        if record is not None and (is_due or weights):
+            why = diagnosis.nonfinite_streak_text(record, streak, weights, from_start)
+            self.run.recovery.stop(why)
+
+    def roll_back_if_saved(self, *, at_end: bool = False) -> RollbackRecord | None:
+        """Rolls back if the saves so far have new NaN or Inf. Collective.
+
+        Moments, or statistics that the forward pass writes, may be damaged while loss and gradients
+        look healthy. The check runs before the next save, whether or not the disk is slow, so that
+        the result depends on the steps only.
+
+        Args:
+            at_end: whether the data have ended. Then weights that are not finite are saved first,
+                so that this check sees them.
+
+        Returns:
+            The rollback, or None without one.
+
+        Raises:
+            RunStopped: the policy stops a run for a state with NaN, or no rollback is left.
+        """
+        policy, step = self.run.policy, self.run.data.step
+        if at_end:
+            self.run.saver.save_if_not_finite()
+        nonfinite = self.run.known.read_nonfinite()
+        new = len(nonfinite) - self._answered_saves
+        self._answered_saves = len(nonfinite)
+        if not new:
+            return None
+        if policy.observes and len(nonfinite) > new:
+            return None  # an observing policy reports the first bad save only
+        first = min(nonfinite)
+        action = _ACTIONS[policy.rollback.nonfinite_state]
+        order = self._order_for_save(first, nonfinite[first], action)
+        if action & SERIOUS and self._is_expected(order):
+            self.run.log.problem(
+                step,
+                f"{first_of(order.arrays)} became NaN or Inf again after a rollback, "
+                "without any alarm and with finite weights: the run continues. If this is "
+                "expected, name them in nonfinite_ok; otherwise no checkpoint becomes known-good",
+            )
+            return None
+        why = f"checkpoint {first} has NaN or Inf in {first_of(order.arrays, 10)}"
+        self.run.log.event(
+            "order", step=order.index, cause=[], action=action, why=why, observed=policy.observes
+        )
+        if action & SERIOUS and not policy.observes:
+            return self.run.recovery.carry_out(order)
+        return None
+
+    def _order_for_save(self, first: int, arrays: tuple[str, ...], action: Action) -> Order:
+        """The order for the first save with NaN or Inf, of step `first`."""
+        state = self.run.monitor.state
+        since = 0  # step of the newest earlier save without NaN
+        for each in self.run.known.restorable:
+            if each < first:
+                since = max(since, each)
+        bad = self.run.ledger.unhealthy_between(since, first)
+        if not bad:
+            bad = list(range(since, first))
+        if since <= state.last_trained < bad[0]:
+            bad.insert(0, state.last_trained)  # no step has been trained after the damage
+        return Order(
+            index=self.run.data.step - 1,
+            onset=max(first - 1, 0),  # the state after that step is bad
+            since=since,
+            action=int(action),
+            batches=tuple(state.batches_of(bad)),
+            by_host=True,
+            sound_until_onset=True,  # an earlier save has found no NaN or Inf
+            arrays=tuple(arrays),
+        )
+
+    def _is_expected(self, order: Order) -> bool:
+        """Whether the program itself seems to write the NaN of a save: nothing else is wrong.
+
+        It came back in the same arrays after a rollback, without an alarm since the last good save,
+        and the weights are finite. Another rollback would bring it back once more.
+        """
+        ledger = self.run.ledger
+        came_before = False
+        for past in ledger.same_trouble(order.onset, self.run.policy.rollback.region):
+            if {*order.arrays} <= {*past.arrays}:
+                came_before = True
+        if not came_before or ledger.unhealthy_between(order.since, self.run.data.step):
+            return False
+        return self.weights_are_finite()

@@ -1,0 +1,431 @@
+"""`Recovery`: answers the records of steps with rollbacks and stops.
+
+There are four reasons to roll back, and each has its file in this folder:
+
+    a rule of the policy, or a hook      `Recovery.carry_out`
+    NaN in weights or in a save          `nonfinite`
+    no finite step any more              `dead_run`
+    earlier weights are better           `better_weights`
+
+All of them make an `Order`. `Recovery.roll_back` has it carried out, and the loop then continues at
+the step of the restored checkpoint:
+
+    process(step)                      log and monitor the step; an order of the policy, or None
+    act(step, order)                   the other three reasons, then the order
+        roll_back(order)               restorer.restore, events, the undone steps are forgotten
+        stop(why)                      the diagnosis; raises RunStopped
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from healcore.console import counted, first_of, passes_power_of_ten
+from healcore.core.decision import NONFINITE, Action, Cause, names
+from healcore.events.models import Ending
+from healcore.events.schema import flag_names
+from healcore.runtime.data.loader_registry import EPOCH_LOST
+from healcore.runtime.run.ending.exits import RunStopped
+from healcore.runtime.run.orders import Order, RollbackRecord
+from healcore.runtime.run.rollback.nonfinite import SERIOUS
+from healcore.runtime.run.rollback.report import nonfinite_save, reason_of, report_rollback
+from healcore.runtime.run.steps import HostRules, StepResult
+from healcore.runtime.store.checkpoints import (
+    CheckpointInfo,
+    NoGoodCheckpoint,
+    StateMismatch,
+    StoreError,
+)
+from healcore.runtime.story import diagnosis
+from healcore.runtime.story.diagnosis import RunEnd
+
+if TYPE_CHECKING:
+    from healcore.runtime.run.run import Run
+
+
+class Recovery:
+    """Reads the steps, and carries out the orders of the monitor and of comparisons of weights."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        policy, state = run.policy, run.monitor.state
+        self._host_rules = HostRules(policy.rules, policy.engine.config, state)
+        self.counts_steps = False
+        """Whether the loop asks for the number of each step, so that a rollback repeats steps also
+        where healcore reads no data for the loop."""
+        self.ends_by_steps = False
+        """Whether a trainer takes a given number of steps, from as many batches as they need."""
+        self._declined: Counter[str] = Counter()
+        """Reason -> declined orders, to log lasting trouble only now and then."""
+
+    def process(self, step: StepResult) -> Order | None:
+        """Processes a step that was read: logs it, and asks the policy's rules about it.
+
+        Args:
+            step: the oldest step whose records have not been processed.
+
+        Returns:
+            The order that the rules of the policy or a hook give, or None.
+        """
+        # A dispatch may have more or fewer steps than `PendingDispatch.count`.
+        self.run.data.step += self.run.reader.take_count_correction()
+        records = [self._host_rules.with_rollback_order(each) for each in step.records]
+        step = step._replace(records=self.run.monitor.metrics.with_loss_ratios(records))
+        self.run.log.records(step.index, step.records, steps_at_once=step.steps_at_once)
+        self.run.dead_run.trained_rates.add(step.records)
+        order = self.run.monitor.process(step)
+        if self.run.monitor.state.nonfinite_streak == 1:
+            self.run.dead_run.trained_rates.add_rates(self.run.monitor.rates_in_force())
+        return order
+
+    def act(self, step: StepResult, order: Order | None) -> RollbackRecord | None:
+        """Carries out the order of a step, or else an order for better earlier weights.
+
+        Args:
+            step: the step.
+            order: the result of `process` for the step.
+
+        Returns:
+            The rollback, or None if the run continues with the next step.
+
+        Raises:
+            RunStopped: the order stops the run, or the run trains nothing any more.
+        """
+        if order is None:
+            order = self.run.nonfinite.order_for_damage(step)
+        revived = self.run.dead_run.revive(step)
+        if revived is not None:
+            return revived
+        self.run.nonfinite.stop_if_never_finite(order)
+        verdict = self.run.better_weights.compare(step)
+        if order is not None:
+            return self.carry_out(order)
+        if verdict is not None:
+            return self.run.better_weights.carry_out(verdict)
+        return self.run.better_weights.accept_intended(step.index)
+
+    def carry_out(self, order: Order) -> RollbackRecord | None:
+        """Carries out an order of the policy, of a hook, or because of NaN.
+
+        Under `[rollback] confirm` an order of the policy needs evidence that the model is worse:
+        weights or state with NaN or Inf. All other evidence comes from the comparisons. Weights
+        that are not finite do not recover, so a verdict that waits for a recovery is carried out
+        now.
+
+        Args:
+            order: what to do. An order without the action rollback or stop only saves or alerts,
+                which the monitor has done.
+
+        Returns:
+            The rollback, or None without one.
+
+        Raises:
+            RunStopped: the order stops the run, or its budget of rollbacks is exhausted.
+        """
+        is_damaged = self.run.nonfinite.is_damaged(order)
+        needs_evidence = self._needs_evidence(order)
+        if is_damaged:
+            order = self._from_damaging_step(order)
+        if needs_evidence and is_damaged:
+            by = "state" if self.run.nonfinite.weights_are_finite() else "weights"
+            cause = Cause(order.cause)
+            self.run.log.assessment(order.index, order.onset, "damage", by, cause=cause)
+        elif needs_evidence:
+            return self._decline(order, "nothing", self._missing_evidence(order))
+        if order.action & Action.STOP:
+            self.stop(self._stop_reason(order))
+        if not order.action & Action.ROLLBACK:
+            return None
+        if is_damaged:
+            verdict = self.run.comparisons.pending_verdict(order.index)
+            if verdict is not None:
+                better = self.run.better_weights.carry_out(verdict, finite=False)
+                if better is not None:
+                    return better
+        return self._roll_back_within_budget(order, needs_evidence=needs_evidence)
+
+    def _from_damaging_step(self, order: Order) -> Order:
+        """An order for damage, from the step that has done it: the last one that was trained.
+
+        Skipped steps change no weights, so the last step before them has done the damage. With an
+        accumulation around the optimizer, NaN in the accumulator comes from the batches of the bad
+        update itself, and the order stays as it is.
+        """
+        state = self.run.monitor.state
+        first = state.last_trained
+        if state.has_micro_steps or not 0 <= first < order.since:
+            return order
+        return replace(
+            order,
+            onset=min(order.onset, first),
+            sound_until_onset=True,
+            batches=tuple(state.batches_between(first, order.index)),
+        )
+
+    def _missing_evidence(self, order: Order) -> str:
+        """Why nothing shows that the model is worse, as a clause."""
+        if self.run.comparisons.is_enabled:
+            return "no comparison shows that the weights are worse"
+        if order.cause & NONFINITE:
+            return "the weights are finite"
+        return "healcore cannot tell without loss_fn whether the model is worse"
+
+    def _roll_back_within_budget(
+        self, order: Order, *, needs_evidence: bool
+    ) -> RollbackRecord | None:
+        """Rolls back, if the policy's budget has a rollback left for this trouble.
+
+        Otherwise stops the run. An order that needed evidence and found it in the state only is
+        declined instead: weights that are finite may still train.
+        """
+        # The engine's budget does not limit the rollbacks for one trouble: healthy repeated steps
+        # refund it, and rollbacks by a hook do not use it.
+        policy, ledger = self.run.policy.budget, self.run.ledger
+        reach = max(policy.refund_after, 1)
+        count = len(ledger.same_trouble(order.onset, reach))
+        if order.onset <= self.run.record.first_step + reach:
+            count += ledger.spent  # by a run in another framework, whose engine was ported
+        budget = max(policy.recoveries, 1)
+        if count < budget:
+            order = replace(self._with_depth_and_limit(order), is_last=count + 1 == budget)
+            return self.roll_back(order)
+        if not needs_evidence or not self.run.nonfinite.weights_are_finite():
+            rollbacks = counted(count, "rollback has", "rollbacks have")
+            self.stop(f"{rollbacks} been made within {counted(reach, 'step')} of the run")
+        return self._decline(order, "budget", "the budget of rollbacks is exhausted")
+
+    def _needs_evidence(self, order: Order) -> bool:
+        """Whether an order needs evidence. A `forced` order and a rule that stops need none."""
+        if not self.run.policy.rollback.confirm or order.by_host or not order.action & SERIOUS:
+            return False
+        for rule in self.run.policy.engine.config.rules:
+            if rule.action & Action.STOP and rule.causes & order.cause:
+                return False
+        return True
+
+    def _decline(self, order: Order, by: str, why: str) -> None:
+        """Declines an order, and logs that the run continues without it.
+
+        Args:
+            order: the order.
+            by: what decided, for the event: "nothing" without evidence, or "budget".
+            why: the reason, as a clause. Of lasting trouble only the 1st, 10th, 100th, ... decline
+                for a reason has a line.
+        """
+        cause = Cause(order.cause)
+        self.run.log.assessment(order.index, order.onset, "unknown", by, cause=cause)
+        self._declined[why] += 1
+        times = self._declined[why]
+        if passes_power_of_ten(times - 1, times):
+            cause_names = flag_names(names(cause))
+            line = f"step {order.index}: no rollback for {cause_names}, because {why}"
+            if times > 1:
+                line += f" ({times} times so far)"
+            self.run.log.info(line)
+
+    def _with_depth_and_limit(self, order: Order) -> Order:
+        """An order of the policy with its depth and learning-rate limit.
+
+        The rate is limited if an earlier rollback for the same trouble has not helped.
+        """
+        past = self.run.ledger.same_trouble(order.onset, self.run.policy.rollback.region)
+        if not order.by_host:
+            rollback = self.run.policy.engine.config.rollback
+            order = replace(order, depth=rollback.depth + rollback.deepen * len(past))
+        if self.run.policy.may_limit_lr and past:
+            return replace(order, lr_at_fault={})
+        return order
+
+    def _stop_reason(self, order: Order) -> str:
+        """Why an order stops the run, as a clause."""
+        if order.arrays:
+            return nonfinite_save(order)
+        if order.by_host:
+            return "an on_incident hook stopped it"
+        engines = self.run.driver.engines().values()
+        if any(engine["state"]["budget"]["recoveries"] == 0 for engine in engines):
+            return "the budget of recoveries is exhausted, and the trouble continues"
+        return "a rule of the policy stops it"
+
+    def roll_back(self, order: Order) -> RollbackRecord | None:
+        """Restores a checkpoint for an order, reports the rollback, and forgets the undone steps.
+
+        Args:
+            order: what to restore, and what to change when the steps are repeated.
+
+        Returns:
+            The rollback. None if no checkpoint is usable for better earlier weights or for a dead
+            run: then the run continues with the steps that were read meanwhile.
+
+        Raises:
+            RunStopped: no checkpoint is usable, and the weights are damaged.
+        """
+        # Unread steps belong to the trouble up to their last alarm.
+        unread = list(self.run.reader.read_due(all=True))
+        self.run.data.step += self.run.reader.take_count_correction()
+        skips = 0
+        for late in unread:
+            if any(each.skip for each in late.records):
+                skips += 1
+        self.run.ledger.skips += skips
+        if order.better_step is None and not order.attempt:
+            of_alarms = self.run.monitor.batches_of_alarms(unread)
+            order = replace(order, batches=(*order.batches, *of_alarms))
+        order = replace(order, lr_scale_before=self.run.monitor.lr_scale)
+        try:
+            done = self.run.restorer.restore(order, self._lost_steps)
+        except StoreError as error:
+            if not _may_continue(order, error):
+                self.stop(str(error))
+            self._report_impossible(order, error)
+            self.run.ledger.skips -= skips
+            for late in unread:
+                self.process(late)
+            return None
+        report_rollback(self.run, done)
+        self.run.data.on_rollback(done.target)
+        self.run.reader.forget_accumulation()
+        self.run.nonfinite.on_rollback()
+        self.run.monitor.read_engines()
+        return done
+
+    def _report_impossible(self, order: Order, error: StoreError) -> None:
+        """Logs that no checkpoint can be restored for an order, and that the run continues.
+
+        Where every step orders a rollback, only the 1st, 10th, 100th, ... has a line.
+        """
+        why = reason_of(order)
+        self._declined[why] += 1
+        times = self._declined[why]
+        if passes_power_of_ten(times - 1, times):
+            reason = str(error)
+            if isinstance(error, StateMismatch):  # its advice is for a start
+                reason = f"the checkpoint of step {error.step} does not fit: "
+                reason += first_of(error.differences, separator="; ")
+            problem = f"{why}, but {reason}; the run continues without a rollback"
+            self.run.log.problem(self.run.data.step, problem)
+
+    def _lost_steps(self, target: int, why_not: str) -> int:
+        """Steps since `target` that the loop does not repeat, where the data was not rewound.
+
+        A loop that counts steps takes as many steps as without the rollback, with later data.
+        """
+        if not why_not or self.counts_steps or self.ends_by_steps:
+            return 0
+        end = self.run.data.step
+        if why_not == EPOCH_LOST:
+            end = self.run.monitor.state.loader_start
+        return max(end - target, 0)
+
+    def count_last_steps(self) -> None:
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
+        for step in self.run.reader.read_due(all=True):
+            self.run.data.step += self.run.reader.take_count_correction()
+            self.run.log.records(step.index, step.records)
+            self.run.monitor.metrics.add(step.records)
+            if any(each.skip for each in step.records):
+                self.run.ledger.skips += 1
+
+    def report_before_kill(self, resumed: int) -> None:
+        """Reports the last rollback if the process was killed after its commit, before its event.
+
+        Then the run resumes from the target of this rollback. Without the events of earlier
+        processes it is not known whether the rollback was reported.
+
+        Args:
+            resumed: step of the checkpoint from which this process has resumed.
+        """
+        log, rollbacks = self.run.log.run, self.run.ledger.rollbacks
+        if not rollbacks or len(log.processes) <= 1 or self.run.ranks.rank != 0:
+            return
+        reported = max((each.number or 0 for each in log.rollbacks), default=0)
+        done = rollbacks[-1]
+        if done.number > reported and done.target == resumed:
+            report_rollback(self.run, done)
+
+    def stop(
+        self,
+        why: str,
+        error: BaseException | None = None,
+        fault: Cause = Cause(0),  # noqa: B008 -- immutable
+    ) -> NoReturn:
+        """Stops the run with a diagnosis.
+
+        Args:
+            why: the reason, as a clause.
+            error: the exception that is the reason, or None. It becomes the cause of RunStopped.
+            fault: what kind of failure `error` is, or no flags without `error`.
+
+        Raises:
+            RunStopped: always.
+        """
+        self.count_last_steps()
+        end = self.run_end(Ending.STOPPED, why, fault=fault)
+        text = diagnosis.explain(end)
+        good = end.last_good
+        self.run.log.event(
+            "stop", step=end.step, why=why, diagnosis=text, checkpoint=good, cause=fault or None
+        )
+        raise RunStopped(text, why, good) from error
+
+    def run_end(self, ending: Ending, why: str = "", **fields: Any) -> RunEnd:
+        """How the run ends, for its diagnosis, its postmortem and its report.
+
+        Args:
+            ending: the kind of end.
+            why: the reason of a stop, or the signal.
+            **fields: more fields of `RunEnd`, such as the exception.
+        """
+        monitor = self.run.monitor
+        good = self.run.known.last_good_step
+        path = None
+        for saved in self.listed():
+            if saved.step == good:
+                path = saved.path
+                break
+        lost = [each for each in self.run.ledger.rollbacks if each.lost]
+        probation = None
+        if self.run.store.trainer_save is None:  # else no checkpoint becomes known-good
+            probation = self.run.policy.rollback.probation
+        return RunEnd(
+            self.run.log.run,
+            ending,
+            self.run.data.step,
+            monitor.counts(),
+            why,
+            open=monitor.is_unhealthy,
+            lasting=monitor.lasting_causes,
+            lr_scale=monitor.lr_scale,
+            last_good=good,
+            last_good_path=path,
+            probation=probation,
+            nonfinite_saves=tuple(self.run.known.nonfinite),
+            metrics=monitor.metrics.values(),
+            steps_lost=sum(each.lost for each in lost),
+            why_lost=lost[-1].why_lost if lost else "",
+            **fields,
+        )
+
+    def listed(self) -> list[CheckpointInfo]:
+        """The checkpoints with their statuses, or an empty list if the store cannot be read.
+
+        For texts about the run's end, which must not fail because of the store.
+        """
+        try:
+            return self.run.known.listed()
+        except StoreError:
+            return []
+
+
+def _may_continue(order: Order, error: StoreError) -> bool:
+    """Whether the run can continue although an order could not be carried out.
+
+    Checkpoints that do not fit the model's structure never will, and other damage is not known. A
+    rollback to better weights or of a dead run is optional: the weights are finite.
+    """
+    if isinstance(error, StateMismatch):
+        return True
+    is_optional = order.better_step is not None or bool(order.attempt)
+    return is_optional and isinstance(error, NoGoodCheckpoint)
