@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from healcore.console import first_of, passes_power_of_ten
-from healcore.runtime.run.run_record import StructureChange
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
-
-MAX_CHANGES = 100
-"""Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 
 
 class StructureChanges:
@@ -34,8 +30,7 @@ class StructureChanges:
         run = self.run
         step = run.data.step
         epoch = run.loaders.place.epoch
-        run.record.changes.append(StructureChange(max(step - 1, 0), epoch))
-        del run.record.changes[:-MAX_CHANGES]
+        run.record.add_change(max(step - 1, 0), epoch)
         run.record.param_groups = run.driver.param_groups()
         run.loaders.changed_in = epoch
         run.comparisons.on_structure_change()
