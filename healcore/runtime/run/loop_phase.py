@@ -8,8 +8,9 @@ from enum import Enum
 class LoopPhase(Enum):
     """What the loop of a run waits for.
 
-    The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves a whole
-    state. In the other phases of a trainer, the code that belongs to a step is not complete.
+    The phase decides what an early end may save. An exception in `BEFORE_STEP` leaves the state of
+    the last step, unless it interrupts `optimizer.step()` itself. In `AFTER_STEP` of a trainer, and
+    in `EPOCH_END`, the code that belongs to a step is not complete, so nothing is saved.
 
         phase          event                                                   next phase
         ------------   -----------------------------------------------------   ------------
