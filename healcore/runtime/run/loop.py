@@ -393,7 +393,7 @@ class Loop:
             why = "the state needs the optimizer whose step() the loop calls"
             self.warn(f"{unread} batches without a step that the Healer sees: {why}")
 
-    def goes_on_after_step(self) -> None:
+    def mark_step_unfinished(self) -> None:
         """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
         if self.phase is LoopPhase.BEFORE_STEP:
             self.phase = LoopPhase.EPOCH_END

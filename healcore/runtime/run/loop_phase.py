@@ -19,7 +19,7 @@ class LoopPhase(Enum):
         BEFORE_STEP    a step is counted (`queue_dispatch`)                    AFTER_STEP
         AFTER_STEP     the work between two steps begins                       BEFORE_STEP
         BEFORE_STEP    a trainer has ended an epoch, and still evaluates,      EPOCH_END
-                       logs or saves (`goes_on_after_step`)
+                       logs or saves (`mark_step_unfinished`)
         EPOCH_END      a step is counted                                       AFTER_STEP
         EPOCH_END      the work between two steps begins                       BEFORE_STEP
         COMPLETED      a step is taken: AlreadyCompleted is raised             COMPLETED

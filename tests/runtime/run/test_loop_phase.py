@@ -45,14 +45,14 @@ def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
         for step in healer.steps(2):
             train(model, optimizer, healer)
             if step == 0:
-                hooks_of(healer).goes_on_after_step()
+                hooks_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.EPOCH_END
                 assert loop.after_update
                 loop.queue_dispatch()
                 assert loop.phase is LoopPhase.AFTER_STEP
-                hooks_of(healer).goes_on_after_step()
+                hooks_of(healer).mark_step_unfinished()
                 assert loop.phase is LoopPhase.AFTER_STEP, "a counted step is not forgotten"
-        hooks_of(healer).goes_on_after_step()
+        hooks_of(healer).mark_step_unfinished()
         assert loop.phase is LoopPhase.EPOCH_END
         healer.after_step()
         assert loop.phase is LoopPhase.BEFORE_STEP
