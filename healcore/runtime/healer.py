@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
+from healcore.runtime.batch_iterator import Batch, Batches
 from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver_choice import trainer_limit
@@ -33,54 +33,26 @@ from healcore.runtime.run_options import (
     Hooks,
     HostPolicy,
     Logging,
-    check_path,
+    check_arguments,
 )
 from healcore.runtime.store.several import Places, checked_places
 from healcore.runtime.story.trackers import select
 
 State = TypeVar("State")
-Batch = TypeVar("Batch")
-
-
-class Batches(Iterator[Batch]):
-    """The batches of a loop, see `Healer.batches`. Other attributes are the loader's.
-
-    Attributes:
-        healer: the Healer, for a function that gets only the loader.
-    """
-
-    def __init__(
-        self, healer: Healer[Any], batches: Iterator[Batch], loader: Any, epochs: int | None
-    ) -> None:
-        vars(self).update(healer=healer, _batches=batches, _loader=loader, _epochs=epochs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self).get("_loader"), name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._loader, name, value)
-
-    def __next__(self) -> Batch:
-        return next(self._batches)
-
-    def __len__(self) -> int:
-        """Number of batches in all epochs. Raises TypeError if the loader has no length."""
-        if self._epochs is None:
-            raise TypeError("batches(..., epochs=None) has no len")
-        return self._epochs * len(self._loader)
-
-    def with_state(self) -> Batches[tuple[Batch, Any]]:
-        """Pairs of each batch and `healer.state`, from which its step has to start in JAX."""
-        pairs = ((batch, self.healer.state) for batch in self)
-        return Batches(self.healer, pairs, self._loader, self._epochs)
 
 
 class HealerError(HealcoreError, RuntimeError):
-    """A method was called outside the Healer's block, or for the other framework."""
+    """A method was called outside the Healer's block, or for the other framework.
+
+    The message says what to call instead, such as `tx.update(..., value=loss)` in JAX.
+    """
 
 
 class HealerOptions(Overrides, total=False):
-    """The arguments of `Healer` except `policy` and `state`."""
+    """The keyword arguments of `Healer` except `policy` and `state`, to pass them on.
+
+    The docstring of `Healer` explains each of them, and `Overrides` the values of the policy.
+    """
 
     store: Places
     loss_fn: Callable[..., Any] | None
@@ -180,22 +152,16 @@ class Healer(Generic[State]):
         stop_file: str | os.PathLike[str] | None = None,
         **overrides: Unpack[Overrides],
     ) -> None:
-        if loss_fn is not None and not callable(loss_fn):
-            given = type(loss_fn).__name__
-            raise ValueError(f"loss_fn is a function of a batch, or None, not {given}")
-        if not (isinstance(loss_fn_cost, int | float) and 0 < loss_fn_cost < math.inf):
-            raise ValueError(
-                "loss_fn_cost is the cost of one call of loss_fn in training steps, a number above "
-                f"0 such as 0.33, not {loss_fn_cost!r}"
-            )
-        if resume not in (True, False, "auto"):
-            raise ValueError(f'resume is "auto", True or False, not {resume!r}')
         places = checked_places(store)
-        check_path("stop_file", stop_file)
-        for given, kind in ((checkpoints, Checkpoints), (logging, Logging), (hooks, Hooks)):
-            if not isinstance(given, kind):
-                name = kind.__name__
-                raise ValueError(f"{name.lower()} is a healcore.{name}(...), not {given!r}")
+        check_arguments(
+            loss_fn=loss_fn,
+            loss_fn_cost=loss_fn_cost,
+            resume=resume,
+            stop_file=stop_file,
+            checkpoints=checkpoints,
+            logging=logging,
+            hooks=hooks,
+        )
         self._options = Options(
             policy=HostPolicy.of(policy, overrides, trainer_limit(state)),
             state=state,
@@ -220,7 +186,14 @@ class Healer(Generic[State]):
     def __enter__(self) -> Self:
         """Attaches to the optimizers, then resumes an earlier run or takes the first snapshot.
 
+        After a restart the state is the state of the newest intact checkpoint, with its random
+        states, and the loops continue after it.
+
+        Returns:
+            The Healer itself.
+
         Raises:
+            HealerError: this Healer was opened before.
             EndRequested: the stop file exists; status 0.
             StoreNotEmpty: the store holds a run that `resume` does not permit to continue.
             NoGoodCheckpoint: the store holds checkpoints, and none of them is usable.
@@ -239,7 +212,15 @@ class Healer(Generic[State]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Waits for pending checkpoints, writes the postmortem, detaches.
+        """Saves the last state, waits for pending checkpoints, writes the postmortem, detaches.
+
+        An exception that has left the block is classified, and propagates after the end of the
+        run, unless one of the exceptions below replaces it.
+
+        Args:
+            kind: type of the exception that has left the block, or None.
+            error: the exception, or None.
+            trace: its traceback, or None.
 
         Raises:
             LastStateNotSaved: the loop has ended, and no checkpoint holds its state; status 1.
@@ -258,7 +239,11 @@ class Healer(Generic[State]):
     def close(self, error: BaseException | None = None) -> None:
         """Ends the run as leaving its block does. A second call does nothing.
 
-        For a Healer of `healcore.start`. Within a block, the end of the block calls it.
+            healer = healcore.start(state=state, store="checkpoints")
+            train(healer)
+            healer.close()  # the run is complete, also if its loop was left by `break`
+
+        Use it for a Healer of `healcore.start`. Within a block, the end of the block calls it.
 
         Args:
             error: the exception that ends the run, or None if the run is complete.
@@ -271,17 +256,26 @@ class Healer(Generic[State]):
 
     @property
     def is_open(self) -> bool:
-        """Whether the run has begun and not ended."""
+        """Whether the run has begun and not ended: most methods work only then."""
         return self._begun_run is not None and self._ending is None
 
     @property
     def has_left_loop_early(self) -> bool:
-        """Whether the program has left its loop in the body, before the last batch or step."""
+        """Whether the program has left its loop in the body, before the last batch or step.
+
+        `healcore.start` takes such an end for an early end, which the next start resumes.
+
+        Raises:
+            HealerError: the Healer was not opened.
+        """
         return self._run.loop.left_early
 
     @property
     def store(self) -> Places:
-        """The `store` argument; a list as a tuple."""
+        """The `store` argument: a path, a store, None for host memory only, or a tuple of places.
+
+        A list that was passed is a tuple here.
+        """
         return self._options.store
 
     # -- the loop -------------------------------------------------------------------------------
@@ -292,9 +286,21 @@ class Healer(Generic[State]):
             for epoch in healer.epochs(4):  # after a kill in epoch 2: 2, 3
                 train_one_epoch(model, healer.batches(loader, epoch=epoch))
 
+        A rollback into an earlier epoch yields the number of this epoch again.
         An epoch may be one step without `batches`, as in full-batch training.
         Code after an epoch runs again, unless a step of the next epoch was saved. If that code
         changes the state, as a scheduler's step does, call `save` before it.
+
+        Args:
+            total: number of epochs of the whole run, including earlier processes.
+
+        Returns:
+            An iterator over epoch numbers below `total`, from 0 in a new run. It yields nothing if
+            an earlier process has completed the run.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+            RunStopped, Terminated, EndRequested: as in `batches`, if an epoch is one step.
         """
         return self._live.loop.epochs(total)
 
@@ -313,9 +319,13 @@ class Healer(Generic[State]):
         number again.
 
         Args:
-            total: number of optimizer steps.
+            total: number of optimizer steps of the whole run, including earlier processes.
             warmup: iterations that may pass before the first step of this process, or None for as
                 many as `total`, and at least 1,000.
+
+        Returns:
+            An iterator over step numbers below `total`. It yields nothing if an earlier process has
+            completed the run.
 
         Raises:
             ValueError: `warmup` is not a whole number >= 0.
@@ -399,6 +409,10 @@ class Healer(Generic[State]):
                 elements count unless they are -100, a function that returns the count of a part,
                 or None for samples. Used only if a batch is split.
 
+        Returns:
+            An iterator over the parts. Each is a context manager, with its samples as `batch` and
+            its share of the loss as `weight`, which is 1 for a whole batch.
+
         Raises:
             RunStopped: a single sample does not fit, or `budget.shrinks` is exhausted.
             MicrobatchError: the loop does not enter each part with `with part:`.
@@ -408,11 +422,23 @@ class Healer(Generic[State]):
     def after_step(self, *, last: bool = False) -> bool:
         """Does the work between two steps in a loop without `batches`.
 
-        With `last` the loop would end after this step: the Healer reads all pending steps and saves
-        nothing, because the end of the block saves.
+            while healer.step < 1000 or healer.after_step(last=True):
+                healer.loss(next(data)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                healer.after_step()
 
-        Returns whether the run was rolled back. Then `step` has changed, in JAX also `state`, and
-        the loop has to continue, even after the last step. Raises as `batches`.
+        Args:
+            last: whether the loop would end after this step. The Healer then reads all pending
+                steps and saves nothing, because the end of the block saves.
+
+        Returns:
+            Whether the run was rolled back. Then `step` has changed, in JAX also `state`, and the
+            loop has to continue, even after the last step.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+            RunStopped, Terminated, EndRequested: as in `batches`.
         """
         return self._live.loop.after_step(last=last)
 
@@ -459,11 +485,18 @@ class Healer(Generic[State]):
             optimizer: the optimizer's name in the state, or None for all optimizers.
             batch: the batch, if `loss` is the result of `loss_fn` for it. Saves another call.
             eval_loss: an evaluation's loss. In JAX only metrics, because `tx.update` has its own.
+
+        Raises:
+            HealerError: a `loss` is reported in JAX, where it is `value=loss` of `tx.update`; or
+                the call is outside the Healer's block.
+            IncompleteRun: a checkpoint has replaced the snapshot of a loop that counts its steps
+                itself; status 1.
         """
         run = self._live
-        observe = getattr(self._live.driver, "observe", None)
+        observe = getattr(run.driver, "observe", None)
         if eval_loss is not None:
-            if observe_eval := getattr(run.driver, "observe_eval", None):
+            observe_eval = getattr(run.driver, "observe_eval", None)
+            if observe_eval:
                 observe_eval(eval_loss, optimizer)
             run.monitor.metrics.eval_loss = float(eval_loss)
         if loss is None:
@@ -475,7 +508,9 @@ class Healer(Generic[State]):
             )
         if run.loop.own_count_error:
             raise IncompleteRun(f"healcore: {run.loop.own_count_error}")
-        weight = 1.0 if run.out_of_memory.part is None else run.out_of_memory.part.weight
+        weight = 1.0
+        if run.out_of_memory.part is not None:
+            weight = run.out_of_memory.part.weight
         if batch is not None and run.data.add_observed(batch, weight):
             run.comparisons.loss_function.gives_loss = True
         run.guard.resume()  # a hang between the loss and the optimizer's step counts
@@ -554,9 +589,7 @@ class Healer(Generic[State]):
             HealStateError: as `update`; or an update takes more steps than `protect` has records.
             RunStopped, Terminated, EndRequested: as in `batches`.
         """
-        for name, number in (("steps", steps), ("every", every)):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{name} is a whole number >= 1, not {number!r}")
+        blocks = ScanBlocks(steps, every)
         begin = getattr(self._live.driver, "begin_scan", None)
         if begin is None:
             raise HealerError("scan is for the other framework: in torch no loop is compiled")
@@ -566,25 +599,43 @@ class Healer(Generic[State]):
                 "graphdef, state = nnx.split((model, optimizer)), and merge them in `update`"
             )
         scan = begin(update, state, donate=donate)
-        self._live.loop.scan(ScanBlocks(steps, every), scan.run)
+        self._live.loop.scan(blocks, scan.run)
         return self.state, scan.outputs()
 
     @property
     def state(self) -> State:
-        """The live state, also after the block. In JAX the next step has to start from it."""
+        """The live state, also after the block. In JAX the next step has to start from it.
+
+        In torch these are the objects that were passed as `state`, which change in place.
+        """
         return self._run.driver.live
 
     def expect_change(self) -> None:
         """Announces that the next step differs on purpose (LR, batch size, data, loss, weights).
 
-        Drops the earlier weights that the Healer compares with. Call it on every rank.
+            healer.expect_change()
+            optimizer.param_groups[0]["lr"] = 1e-4
+
+        Without the call a jump of the loss may be taken for damage. The Healer drops the earlier
+        weights that it compares with. Call it on every rank, between two steps.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
         """
         self._live.driver.expect_change()
         self._live.saver.keep_weight_sample()
         self._live.comparisons.pause_until(self._live.data.step + 1)
 
     def save(self) -> None:
-        """Saves a checkpoint now. Only between two steps: a restart loses accumulated batches."""
+        """Saves a checkpoint now, in addition to the regular ones.
+
+        Call it only between two steps: a restart loses the batches of an accumulation. With several
+        ranks, call it on every rank. It does nothing if a rollback is about to return to an earlier
+        epoch of `epochs`. A checkpoint that cannot be written is reported, and the run continues.
+
+        Raises:
+            HealerError: the call is outside the Healer's block.
+        """
         self._live.loop.queue_dispatch()
         if self._live.loop.returns_to_epoch:
             self._live.log.info(
@@ -599,7 +650,11 @@ class Healer(Generic[State]):
 
     @property
     def step(self) -> int:
-        """Steps done (in JAX: updates). A rollback decreases the number."""
+        """Number of optimizer steps done (in JAX: updates), including earlier processes.
+
+        A rollback decreases the number. A loop that reads it before its first step continues the
+        run: after a restart, this restores the random states of the checkpoint.
+        """
         self._run.loop.begin()
         return self._run.data.step + bool(self._run.driver.pending_steps())
 
@@ -617,28 +672,41 @@ class Healer(Generic[State]):
 
     @property
     def batch_index(self) -> int:
-        """Index within the epoch of the batch that the loop uses, or of the next one, from 0."""
+        """Index within the epoch, from 0, of the batch that the loop uses.
+
+        Between two batches it is the index of the next batch.
+        """
         return self._run.loaders.place.index
 
     @property
     def rollbacks(self) -> int:
-        """Number of rollbacks so far, including earlier processes."""
+        """Number of rollbacks so far, including earlier processes of the run.
+
+        A loop that keeps state of its own can compare it with an earlier value.
+        """
         return len(self._run.ledger.rollbacks)
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the newest step that was read, and counts so far. Does not sync the device.
+        """Returns metrics of the newest step that was read, and counts. Does not sync the device.
 
             wandb.log(healer.metrics())
 
-        Of the step: `heal/loss`, `heal/threshold`, `heal/grad_scale`, `heal/lr_scale`. Counts since
-        the run began: `heal/clips` (unless each tensor is clipped by itself), `heal/skips`,
-        `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`, `heal/incidents`. With several optimizers
-        the names are `heal/<name>/loss` and so on. Empty until the first step is read.
+        Returns:
+            Name -> value. Of the newest step: `heal/loss`, `heal/threshold`, `heal/grad_scale`,
+            `heal/lr_scale`. Counts since the run began: `heal/clips` (unless each tensor is clipped
+            by itself), `heal/skips`, `heal/lr_cuts`, `heal/rollbacks`, `heal/alarms`,
+            `heal/incidents`. With several optimizers the names are `heal/<name>/loss` and so on.
+            Empty until the first step is read.
         """
         return self._run.monitor.metrics.values()
 
     def report(self) -> HealingReport:
-        """Summary of the run so far, or of the whole run after the block. Waits for the device."""
+        """Returns a summary of the run so far, or of the whole run after the block.
+
+            print(healer.report())
+
+        It waits for the device, so call it at the end, and `metrics` at each step.
+        """
         return HealingReport.of(self._run, self._ending, self._error)
 
     def _retries(self, name: str) -> Retries:
@@ -647,17 +715,25 @@ class Healer(Generic[State]):
 
     @property
     def _run(self) -> Run:
+        """The run, also after the block. Raises HealerError before it."""
         if self._begun_run is None:
             raise HealerError("use the Healer inside its block: `with Healer(...) as healer:`")
         return self._begun_run
 
     @property
     def _live(self) -> Run:
+        """The run, within the block only. Raises HealerError outside of it."""
         if self._ending is not None:
             raise HealerError("the `with` block of this Healer has ended: create another Healer")
         return self._run
 
 
 def hooks_of(healer: Healer[Any]) -> RunHooks:
-    """What a trainer uses of an open Healer. It may change in any release."""
+    """Returns what the integration of a trainer uses of an open Healer.
+
+    It is not part of the public API, and may change in any release.
+
+    Args:
+        healer: an open Healer.
+    """
     return RunHooks(healer._run)

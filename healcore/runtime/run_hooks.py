@@ -219,7 +219,7 @@ class RunHooks:
         raises, the work of the step is incomplete, and the Healer saves no checkpoint of it: a
         restart repeats the step and the code after it. The next step ends the mark.
         """
-        self._run.loop.after_update = True
+        self._run.loop.mark_step_unfinished()
 
     # -- the end --------------------------------------------------------------------------------
 

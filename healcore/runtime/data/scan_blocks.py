@@ -32,11 +32,17 @@ class ScanBlocks(LoaderAdapter):
         first: number of the block's first update.
         count: number of updates in the block.
         next_count: number of updates in the block after it, 0 after the last one.
+
+    Raises:
+        ValueError: a number is not a whole number >= 1.
     """
 
     kind = "scan"
 
     def __init__(self, updates: int, every: int) -> None:
+        for name, number in (("steps", updates), ("every", every)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is a whole number >= 1, not {number!r}")
         super().__init__(self)
         self.updates, self.every = updates, every
         self.first = self.count = self.next_count = 0

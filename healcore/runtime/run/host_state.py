@@ -22,11 +22,17 @@ class HostParts(NamedTuple):
     """The content of a saved `HostState`. A random state of None is not restored."""
 
     python: Any
+    """State of Python's module `random`."""
     numpy: Any
+    """State of NumPy's global generator."""
     framework: Any
-    at_pass: dict[str, Any]  # random states before the pass over the data
-    data: dict[str, Any]  # positions of the loaders
-    batches: Mapping[int, Any]  # by step, see `Comparisons.batches_to_save`
+    """States of the generators of torch on all devices; empty in a program without torch."""
+    at_pass: dict[str, Any]
+    """Random states before the pass over the data, by the names above."""
+    data: dict[str, Any]
+    """Positions of the loaders."""
+    batches: Mapping[int, Any]
+    """Step -> its batches, see `Comparisons.batches_to_save`."""
 
 
 class HostState:
@@ -34,25 +40,42 @@ class HostState:
 
     A step can raise after it has read batches and drawn random numbers. To save the state after the
     previous step, `after_step` keeps the random states, and `before_batches` makes `state_dict`
-    return them.
+    return them:
+
+        after_step()          batches are read, numbers are drawn       exception
+        ---- kept --------------------------------------------------    with before_batches(...):
+                                                                            state_dict(): the kept
+
+    Attributes:
+        pack_batches: returns the batches that comparisons may evaluate, or None for no batches; see
+            `Comparisons.batches_to_save`.
     """
 
     per_rank = True
     optional = True
 
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
-        """Takes a function that returns the loaders' positions."""
+        """Keeps the random states of this moment as those before the first pass.
+
+        Args:
+            position: returns the positions of the loaders, which may draw random numbers.
+        """
         self._position = position
         self.pack_batches: Callable[[], PackedValues | None] = lambda: None
-        """Returns the batches that comparisons may evaluate, see `Comparisons.batches_to_save`."""
         self._after_step: dict[str, Any] | None = None
+        """Random states after the last step, or None if no step was taken."""
         self._earlier: dict[str, Any] | None = None
+        """What `state_dict` returns within `before_batches`, or None outside."""
         self._texts: dict[str, tuple[Any, str]] = {}
         """Name of a random state -> the state that was saved last, and its text."""
         self.begin_pass()
 
     def state_dict(self) -> dict[str, Any]:
-        """Generators of Python, NumPy and torch, and positions of the loaders."""
+        """Returns the random states of Python, NumPy and torch, and the positions of the loaders.
+
+        Returns:
+            Name of a field of `HostParts` -> its value; random states as text.
+        """
         if self._earlier is not None:
             return self._earlier
         # Positions first, because a loader may draw random numbers to give its position.
@@ -64,7 +87,7 @@ class HostState:
         self._at_pass = random_states()
 
     def after_step(self) -> None:
-        """Keeps the random states after a step."""
+        """Keeps the random states after a step, for a save at a later exception."""
         self._after_step = random_states()
 
     @property
@@ -81,7 +104,11 @@ class HostState:
     def before_batches(self, data: dict[str, Any]) -> Iterator[None]:
         """Within the block `state_dict` returns the state of the last `after_step`.
 
-        `data` are the loaders' positions after that step. Raises StoreError if no step was taken.
+        Args:
+            data: positions of the loaders after that step.
+
+        Raises:
+            StoreError: no step was taken since the start or the last rollback.
         """
         if self._after_step is None:
             raise StoreError("no step was taken since the start or the last rollback")
@@ -92,10 +119,17 @@ class HostState:
             self._earlier = None
 
     def _as_text(self, states: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+        """The content of a checkpoint's item, from random states and positions of the loaders."""
         states = {**states, "at_pass": self._at_pass}
-        texts = {name: self._text_of(name, state) for name, state in states.items()}
+        content: dict[str, Any] = {}
+        for name, state in states.items():
+            content[name] = self._text_of(name, state)
+        content["data"] = data
+        content["batches"] = None
         batches = self.pack_batches()
-        return {**texts, "data": data, "batches": None if batches is None else batches.state()}
+        if batches is not None:
+            content["batches"] = batches.state()
+        return content
 
     def _text_of(self, name: str, state: Any) -> str:
         """The text of a random state. `random_states` returns the same object until a draw."""
@@ -106,22 +140,34 @@ class HostState:
         return last[1]
 
     def read(self, state: Mapping[str, Any] | None) -> HostParts | None:
-        """Decodes a checkpoint's item, or returns None if it is missing. Sets nothing.
+        """Decodes a checkpoint's item. Sets nothing.
 
-        Content that healcore cannot have written may raise any exception.
+        Args:
+            state: what `state_dict` has returned, or None if the checkpoint has no such item.
+
+        Returns:
+            The decoded content, or None without an item.
+
+        Raises:
+            Exception: of any type, for content that healcore cannot have written.
         """
         if state is None:
             return None
-        *generators, _, _ = HostParts._fields
-        states = {name: values.loads(state[name], (HOST_ITEM, name)) for name in generators}
-        packed = state["batches"]
-        batches = {} if packed is None else PackedValues.read(packed, (HOST_ITEM, "batches"))
+        states: dict[str, Any] = {}
+        for name in ("python", "numpy", "framework", "at_pass"):
+            states[name] = values.loads(state[name], (HOST_ITEM, name))
+        batches: Mapping[int, Any] = {}
+        if state["batches"] is not None:
+            batches = PackedValues.read(state["batches"], (HOST_ITEM, "batches"))
         return HostParts(**states, data=dict(state["data"]), batches=batches)
 
     def put_back(self, parts: HostParts) -> None:
         """Sets the generators, except those without a state.
 
         Call it after moving the loaders, because that draws numbers.
+
+        Args:
+            parts: what `read` has returned.
         """
         self._after_step = None
         self._at_pass = parts.at_pass or self._at_pass

@@ -1,4 +1,23 @@
-"""`Loop`: what happens between two steps of a run."""
+"""`Loop`: what happens between two steps of a run, for every kind of training loop.
+
+A program hands its loop over to the Healer (`batches`, `epochs`, `steps`, `scan`), or calls the
+Healer in a loop of its own (`after_step`, `update`). Trainers do the same through `RunHooks`. All
+of these calls end in `Loop._between_steps`, which has the order of the work:
+
+    the program's step            Loop                                   phase
+    ------------------            ----                                   -----
+    batch is read, loss,                                                 BEFORE_STEP
+    optimizer.step()
+                                  queue_dispatch: counts the step,       AFTER_STEP
+                                  queues its records for the host
+    rest of the body
+                                  _between_steps: reads the records      BEFORE_STEP
+                                  of an earlier step, rolls back or
+                                  saves, compares weights, ends
+
+The host reads a record a fixed number of steps later, so that it does not wait for the device (see
+`steps.LAG`).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +25,16 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from healcore.console import first_of, passes_power_of_ten
 from healcore.core.decision import Action, names
 from healcore.runtime.data.loader_registry import RunLoader
 from healcore.runtime.data.scan_blocks import ScanBlocks
 from healcore.runtime.driver import WEIGHTS
 from healcore.runtime.run.ending.exits import AlreadyCompleted, IncompleteRun
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.orders import Order, RollbackRecord
-from healcore.runtime.run.run_record import StructureChange
 from healcore.runtime.run.steps import StepResult
+from healcore.runtime.run.structure_changes import StructureChanges
+from healcore.runtime.run.warm_up import MAX_ITERATIONS, WarmUp
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
@@ -22,77 +42,87 @@ if TYPE_CHECKING:
 _MAX_WITHOUT_STEP = 100
 """Batches without a step after which a run may end. Fewer may be a gradient accumulation."""
 
-MAX_CHANGES = 100
-"""Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
-_MAX_ITERATIONS = 1000
-"""Iterations of `steps` without a step that end a run that trains: more than any gradient
-accumulation."""
-
 
 class Loop:
     """The work between two steps, for every kind of loop. Not thread-safe.
 
-    With `has_trainer` a trainer owns the loop, so that an early end is not a `break`.
+    Attributes:
+        phase: what the loop waits for, see `LoopPhase`.
+        has_trainer: whether a trainer (Lightning, Hugging Face) owns the loop, so that an early end
+            is not a `break`.
+        is_trial: whether a trainer begins again with a smaller batch if memory runs out. The run
+            then ends without a trace: it has taken no step.
+        was_used: whether the program has called `batches`, `after_step` or `update` in this
+            process. A loop that takes steps without them ends with an error, because nothing could
+            be saved or rolled back between its steps.
+        reached_end: whether any loop over `epochs`, `steps` or `scan` of this process has come to
+            its end. It stays True if the program begins another loop.
+        in_body: whether the body of a loop of the program runs, or was left before its end.
+            Loops may be nested; it is False again after the body of the outermost loop.
+        own_count_error: error of a loop that counts steps itself, after a checkpoint has replaced
+            its snapshot, or an empty string.
     """
 
     def __init__(self, run: Run, *, has_trainer: bool) -> None:
         self.run = run
-        self.was_used = False
-        """Whether the program has called `batches`, `after_step` or `update`."""
-        self.is_complete = False
-        """Whether an earlier process has completed the run, so that this one trains nothing."""
-        self.reached_end = False
-        """Whether `epochs` or `steps` has come to its end."""
-        self.in_body = False
-        """Whether the body of a loop of the program runs, or was left before its end."""
+        self.phase = LoopPhase.BEFORE_STEP
         self.has_trainer = has_trainer
-        self.after_update = False
-        """Whether a trainer has stepped, and still has to evaluate, log or save after the step."""
         self.is_trial = False
-        """Whether a trainer begins again with a smaller batch if memory runs out. The run then ends
-        without a trace: it has taken no step."""
+        self.was_used = False
+        self.reached_end = False
+        self.in_body = False
         self.own_count_error = ""
-        """Error of a loop that counts steps itself, after a snapshot was replaced, or ""."""
-        self._loop_begun = False  # whether a loop has begun since the start
+        self._has_generators = False
+        """Whether the random states of the checkpoint were restored for the loop that runs."""
         self._update_rolled_back = False
         """Whether an `update` since the last `after_step` has rolled back."""
         self._yielded_step = math.inf
         """Number of the step whose body of a loop over `steps` runs, or Inf outside of a body."""
-        self._has_stepped = False  # since the last `_between_steps`
-        self._waiting_weights = ""
-        """Digest of the weights in the middle of a long wait of `steps` for a step."""
-        self._step_is_epoch = False  # in `epochs`
-        self._changes = 0  # of the structure of the model, in this process
+        self._step_is_epoch = False
+        """Whether each epoch of a loop over `epochs` is one step without `batches`."""
+        self._structure = StructureChanges(run)
 
     def on_step(self) -> None:
-        """Called by the driver after each optimizer step."""
+        """Called by the driver after each optimizer step, within the body of the loop."""
         self.run.guard.on_step()
         self.run.saver.keep_weight_sample()
 
     def begin(self) -> None:
-        """Begins or continues a loop that has data of its own and knows the number of the step."""
+        """Begins or continues a loop that has data of its own and knows the number of the step.
+
+        A restart restores random states here, because the loop has no loader that does so.
+        """
         self.own_count_error = ""
-        if not self._loop_begun:
-            self._loop_begun = True
+        if not self._has_generators:
+            self._has_generators = True
             self.run.data.restore_generators()
 
     def epochs(self, total: int) -> Iterator[int]:
-        """See `Healer.epochs`. If the first epoch is one step without `batches`, counts steps."""
+        """Yields the numbers of the epochs; the behaviour of `Healer.epochs`.
+
+        If the first epoch is one step without `batches`, the rest of the loop counts steps as
+        `steps` does, so that each epoch gets the work between two steps.
+
+        Args:
+            total: number of the epoch at which the loop ends.
+
+        Raises:
+            RunStopped, Terminated, EndRequested: as in `Healer.batches`, if epochs are steps.
+        """
         loaders = self.run.loaders
         self.own_count_error = ""
-        if self.is_complete:
+        if self.phase is LoopPhase.COMPLETED:
             loaders.pass_over_completed()
             self.reached_end = True
             return
+        data = self.run.data
         epoch = loaders.next_epoch
         try:
             while epoch < total:
-                self.run.data.begin_pass()
+                data.begin_pass()
                 # If the code after the step of epoch 0 raises, the checkpoint has step 1, epoch 0.
-                counted = loaders.is_empty and (epoch > 0 or self.run.data.resumed_here)
-                if counted and self.run.data.step + self.run.driver.pending_steps() == max(
-                    epoch, 1
-                ):
+                has_no_batches = loaders.is_empty and (epoch > 0 or data.resumed_here)
+                if has_no_batches and data.step + self.run.driver.pending_steps() == max(epoch, 1):
                     self._step_is_epoch = True
                     for number in self.steps(total):
                         loaders.next_epoch = number
@@ -103,7 +133,8 @@ class Loop:
                 yield epoch
                 self.in_body = False
                 if loaders.returns_to is None:
-                    epoch = loaders.next_epoch = epoch + 1
+                    epoch += 1
+                    loaders.next_epoch = epoch
                     self.run.saver.keep_random_states()
                     self.run.saver.keep_weight_sample()
                 else:
@@ -129,79 +160,74 @@ class Loop:
         return self.run.loaders.returns_to is not None
 
     def steps(self, total: int, warmup: int | None = None) -> Iterator[int]:
-        """See `Healer.steps`."""
-        without_step = 0
-        last = begun_at = -1
-        allowed = max(_MAX_ITERATIONS, total) if warmup is None else warmup
-        self._loop_begun = False
+        """Yields the numbers of the steps; the behaviour of `Healer.steps`.
+
+        Args:
+            total: number of optimizer steps at which the loop ends.
+            warmup: iterations that may pass before the first step, or None for the default of
+                `WarmUp`.
+
+        Raises:
+            IncompleteRun: too many iterations took no step.
+            RunStopped, Terminated, EndRequested: as in `Healer.batches`.
+        """
+        data = self.run.data
+        warm_up = WarmUp(self.run, total, warmup)
+        self._has_generators = False
         self.run.recovery.counts_steps = True
-        if self.is_complete:
+        if self.phase is LoopPhase.COMPLETED:
             self.run.loaders.pass_over_completed()
             self.reached_end = True
             return
         while True:
             rolled_back = self.after_step()
-            without_step = without_step + 1 if self.run.data.step == last and not rolled_back else 0
-            last = self.run.data.step
-            begun_at = last if begun_at < 0 else begun_at
-            if last != begun_at or rolled_back:
-                allowed = _MAX_ITERATIONS  # the warm-up is over
-            self._check_without_step(without_step, allowed)
-            if self.run.data.step < total:
-                self._yielded_step = self.run.data.step
+            warm_up.count(rolled_back=rolled_back)
+            if data.step < total:
+                self._yielded_step = data.step
                 self.in_body = True
-                yield self.run.data.step
+                yield data.step
                 self.in_body = False
                 self._yielded_step = math.inf
             elif not self.after_step(last=True):
                 self.reached_end = True
                 return
+            # Otherwise the last steps were rolled back, and the loop repeats them.
 
-    def _check_without_step(self, iterations: int, allowed: int) -> None:
-        """Raises IncompleteRun if a loop over `steps` trains nothing that the Healer sees.
+    def batches(
+        self,
+        loader: Any,
+        epochs: int | None,
+        epoch: int | None = None,
+        limit: Callable[[int], int] | None = None,
+    ) -> Iterator[Any]:
+        """Yields the batches of a loader, and does the work between two steps after each of them.
 
-        A loop may fill a replay buffer before its first step, so `allowed` is higher then. Without
-        a limit, a program that never steps would run for ever: its number does not grow.
+        After a rollback the same iterator yields the batches of the checkpoint again, if the loader
+        can be rewound. An evaluation in the body of a training loop only reads: a restart does not
+        repeat the rest of the body, so a save or rollback waits for the training loop.
+
+        Args:
+            loader: any iterable of batches, or a function that makes one for each epoch.
+            epochs: passes over the loader, or None for no end.
+            epoch: number of the epoch in the program's own loop, or None.
+            limit: number of an epoch -> max batches of it, or None for no limit. Trainers have one.
+
+        Raises:
+            DataError: the loader cannot be iterated over, or `epoch` cannot be its next epoch.
+            RunStopped, Terminated, EndRequested: as in `Healer.batches`.
         """
-        if (
-            iterations in (_MAX_ITERATIONS // 2, _MAX_ITERATIONS)
-            and self.run.driver.state_is_in_place
-        ):
-            before, self._waiting_weights = (
-                self._waiting_weights,
-                self.run.driver.settings()[WEIGHTS],
-            )
-            if iterations == _MAX_ITERATIONS and before != self._waiting_weights:
-                raise IncompleteRun(
-                    f"healcore: the weights change, and the Healer has seen no step in "
-                    f"{iterations} iterations of healer.steps: the state needs the optimizer whose "
-                    "step() the loop calls"
-                )
-        if iterations > allowed:
-            raise IncompleteRun(
-                f"healcore: step {self.run.data.step} was not taken in {allowed} iterations of "
-                "healer.steps: for a longer warm-up write healer.steps(n, warmup=iterations), and "
-                "a loop with fewer steps calls healer.after_step()"
-            )
-        if iterations == _MAX_ITERATIONS + 1:
-            self.run.log.info(
-                f"step {self.run.data.step}: {_MAX_ITERATIONS} iterations without an optimizer "
-                f"step, as in a warm-up; after {allowed} of them the run ends with an error"
-            )
-
-    def batches(self, loader: Any, *args: Any) -> Iterator[Any]:
-        """See `Healer.batches`; `args` as for `RunBatches.begin`."""
         data, guard = self.run.data, self.run.guard
         self.queue_dispatch()
         known = self.run.loaders.find(loader)
         if self.returns_to_epoch and (known is None or known.trains):
             return
-        epoch = args[1] if len(args) > 1 else None
-        if self.is_complete and self.run.loaders.is_of_completed_run(loader, epoch):
+        if self.phase is LoopPhase.COMPLETED and self.run.loaders.is_of_completed_run(
+            loader, epoch
+        ):
             return
         acts = not self._is_evaluation(known)
-        begun = data.begin(loader, *args)
-        self._loop_begun = True
+        begun = data.begin(loader, epochs, epoch, limit)
+        self._has_generators = True
         if known is not None and known.trains:  # what the code before this pass has changed
             self.run.saver.keep_weight_sample()
         if acts:  # after a `break` the loop continues from `begun`
@@ -224,7 +250,8 @@ class Loop:
             finally:
                 data.log_skipped(begun)
             guard.watch()
-            in_outer_body, self.in_body = self.in_body, True
+            in_outer_body = self.in_body
+            self.in_body = True
             try:
                 yield batch
                 self.in_body = in_outer_body
@@ -244,7 +271,9 @@ class Loop:
         data.end(begun, evaluates=self._is_evaluation(begun))
 
     def scan(self, blocks: ScanBlocks, dispatch: Callable[[int, int, int], None]) -> None:
-        """See `Healer.scan`.
+        """Dispatches blocks of updates that JAX compiles as a whole; see `Healer.scan`.
+
+        A block is the batch of this loop: the work between two steps follows each block.
 
         Args:
             blocks: the blocks of updates, which are the batches of this loop.
@@ -252,7 +281,9 @@ class Loop:
                 number of updates in the block, and the number of updates in the next block, or 0.
         """
         loaders = self.run.loaders
-        epoch = loaders.next_epoch if loaders.can_return else None
+        epoch = None
+        if loaders.can_return:  # in a loop over `epochs`
+            epoch = loaders.next_epoch
         for _ in self.batches(blocks, 1, epoch):
             dispatch(blocks.first, blocks.count, blocks.next_count)
         self.reached_end = True
@@ -264,17 +295,37 @@ class Loop:
         """
         if loader is not None and loader.trains:
             return False
-        in_use = any(each.in_use and each.trains for each in self.run.loaders)
-        return in_use or self.run.data.step > self._yielded_step
+        for each in self.run.loaders:
+            if each.in_use and each.trains:
+                return True
+        return self.run.data.step > self._yielded_step
 
     def after_step(self, *, last: bool = False) -> bool:
-        """See `Healer.after_step`."""
+        """Does the work between two steps in a loop that reads its own batches.
+
+        Args:
+            last: whether the loop ends after this step unless the run is rolled back. All pending
+                steps are read, and nothing is saved.
+
+        Returns:
+            Whether the run was rolled back, here or in an `update` since the last call.
+        """
         rolled_back = self._between_steps(last=last) or self._update_rolled_back
         self._update_rolled_back = False
         return rolled_back
 
     def update(self, take_state: Callable[[], None]) -> None:
-        """See `Healer.update`. At the last batch, a rollback is part of the returned state."""
+        """Takes the state of a step in JAX, and does the work between two steps.
+
+        At the last batch it also does the work at the end of the data: the program takes the state
+        from `update`, so a later rollback would not reach it.
+
+        Args:
+            take_state: gives the state of the step to the driver.
+
+        Raises:
+            IncompleteRun: the loop counts steps itself, and a checkpoint has replaced its snapshot.
+        """
         if self.own_count_error:
             raise IncompleteRun(f"healcore: {self.own_count_error}")
         take_state()
@@ -285,21 +336,29 @@ class Loop:
         self._update_rolled_back |= rolled_back
 
     def _between_steps(self, *, last: bool = False) -> bool:
-        """The work between two steps. Returns whether the run was rolled back."""
+        """Does the work between two steps, in the order of the drawing at the top of this file.
+
+        Args:
+            last: as for `after_step`.
+
+        Returns:
+            Whether the run was rolled back. The rest of the work is done after the next step then.
+        """
         run, data = self.run, self.run.data
         run.guard.pause()
         self.was_used = True
         self.queue_dispatch()
-        if self.own_count_error or not self._loop_begun:
+        if self.own_count_error or not self._has_generators:
             self.begin()
-        has_stepped, self._has_stepped = self._has_stepped, False
+        has_stepped = self.phase is LoopPhase.AFTER_STEP
         if has_stepped:  # what the rest of the body has changed belongs to the step
             run.saver.keep_weight_sample()
-        self.after_update = False
+        if self.phase is not LoopPhase.COMPLETED:
+            self.phase = LoopPhase.BEFORE_STEP
         if last:
             return self._roll_back_at_end()
         if has_stepped:
-            self._note_structure()
+            self._structure.note()
             if self.read_and_act() or self._save_when_due():
                 return True
             if run.holding.withholding_changes(data.step):
@@ -309,54 +368,71 @@ class Loop:
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()
-        # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
         unread = len(data.pending_ids)
-        unseen = False
-        may_end = data.between_steps or unread >= _MAX_WITHOUT_STEP
-        trains = data.last_read is not None and (data.last_read.trains or not data.step)
-        if unread == _MAX_WITHOUT_STEP and not data.step:  # another optimizer trains
-            unseen = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
-        if trains and (unseen or unread == _MAX_ITERATIONS):
-            why = "the state needs the optimizer whose step() the loop calls"
-            self.warn(f"{unread} batches without a step that the Healer sees: {why}")
-        run.end_requests.raise_if_asked(may_end=may_end)
+        if unread in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
+            self._warn_of_unseen_steps(unread)
+        # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
+        run.end_requests.raise_if_asked(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
         return False
 
-    def _note_structure(self) -> None:
-        """Asks for a checkpoint soon after the program has changed the structure of its model."""
-        changes = self.run.driver.structure_changes()
-        if not changes:
-            return
-        step, place = self.run.data.step, self.run.loaders.place
-        self.run.record.changes.append(StructureChange(max(step - 1, 0), place.epoch))
-        del self.run.record.changes[:-MAX_CHANGES]
-        self.run.record.param_groups = self.run.driver.param_groups()
-        self.run.loaders.changed_in = place.epoch
-        self.run.comparisons.on_structure_change()
-        self.run.schedule.after_change = True
-        self.run.log.event("data", step=step, outcome=f"the model has changed: {first_of(changes)}")
-        self._changes += 1
-        if passes_power_of_ten(self._changes - 1, self._changes):
-            again = f" ({self._changes} times so far)" if self._changes > 1 else ""
-            self.run.log.info(
-                f"step {step}: the program has changed the structure of its model{again}: "
-                f"{first_of(changes)}. A checkpoint follows, because earlier ones do not fit it"
-            )
+    def _warn_of_unseen_steps(self, unread: int) -> None:
+        """Warns a loop that reads batches and takes no step of an optimizer in the state.
+
+        Such a program may train another optimizer than that in the state. Then its weights change
+        before the first step, or it goes on for longer than any gradient accumulation.
+
+        Args:
+            unread: number of batches since the last step.
+        """
+        run, data = self.run, self.run.data
+        weights_change = False
+        if unread == _MAX_WITHOUT_STEP and not data.step:
+            weights_change = run.driver.settings()[WEIGHTS] != run.record.settings.get(WEIGHTS)
+        trains = data.last_read is not None and (data.last_read.trains or not data.step)
+        if trains and (weights_change or unread == MAX_ITERATIONS):
+            why = "the state needs the optimizer whose step() the loop calls"
+            self.warn(f"{unread} batches without a step that the Healer sees: {why}")
+
+    def mark_step_unfinished(self) -> None:
+        """Says that a trainer has ended an epoch, and still has to evaluate, log or save."""
+        if self.phase is LoopPhase.BEFORE_STEP:
+            self.phase = LoopPhase.EPOCH_END
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an earlier process has completed the run, so that this one trains nothing."""
+        return self.phase is LoopPhase.COMPLETED
+
+    @property
+    def after_update(self) -> bool:
+        """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
+
+        An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
+        the program, the state after a step is saved.
+        """
+        if self.phase is LoopPhase.AFTER_STEP:
+            return self.has_trainer
+        return self.phase is LoopPhase.EPOCH_END
 
     def queue_dispatch(self) -> None:
-        """Counts and queues the dispatch since the last call. The next `_between_steps` acts."""
+        """Counts and queues the dispatch since the last call. The next `_between_steps` acts.
+
+        A dispatch is what the program gives to the device at once: a step, or a block of steps.
+
+        Raises:
+            AlreadyCompleted: an earlier process has completed the run.
+        """
         run = self.run
         pending = run.driver.take_dispatch()
         if pending is None:
             return
-        if self.is_complete:
+        if self.phase is LoopPhase.COMPLETED:
             raise AlreadyCompleted(
-                f"this run has completed at step {self.run.data.step}, and the loop trains on: a "
+                f"this run has completed at step {run.data.step}, and the loop trains on: a "
                 "loop over healer.batches, healer.epochs or healer.steps ends at once. To train "
                 "further, pass resume=True; for a new run, pass an empty directory"
             )
-        self._has_stepped = True
-        self.after_update = self.has_trainer
+        self.phase = LoopPhase.AFTER_STEP
         loaders = run.loaders
         loader = loaders.last_trained
         first = run.data.count_dispatch(pending)
@@ -369,7 +445,17 @@ class Loop:
         run.saver.keep_random_states()
 
     def _roll_back_at_end(self, loader: RunLoader | None = None) -> bool:
-        """Rolls back at the end of the data if the last steps require it. True if it did."""
+        """Rolls back at the end of the data if the last steps require it.
+
+        Without this, the final weights would keep the damage of the last steps, because no later
+        step shows it.
+
+        Args:
+            loader: the loader that has ended, or None for a loop that reads its own batches.
+
+        Returns:
+            Whether the run was rolled back, so that the loop has to continue.
+        """
         alone = self.run.ranks.world == 1
         of_training = loader in (None, self.run.loaders.last_trained)
         self.queue_dispatch()
@@ -378,7 +464,9 @@ class Loop:
         if self.read_and_act(all=True):
             return True
         nonfinite = self.run.nonfinite
-        verdict = self.run.comparisons.decide_at_end(self.run.data.step) if of_training else None
+        verdict = None
+        if of_training:
+            verdict = self.run.comparisons.decide_at_end(self.run.data.step)
         if verdict is not None and self._note_rollback(self.run.better_weights.carry_out(verdict)):
             return True
         return alone and self._note_rollback(nonfinite.roll_back_if_saved(at_end=of_training))
@@ -386,7 +474,16 @@ class Loop:
     # -- reading --------------------------------------------------------------------------------
 
     def read_and_act(self, *, all: bool = False) -> bool:
-        """Reads the steps that are due and carries out orders. Returns whether it rolled back."""
+        """Reads the steps that are due, and carries out their orders.
+
+        Args:
+            all: whether to read all queued steps, which waits for the device. Otherwise the newest
+                steps stay queued until their records have arrived.
+
+        Returns:
+            Whether the run was rolled back. The rollback undoes the steps after the order, so they
+            are not read.
+        """
         for step, order in self._process_due(all=all):
             if self._note_rollback(self.run.recovery.act(step, order)):
                 return True
@@ -429,10 +526,11 @@ class Loop:
         """Saves if a save is due. Returns whether the run was rolled back instead."""
         if not self.run.schedule.due() or self.run.data.within_batch:
             return False
-        training = [each for each in self.run.loaders if each.trains and each.in_loop]
-        ends = any(each.at_end and each.next_id.index > 1 for each in training)
-        if ends and self.run.loaders.names_epochs:
-            return False  # a restart would run the code after the epoch without its batches
+        if self.run.loaders.names_epochs:
+            for each in self.run.loaders:
+                ends = each.trains and each.in_loop and each.at_end
+                if ends and each.next_id.index > 1:
+                    return False  # a restart would run the code after the epoch without its batches
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
         if self.read_and_act(all=True):
@@ -453,7 +551,10 @@ class Loop:
         return True
 
     def report_last_steps(self) -> None:
-        """Reads the unread steps at the end of a run, and only reports their orders."""
+        """Reads the unread steps at the end of a run, and only reports their orders.
+
+        The program has left its loop, so an order to roll back cannot be carried out any more.
+        """
         self.queue_dispatch()
         self.log_warnings()
         for step, order in self._process_due(all=True):
@@ -464,7 +565,10 @@ class Loop:
 
     @property
     def left_early(self) -> bool:
-        """Whether the program has left its loop in the body, before the last batch or step."""
+        """Whether the program has left its loop in the body, before the last batch or step.
+
+        A `break` after the last batch of a training loader is not early: nothing was left to read.
+        """
         loader = self.run.loaders.last_trained
         if loader is not None and loader.in_loop and loader.at_end:
             return False
@@ -479,7 +583,11 @@ class Loop:
         return loader.break_place
 
     def warn(self, problem: str) -> None:
-        """Reports a problem of the current step."""
+        """Reports a problem of the current step, as an event and a line of the log.
+
+        Args:
+            problem: what is wrong, and what to write instead.
+        """
         self.run.log.problem(self.run.data.step, problem)
 
     def log_warnings(self) -> None:

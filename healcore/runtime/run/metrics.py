@@ -24,20 +24,37 @@ class RunMetrics:
     The counts come from the engines' states at the start of a run and after a rollback, when these
     are on the host. Each record then adds to the counts. Records do not show the clips of a policy
     that clips each tensor by itself (`per_tensor`): such a run has no metric `heal/clips`.
+
+    Attributes:
+        eval_loss: loss of an evaluation since the last step that was read, or None.
     """
 
     def __init__(self, *, per_tensor: bool, observes: bool) -> None:
-        self._changes = ("skips", "lr_cuts") if per_tensor else ("clips", "skips", "lr_cuts")
+        """Begins without a step.
+
+        Args:
+            per_tensor: whether the policy clips each tensor by itself.
+            observes: whether the policy only observes, so that the counts are of changes that it
+                would have made.
+        """
+        self._changes: tuple[str, ...] = ("clips", "skips", "lr_cuts")
+        if per_tensor:
+            self._changes = ("skips", "lr_cuts")
         self._observes = observes
         self.eval_loss: float | None = None
-        """Loss of an evaluation since the last step that was read, or None."""
         self._means: dict[str, tuple[float, int]] = {}
         """Engine -> mean of its healthy losses, and their number, at most `_MEAN_STEPS`."""
         self._counts: dict[str, dict[str, int]] = {}
+        """Engine -> its counts since the run began, by the names of `COUNTS`."""
         self._last: dict[str, StepRecord] = {}
+        """Engine -> its newest record."""
 
     def set(self, engines: Mapping[str, Mapping[str, Any]]) -> None:
-        """Sets the counts from engine states (`Driver.engines`), and drops undone steps."""
+        """Sets the counts from the states of the engines, and drops undone steps.
+
+        Args:
+            engines: engine name -> what `Driver.engines` returns for it, after a start or rollback.
+        """
         for name, engine in engines.items():
             tally = engine["state"]["tally"]
             self._counts[name] = {count: int(tally[count]) for count in COUNTS}
@@ -48,25 +65,38 @@ class RunMetrics:
         """The records of one step, with the loss and the evaluation relative to the mean loss.
 
         Losses of steps with a cause do not enter the mean. Each process starts a new mean.
+
+        Args:
+            records: the records of one step, one per engine.
         """
-        evaluated, self.eval_loss = self.eval_loss, None
-        return [self._compare(record, evaluated) for record in records]
+        eval_loss = self.eval_loss
+        self.eval_loss = None
+        return [self._compare(record, eval_loss) for record in records]
 
     def _compare(self, record: StepRecord, eval_loss: float | None) -> StepRecord:
+        """The record with its ratios to the mean loss, which it enters if it is healthy."""
         mean, count = self._means.get(record.engine, (record.loss, 0))
         has_loss = not (record.cause and record.cause & Cause.NONFINITE_LOSS)
         is_known = record.judged and mean != 0 and has_loss
         if is_known and not record.cause:
             count = min(count + 1, _MEAN_STEPS)
             self._means[record.engine] = mean + (record.loss - mean) / count, count
-        return record.compared(
-            loss_ratio=record.loss / mean if is_known and mean > 0 else None,
-            eval_loss=eval_loss,
-            eval_gap=eval_loss - mean if eval_loss is not None and mean != 0 else None,
-        )
+        loss_ratio = None
+        if is_known and mean > 0:
+            loss_ratio = record.loss / mean
+        eval_gap = None
+        if eval_loss is not None and mean != 0:
+            eval_gap = eval_loss - mean
+        return record.compared(loss_ratio=loss_ratio, eval_loss=eval_loss, eval_gap=eval_gap)
 
     def add(self, records: Iterable[StepRecord]) -> None:
-        """Adds the records of one step."""
+        """Adds the records of one step.
+
+        An evaluation stays in the metrics until the next one.
+
+        Args:
+            records: the records of the step, as `with_loss_ratios` returns them.
+        """
         for record in records:
             counts = self._counts.get(record.engine)
             if counts is None:
@@ -82,21 +112,39 @@ class RunMetrics:
             self._last[record.engine] = record
 
     def total(self, count: str) -> int:
-        """Sum of one of `COUNTS` over all engines."""
+        """Returns the sum of a count over all engines.
+
+        Args:
+            count: one of `COUNTS`.
+        """
         return sum(counts[count] for counts in self._counts.values())
 
     def values(self) -> dict[str, float]:
-        """Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines."""
+        """Returns the metrics of the newest step that was read, and the counts.
+
+        Returns:
+            Name -> value, such as `heal/skips`, or `heal/<engine>/skips` with several engines.
+            Empty until the first step is read.
+        """
         metrics: dict[str, float] = {}
         for name, record in self._last.items():
-            prefix = "heal" if len(self._last) == 1 else f"heal/{name}"
+            prefix = f"heal/{name}"
+            if len(self._last) == 1:
+                prefix = "heal"
             counts = self._counts[name]
-            numbers = {n: v for n in (*_LAST, *COMPARED) if (v := getattr(record, n)) is not None}
-            numbers |= {"incidents": record.incident, "loss": record.readings.loss}
-            numbers |= {each: counts[each] for each in ("rollbacks", "alarms")}
-            changes = {each: counts[each] for each in self._changes}
+            numbers: dict[str, float] = {}
+            for field in (*_LAST, *COMPARED):
+                value = getattr(record, field)
+                if value is not None:
+                    numbers[field] = value
+            numbers["incidents"] = record.incident
+            numbers["loss"] = record.readings.loss
+            for count in ("rollbacks", "alarms"):
+                numbers[count] = counts[count]
+            changes = {count: counts[count] for count in self._changes}
             numbers |= by_name(observes=self._observes, **changes)
-            metrics |= {f"{prefix}/{each}": float(number) for each, number in numbers.items()}
+            for field, number in numbers.items():
+                metrics[f"{prefix}/{field}"] = float(number)
         return metrics
 
 
@@ -105,6 +153,9 @@ class ChangedMetrics:
 
     Metrics of single steps are omitted: they are `LAG` steps older than the row, which has the loss
     itself. The loss ratio comes with any change. A row without a change has no metrics.
+
+    Args:
+        values: returns the metrics by their full names, as `RunMetrics.values`.
     """
 
     def __init__(self, values: Callable[[], Mapping[str, float]]) -> None:
@@ -112,12 +163,25 @@ class ChangedMetrics:
         self._before: dict[str, float] = {}
 
     def __call__(self) -> dict[str, float]:
-        """Full name -> value of the changed counts, multipliers and evaluations."""
-        steps = {"loss", "threshold", "grad_scale", "loss_ratio"}
-        values = self._values()
-        now = {n: v for n, v in values.items() if n.rpartition("/")[2] not in steps}
-        before = {n: float(n.endswith("/lr_scale")) for n in now} | self._before
-        changed = {n: value for n, value in now.items() if value != before[n]}
-        self._before |= now
-        ratios = {n: v for n, v in values.items() if n.endswith("/loss_ratio")} if changed else {}
-        return changed | ratios
+        """Returns the metrics for the next row of the log.
+
+        Returns:
+            Full name -> value of the counts, multipliers and evaluations that have changed since
+            the last call. Before the first call, a multiplier is 1 and everything else 0.
+        """
+        of_steps = {"loss", "threshold", "grad_scale", "loss_ratio"}
+        changed: dict[str, float] = {}
+        ratios: dict[str, float] = {}
+        for name, value in self._values().items():
+            last_part = name.rpartition("/")[2]
+            if last_part == "loss_ratio":
+                ratios[name] = value
+            if last_part in of_steps:
+                continue
+            first_value = float(last_part == "lr_scale")
+            if value != self._before.get(name, first_value):
+                changed[name] = value
+            self._before[name] = value
+        if changed:
+            changed |= ratios
+        return changed

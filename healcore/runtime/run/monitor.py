@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import defaultdict
 from dataclasses import replace
-from functools import reduce
-from operator import or_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-from healcore.console import is_logged, passes_power_of_ten
+from healcore.console import is_logged
 from healcore.core.decision import LASTING, NONFINITE, Action, Cause, StepRecord, names
 from healcore.core.engine.incidents import incident_causes
-from healcore.core.engine.state import RuleConfig
 from healcore.events.schema import sentence
-from healcore.history.run import MOST_ALARMS, Counts
+from healcore.history.run import Counts
 from healcore.runtime.data import BatchId
 from healcore.runtime.driver import Rates
-from healcore.runtime.faults.failures import Severity, failures_of
+from healcore.runtime.run.alarm_log import AlarmLog
+from healcore.runtime.run.alerts import Alerts
+from healcore.runtime.run.judged_record import JudgedRecord, batch_fields
 from healcore.runtime.run.metrics import RunMetrics
 from healcore.runtime.run.orders import Order
 from healcore.runtime.run.run_record import IncidentRecord
 from healcore.runtime.run.steps import StepResult
 from healcore.runtime.run_options import Hooks, IncidentContext
-from healcore.runtime.story import diagnosis
 from healcore.runtime.story.program_clip import ProgramClip
 
 if TYPE_CHECKING:
@@ -39,59 +35,49 @@ _MIN_INTERVALS_REMEMBERED = 5
 it may begin two intervals after the restored checkpoint, and last two more."""
 
 
-class _Judged(NamedTuple):
-    """A record of a step, and the incident of the step or None."""
-
-    step: StepResult
-    record: StepRecord
-    incident: IncidentRecord | None
-    alert: Cause = Cause(0)
-    """Causes of an alert, or 0 without one."""
-
-    @property
-    def number(self) -> int:
-        """Number of the incident, or 0."""
-        return self.incident.number if self.incident else 0
-
-
 class IncidentMonitor:
     """Fills the ledger, writes the events of every step and calls the hooks.
 
+    The engine on the device judges each step by itself. The monitor sees the steps one after
+    another: it knows which alarms belong to one incident, which causes are new to the reader, and
+    which steps an order has to undo.
+
     Attributes:
-        state: what a checkpoint holds.
+        metrics: the metrics of the newest step, and counts since the run began.
+        state: what later decisions read of earlier steps. A checkpoint holds it.
         nonfinite_record: newest record of a step that was not finite, or None.
+        lr_scales: engine name -> its learning-rate multiplier, where it is known.
     """
 
     def __init__(self, run: Run, hooks: Hooks) -> None:
-        self.run, self.hooks = run, hooks
+        """Begins to monitor a run.
+
+        Args:
+            run: the run. Its ledger and its record are filled.
+            hooks: functions of the program, which may replace an order.
+        """
+        self.run = run
+        self.hooks = hooks
         config = self.run.policy.engine.config
         self._causes = incident_causes(config)
         self._quiet_steps = int(config.incident.quiet_steps)
-        self._alert_steps = self.run.policy.incident.alert_steps
-        """Steps without a cause after which it is alerted again, or 0 for `quiet_steps`."""
-        per_tensor, observes = self.run.policy.engine.per_tensor, self.run.policy.observes
-        self.metrics = RunMetrics(per_tensor=per_tensor, observes=observes)
+        self.metrics = RunMetrics(
+            per_tensor=run.policy.engine.per_tensor, observes=run.policy.observes
+        )
         self.state = run.record.monitor
         self.nonfinite_record: StepRecord | None = None
         several = _MIN_INTERVALS_REMEMBERED * run.schedule.every
-        self._kept = max(self.run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
-        self.lr_scales: dict[str, float] = {}  # by engine name, as far as they are known
-        self._alarms_outside = 0
+        self._kept = max(run.policy.rollback.region, several, _MIN_STEPS_REMEMBERED)
+        """Number of steps whose batch ids are kept."""
+        self.lr_scales: dict[str, float] = {}
+        self._alerts = Alerts(run)
+        self._alarm_log = AlarmLog(run)
         self._unclosed: list[IncidentRecord] = []
         """Incidents without an event `over`."""
         self._newest_causes = 0
         """`Cause` flags of the newest step."""
-        self._explained: set[str] = set()
-        """Diagnoses on the console so far."""
-        self._alerts: set[tuple[int, Cause]] = set()
-        """Number of an incident, and causes, of the events `alert` within incidents."""
-        self._alerting = _alerting_causes((*config.rules, *self.run.policy.rules))
-        self._faults: Counter[str] = Counter()
-        """Name of a cause -> steps with an alert about it outside of incidents."""
         self._program_clips: defaultdict[str, ProgramClip] = defaultdict(ProgramClip)
         """Engine -> whether the program clips its gradients itself."""
-        self._highest: dict[str, float] = {}
-        """Engine -> the highest loss of an alert outside of incidents that had a line."""
 
     def continue_incidents(self) -> None:
         """Continues the incidents of an earlier process, after its ledger was read."""
@@ -99,7 +85,17 @@ class IncidentMonitor:
         self._unclosed = [each for each in incidents if not each.reported_over]
 
     def process(self, step: StepResult) -> Order | None:
-        """Processes one step. Returns an order if the host has to act, or None."""
+        """Processes one step: counts it, writes its events, and asks for an action.
+
+        Most steps have neither a cause nor an action, and end at the first `return`. This method
+        runs at every step, so it calls no function that such a step does not need.
+
+        Args:
+            step: the step, with the records of all optimizers. Steps come in order.
+
+        Returns:
+            An order if the host has to save, roll back or stop, or None.
+        """
         records = step.records
         order = None
         self.state.add_batches(step.index, step.batches, kept=self._kept)
@@ -123,54 +119,35 @@ class IncidentMonitor:
                 line = self._program_clips[record.engine].add(record.grad_norm)
                 if line:
                     self.run.log.warning(f"step {step.index}: {line}")
-        if not any(record.cause or record.action for record in records):
-            self._newest_causes = 0
+        causes = actions = 0
+        for record in records:
+            causes |= int(record.cause)
+            actions |= int(record.action)
+        self._newest_causes = causes
+        if not causes and not actions:
             for record in records:
                 self._log_lr_change(step.index, record)
             return None
-        self._newest_causes = reduce(or_, (int(record.cause) for record in records), 0)
-        judged = [_Judged(step, record, incident) for record in records]
-        if self._newest_causes:
-            judged = [self._with_alert(each) for each in judged]
-        lead = max(judged, key=_weight)
-        # Alerts come with a cause. Most steps have none, and cost nothing here.
-        has_line = bool(lead.record.cause) and (
-            self._has_alert_to_log(judged) or self._has_line(lead, begins=begins)
-        )
+        judged = [JudgedRecord(step, record, incident) for record in records]
+        if causes:
+            judged = [self._alerts.with_alert(each) for each in judged]
+        lead = max(judged, key=JudgedRecord.weight)
+        has_line = False
+        if lead.record.cause:  # alerts come with a cause
+            has_line = self._alerts.has_line(judged)
+            has_line = has_line or self._alarm_log.has_line(lead, begins=begins)
         for result in judged:
             if result.record.cause:
-                self._log_alarm(result, has_line=has_line and result is lead)
+                self._alarm_log.write(result, has_line=has_line and result is lead)
             self._log_lr_change(step.index, result.record)
             if result.record.action:
                 order = _merge(order, self._order(result, has_line=has_line))
         return order
 
-    def _with_alert(self, judged: _Judged) -> _Judged:
-        """Adds the causes of the step's alert, and orders an alert on a cause that begins.
-
-        The engine orders an alert once per rule. A rule names several causes, and one of them may
-        last for the rest of the run. A cause begins if `quiet_steps` steps, or the policy's own
-        `alert_steps`, had no alarm with it.
-        """
-        record, index = judged.record, judged.step.index
-        last, begins = self.run.ledger.last_alarms, Cause(0)
-        for name in names(record.cause):
-            key = f"{record.engine}/{name}"
-            gap = self._alert_steps or self._quiet_steps
-            if index - last.get(key, -gap - 1) > gap:
-                begins |= Cause[name]
-            last[key] = index
-        if record.action & Action.ALERT:
-            return judged._replace(alert=Cause(record.cause))
-        begins &= self._alerting
-        if not begins:
-            return judged
-        record = record._replace(action=Action(record.action) | Action.ALERT)
-        return judged._replace(record=record, alert=begins)
-
     def counts(self) -> Counts:
-        """Counts of the whole run."""
-        ledger, total = self.run.ledger, self.metrics.total
+        """Returns the counts of the whole run, including earlier processes."""
+        ledger = self.run.ledger
+        total = self.metrics.total
         return Counts(
             incidents=ledger.incident_count,
             rollbacks=len(ledger.rollbacks),
@@ -188,22 +165,40 @@ class IncidentMonitor:
 
     @property
     def lasting_causes(self) -> Cause:
-        """Lasting causes of the newest step; they open no incident if the policy only alerts."""
+        """Causes of the newest step that last until something changes, such as a plateau.
+
+        They open no incident if the policy only alerts.
+        """
         return Cause(self._newest_causes) & LASTING
 
     # -- batches --------------------------------------------------------------------------------
 
     @staticmethod
     def batches_of_alarms(later: list[StepResult]) -> list[BatchId]:
-        """Batches of the steps after an order, up to the last step with an alarm."""
-        alarms = [i for i, step in enumerate(later) if any(record.cause for record in step.records)]
-        last = max(alarms, default=-1)
-        return [batch for step in later[: last + 1] for batch in step.batches]
+        """Returns the batches of the steps after an order, up to the last step with an alarm.
+
+        Args:
+            later: the steps that were read after the order, oldest first.
+        """
+        found: list[BatchId] = []
+        since_alarm: list[BatchId] = []
+        for step in later:
+            since_alarm += step.batches
+            for record in step.records:
+                if record.cause:
+                    found += since_alarm
+                    since_alarm = []
+                    break
+        return found
 
     # -- the learning rate ----------------------------------------------------------------------
 
     def read_engines(self) -> None:
-        """Sets multipliers and counts from the engines' states, without an event."""
+        """Sets multipliers and counts from the engines' states, without an event.
+
+        After a start or rollback the states of the engines are on the host, and hold values that no
+        record has shown.
+        """
         engines = self.run.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
         self.metrics.set(engines)
@@ -214,9 +209,17 @@ class IncidentMonitor:
         return min(self.lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:
-        """Engine name -> last step's learning rate with the multiplier, None if it is unknown."""
-        rates = self.run.driver.trained_rates().items()
-        return {name: rate and rate * self.lr_scales.get(name, 1.0) for name, rate in rates}
+        """Returns the learning rates of the last step, with the engines' multipliers.
+
+        Returns:
+            Engine name -> learning rate, or None if it is unknown.
+        """
+        rates: dict[str, float | None] = {}
+        for name, rate in self.run.driver.trained_rates().items():
+            rates[name] = rate
+            if rate is not None:
+                rates[name] = rate * self.lr_scales.get(name, 1.0)
+        return rates
 
     def _log_lr_change(self, index: int, record: StepRecord) -> None:
         """Writes an event for each cut, and when the multiplier leaves 1 or returns to 1.
@@ -224,12 +227,15 @@ class IncidentMonitor:
         Other changes have no event: the multiplier may change at every step of a ramp, and while
         the schedule is above a limit.
         """
-        now, before = record.lr_scale, self.lr_scales.get(record.engine, 1.0)
+        now = record.lr_scale
+        before = self.lr_scales.get(record.engine, 1.0)
         if now == before and not record.action:
             return
         self.lr_scales[record.engine] = now
-        cut = bool(record.action & Action.CUT_LR)
-        if cut and now < before:
+        action = None
+        if record.action & Action.CUT_LR:
+            action = Action.CUT_LR
+        if action is not None and now < before:
             why = "the policy cuts it"
         elif now < before == 1.0:
             why = "the schedule has risen above the limit of the last cut"
@@ -241,7 +247,7 @@ class IncidentMonitor:
             "lr",
             step=index,
             engine=record.engine,
-            action=Action.CUT_LR if cut else None,
+            action=action,
             lr_scale_before=before,
             lr_scale=now,
             why=why,
@@ -255,11 +261,14 @@ class IncidentMonitor:
         state = self.state
         if state.nonfinite_streak < 0:  # also of a checkpoint that another program has saved
             state.never_finite = self.run.ledger.untrained >= step.index
-            state.nonfinite_streak = step.index if state.never_finite else 0
+            state.nonfinite_streak = 0
+            if state.never_finite:
+                state.nonfinite_streak = step.index
         last_counted = None
         for record in step.records:
             if record.judged and not (record.cause and record.cause & NONFINITE):
-                state.nonfinite_streak, state.never_finite = 0, False
+                state.nonfinite_streak = 0
+                state.never_finite = False
                 return
             if record.judged or not record.taken:
                 last_counted = record
@@ -273,8 +282,9 @@ class IncidentMonitor:
         first = max(step.records, key=lambda record: record.cause != 0)
         of_ranks = None
         if first.rank_signals is not None and self.run.ranks.world > 1:
-            values = enumerate(self.run.ranks.gather(first.rank_signals))
-            of_ranks = [{"rank": r, "loss": loss, "grad_norm": norm} for r, (loss, norm) in values]
+            of_ranks = []
+            for rank, (loss, norm) in enumerate(self.run.ranks.gather(first.rank_signals)):
+                of_ranks.append({"rank": rank, "loss": loss, "grad_norm": norm})
         self.run.log.event(
             "incident",
             step=step.index,
@@ -282,16 +292,18 @@ class IncidentMonitor:
             onset=incident.onset,
             cause=Cause(incident.cause),
             of_ranks=of_ranks,
-            **_data_of(step),
+            **batch_fields(step),
         )
 
     def _report_over(self, step: StepResult) -> None:
         """Writes an event for each incident after which the run was quiet for long enough."""
         newest = step.index - self._quiet_steps
-        if not all(incident.over and incident.last <= newest for incident in self._unclosed):
-            return
-        begun, self._unclosed = self._unclosed, []
-        for incident in begun:
+        for incident in self._unclosed:
+            if not incident.over or incident.last > newest:
+                return
+        quiet = self._unclosed
+        self._unclosed = []
+        for incident in quiet:
             incident.reported_over = True
             event = self.run.log.event(
                 "over",
@@ -305,131 +317,34 @@ class IncidentMonitor:
             if is_logged(incident.number):
                 self.run.log.info(f"step {step.index}: {sentence(event)}")
 
-    def _has_line(self, lead: _Judged, *, begins: bool) -> bool:
-        """Whether the step has a console line, which is about one of its records.
-
-        - Every cut of the learning rate.
-        - Incidents: the first ten, then each power of two.
-        - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
-          then each power of ten.
-
-        For alerts outside of incidents see `_has_alert_to_log`.
-        """
-        incident = lead.incident
-        records = lead.step.records
-        skips = self.run.ledger.skips
-        outside = self._alarms_outside
-        new = 0 if incident is not None else sum(record.cause != 0 for record in records)
-        return (
-            (bool(lead.record.action & Action.CUT_LR) and not self.run.policy.observes)
-            or (incident is not None and begins and is_logged(incident.number))
-            or passes_power_of_ten(skips - any(record.skip for record in records), skips)
-            or passes_power_of_ten(outside, outside + new)
-        )
-
-    def _has_alert_to_log(self, judged: list[_Judged]) -> bool:
-        """Whether a step has an alert outside of incidents that has a console line.
-
-        Such an alert reports a fault about which nothing is decided yet. There is one per fault,
-        after `quiet_steps` steps without its cause. The first ten faults of each cause have a line,
-        then each power of two; also the first of each optimizer, and one with twice the highest
-        loss of earlier lines.
-        """
-        alerts = [each for each in judged if each.incident is None and each.alert]
-        if not alerts:
-            return False
-        new = names(reduce(or_, (each.alert for each in alerts)))
-        self._faults.update(new)
-        records, highest = [each.record for each in alerts], self._highest
-        higher = any(
-            each.engine not in highest or each.loss >= 2 * highest[each.engine] > 0
-            for each in records
-        )
-        counted = self._alert_steps or any(is_logged(self._faults[name]) for name in new)
-        if not (higher or counted):
-            return False
-        for each in records:
-            highest[each.engine] = max(each.loss, highest.get(each.engine, each.loss))
-        return True
-
-    def _rate_of(self, record: StepRecord) -> float | None:
-        """The learning rate of a step, or None if it is unknown.
-
-        The program may have set another rate since that step, for example the usual rate after a
-        step at a wrong one.
-        """
-        if record.lr not in (0.0, 1.0):
-            return float(record.lr)
-        with suppress(RuntimeError):  # a step in JAX that failed may have donated the state
-            return self.run.driver.trained_rates().get(record.engine)
-        return None
-
-    def _log_alarm(self, judged: _Judged, *, has_line: bool) -> None:
-        step, record, incident = judged[:3]
-        policy = self.run.policy
-        self._alarms_outside += incident is None
-        number = incident.alarms if incident else self._alarms_outside
-        if number == MOST_ALARMS + 1 and incident is None:
-            self.run.log.info(
-                f"step {step.index}: more than {MOST_ALARMS} alarms outside of incidents: from now "
-                "on only those with an alert or a line have an event; the metrics file has them all"
-            )
-        if number > MOST_ALARMS and not has_line and not judged.alert:
-            return
-        rate = None
-        if has_line:
-            rate = self._rate_of(record)
-        explanation = failures_of(record.cause)[0].diagnosis
-        by_optimizer = None
-        if record.by_optimizer:
-            numbers: list[str] = []
-            with suppress(RuntimeError):  # as in `_rate_of`
-                numbers = self.run.driver.suspect_numbers()
-            explanation = by_optimizer = diagnosis.by_optimizer_text(numbers)
-        event = self.run.log.event(
-            "alarm",
-            step=step.index,
-            engine=record.engine,
-            incident=judged.number,
-            cause=record.cause,
-            skip=record.skip,
-            skips=self.run.ledger.skips if record.skip and not policy.observes else None,
-            grad_scale=None if policy.engine.per_tensor else record.grad_scale,
-            lr=rate,
-            lr_scale=record.lr_scale,
-            action=record.action,
-            readings=record.readings,
-            evidence=record.evidence,
-            diagnosis=by_optimizer,
-            observed=policy.observes,
-            **_data_of(step),
-        )
-        if has_line:
-            which = f"incident {incident.number}: " if incident else ""
-            line = f"step {step.index}: {which}{sentence(event)}"
-            is_error = failures_of(record.cause)[0].severity is Severity.ERROR
-            if is_error and explanation not in self._explained:
-                self._explained.add(explanation)
-                line += f". {explanation}"
-            (self.run.log.error if is_error else self.run.log.warning)(line)
-
     # -- orders ---------------------------------------------------------------------------------
 
-    def _order(self, judged: _Judged, *, has_line: bool) -> Order | None:
+    def _order(self, judged: JudgedRecord, *, has_line: bool) -> Order | None:
+        """Makes an order of the actions of a record, after the hooks and all ranks (collective).
+
+        Returns None if the policy only observes, or if the host has nothing to do.
+        """
         step, record, incident = judged[:3]
-        onset, first = (incident.onset, incident.first) if incident else (step.index, {})
-        if incident and incident.only_skips:
-            # A finite step within the incident shows that the weights were finite at this step.
-            onset = self.run.ledger.first_consecutive(step.index)
+        onset = step.index
+        first_of_cause: dict[str, int] = {}
+        if incident is not None:
+            onset = incident.onset
+            first_of_cause = incident.first
+            if incident.only_skips:
+                # A finite step within the incident shows that the weights were finite at this step.
+                onset = self.run.ledger.first_consecutive(step.index)
         action = record.action
         if len(self.hooks):
             action = self._ask_hooks(judged, onset)
         # Takes the union of the ranks' actions, because hooks may differ between ranks.
         of_ranks = self.run.ranks.gather((int(action), record.rollback_depth))
-        action = Action(reduce(or_, (flags for flags, _ in of_ranks)))
-        depth = max(depth for _, depth in of_ranks)
+        flags = depth = 0
+        for flags_of_rank, depth_of_rank in of_ranks:
+            flags |= flags_of_rank
+            depth = max(depth, depth_of_rank)
+        action = Action(flags)
         if action & Action.ALERT:
-            self._alert(judged, action, has_line=has_line)
+            self._alerts.write(judged, action, has_line=has_line)
         if self.run.policy.observes or action & ~(Action.ALERT | Action.CUT_LR):
             self.run.log.event(
                 "order",
@@ -442,8 +357,11 @@ class IncidentMonitor:
             )
         if self.run.policy.observes or not action & _ORDERS:
             return None
-        since = min([first[name] for name in names(record.cause) if name in first], default=onset)
-        since = max(since, onset)
+        firsts: list[int] = []  # first steps of the causes in this incident
+        for name in names(record.cause):
+            if name in first_of_cause:
+                firsts.append(first_of_cause[name])
+        since = max(min(firsts, default=onset), onset)
         return Order(
             index=step.index,
             onset=onset,
@@ -455,12 +373,21 @@ class IncidentMonitor:
             by_host=bool(action & ~record.action & (Action.ROLLBACK | Action.STOP)),
         )
 
-    def _ask_hooks(self, judged: _Judged, onset: int) -> Action:
+    def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
         step, record, _ = judged[:3]
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
-        about = record.cause, record.decision, record.readings, record.engine, record.evidence
-        context = IncidentContext(judged.number, step.index, onset, *about, batches)
+        context = IncidentContext(
+            judged.number,
+            step.index,
+            onset,
+            record.cause,
+            record.decision,
+            record.readings,
+            record.engine,
+            record.evidence,
+            batches,
+        )
         action, hook, problems = self.hooks.run(context)
         for problem in problems:
             self.run.log.event("hook", step=step.index, hook="", problem=problem)
@@ -470,57 +397,9 @@ class IncidentMonitor:
         self.run.log.event("hook", step=step.index, hook=hook, ordered=ordered, action=action)
         return action
 
-    def _alert(self, judged: _Judged, action: Action, *, has_line: bool) -> None:
-        """Writes the event of an alert: once per incident and cause, else if it has a line."""
-        cause = judged.alert or Cause(judged.record.cause)  # a hook may alert too
-        key = judged.number, cause
-        again = bool(self._alert_steps and judged.alert)
-        if not again and (key in self._alerts if judged.number else not has_line):
-            return
-        self._alerts.add(key)
-        rows = failures_of(cause)
-        self.run.log.event(
-            "alert",
-            step=judged.step.index,
-            incident=judged.number,
-            engine=judged.record.engine,
-            cause=cause,
-            action=action,
-            severity=rows[0].severity,
-            diagnosis=" ".join(row.diagnosis for row in rows),
-            references=list(dict.fromkeys(each for row in rows for each in row.references)),
-            observed=self.run.policy.observes,
-        )
-
-
-def _alerting_causes(rules: Iterable[RuleConfig]) -> Cause:
-    """The causes on which a rule alerts at their first step."""
-    found = Cause(0)
-    for rule in rules:
-        at_once = (rule.sustained, rule.consecutive, rule.within) == (False, 1, 0)
-        if at_once and rule.action & Action.ALERT:
-            found |= Cause(rule.causes)
-    return found
-
-
-def _data_of(step: StepResult) -> dict[str, Any]:
-    """The fields of an event about the batches of a step."""
-    rows = [batch.rows for batch in step.batches if batch.rows]
-    return {"batches": [list(batch) for batch in step.batches], "rows": rows or None}
-
-
-_CUT, _ALERT = int(Action.CUT_LR), int(Action.ALERT)
-
-
-def _weight(judged: _Judged) -> tuple[bool, bool, bool, bool]:
-    """Sort key: with several optimizers, the line is about the record with the largest key."""
-    record = judged.record
-    action = int(record.action)  # flags of an int are faster than those of an enum
-    cut, alert = bool(action & _CUT), bool(action & _ALERT)
-    return cut, bool(record.skip), alert, record.cause != 0
-
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:
+    """Joins the orders of two optimizers for the same step: the earlier begin, the deeper depth."""
     if one is None or other is None:
         return one or other
     return replace(

@@ -34,14 +34,23 @@ class BatchRun(NamedTuple):
     """Batches of each step."""
 
     def ids(self, step: int) -> list[BatchId]:
-        """The batches of a step, or an empty list for any other step."""
+        """Returns the batches of a step, or an empty list if the step is not of this run of steps.
+
+        Args:
+            step: index of the step.
+        """
         if not self.first <= step < self.first + self.steps:
             return []
         start = self.index + (step - self.first) * self.each
         return [BatchId(self.epoch, start + place) for place in range(self.each)]
 
     def is_followed_by(self, step: int, ids: Sequence[BatchId]) -> bool:
-        """Whether a step is the next one, and has read the next batches of the epoch."""
+        """Whether a step is the next one, and has read the next batches of the epoch.
+
+        Args:
+            step: index of the step.
+            ids: its batches, in the order in which it has read them.
+        """
         if step != self.first + self.steps or len(ids) != self.each:
             return False
         index = self.index + self.steps * self.each
@@ -57,8 +66,8 @@ class MonitorState:
     """What decisions read of the steps before a checkpoint.
 
     Attributes:
-        last_trained: the last step that was not skipped, or -1 if there is none since the run's
-            start or the last rollback.
+        last_trained: index of the last step that was not skipped, or -1 if there is none since the
+            start of the run or the last rollback.
         nonfinite_streak: number of consecutive steps up to the newest without a finite step, or -1
             if no step was read.
         never_finite: whether no step of the run was finite.
@@ -84,24 +93,38 @@ class MonitorState:
     rates: dict[str, float] = field(default_factory=dict)
 
     def add_batches(self, step: int, ids: Sequence[BatchId], *, kept: int) -> None:
-        """Adds the batches of a step, and drops the batches of `kept` or more steps ago."""
+        """Adds the batches of a step, and drops the batches of `kept` or more steps ago.
+
+        Args:
+            step: index of the step, higher than the steps before.
+            ids: the batches that it has read; several with gradient accumulation.
+            kept: number of steps whose batches are kept.
+        """
         if self.batches:
             last = self.batches[-1]
             if last.is_followed_by(step, ids):
                 self.batches[-1] = last._replace(steps=last.steps + 1)
                 ids = ()
+        # One entry for each row of consecutive batches: two if the step has read over the end of an
+        # epoch.
         new: list[BatchRun] = []
         for epoch, index in ids:
-            if new and (new[-1].epoch, new[-1].index + new[-1].each) == (epoch, index):
-                new[-1] = new[-1]._replace(each=new[-1].each + 1)
-            else:
-                new.append(BatchRun(step, 1, epoch, index, 1))
+            if new:
+                row = new[-1]
+                if epoch == row.epoch and index == row.index + row.each:
+                    new[-1] = row._replace(each=row.each + 1)
+                    continue
+            new.append(BatchRun(step, 1, epoch, index, 1))
         self.batches += new
         while self.batches and self.batches[0].first + self.batches[0].steps <= step - kept:
             del self.batches[0]
 
     def batches_of(self, steps: Iterable[int]) -> list[BatchId]:
-        """Batches of some steps, as far as they are kept."""
+        """Returns the batches of some steps, as far as they are kept.
+
+        Args:
+            steps: indices of the steps. The batches are in the order of the steps.
+        """
         found: list[BatchId] = []
         for step in steps:
             for run in self.batches:
@@ -109,7 +132,13 @@ class MonitorState:
         return found
 
     def batches_between(self, first: int, last: int) -> list[BatchId]:
-        """Batches of the steps from `first` to `last`, of the current loader."""
+        """Returns the batches of the steps from `first` to `last`, of the current loader.
+
+        Args:
+            first: index of the first step. Steps of earlier loaders are left out, because their
+                batch ids name other batches in the current loader.
+            last: index of the last step, inclusive.
+        """
         first = max(first, self.loader_start)
         steps: set[int] = set()
         for run in self.batches:
@@ -118,9 +147,16 @@ class MonitorState:
         return self.batches_of(sorted(steps))
 
     def on_rollback(self, target: int) -> None:
-        """Forgets the steps from `target` on, which are repeated."""
-        kept = (run for run in self.batches if run.first < target)
-        self.batches = [run._replace(steps=min(run.steps, target - run.first)) for run in kept]
+        """Forgets the steps from `target` on, which are repeated.
+
+        Args:
+            target: step of the restored checkpoint.
+        """
+        kept: list[BatchRun] = []
+        for run in self.batches:
+            if run.first < target:
+                kept.append(run._replace(steps=min(run.steps, target - run.first)))
+        self.batches = kept
         self.loader_start = min(self.loader_start, target)
         self.last_trained = -1
         self.nonfinite_streak = 0

@@ -25,24 +25,34 @@ from healcore.runtime.store.checkpoints import AttemptHistory, StoreError
 
 _MAX_INCIDENTS = 1000
 """Max incidents in the ledger; the oldest are dropped."""
+MAX_CHANGES = 100
+"""Changes of the structure of the model to remember: a cloud of Gaussians changes it often."""
 
 
 @dataclass
 class IncidentRecord:
-    """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`)."""
+    """One incident, from the step of its first alarm (`onset`) to its latest alarm (`last`).
+
+    Alarms that follow one another closely have one cause, so they are reported and answered once.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     number: int
     """Number of the incident, from 1 over the whole run. A rollback does not reset the count."""
     onset: int
+    """Step of the first alarm."""
     last: int
+    """Step of the latest alarm."""
     cause: int
     """`Cause` flags of all alarms."""
     first: dict[str, int] = field(default_factory=dict)
     """Name of a cause -> first step with this cause."""
     alarms: int = 0
+    """Number of steps with an alarm."""
     skips: int = 0
+    """Number of these steps that were skipped."""
     over: bool = False
+    """Whether the engine has closed the incident, so that the next alarm opens another one."""
     reported_over: bool = False
     """Whether its event `over` was written."""
     number_in_engine: int = 0
@@ -54,7 +64,12 @@ class IncidentRecord:
         return self.skips == self.alarms and not Cause(self.cause) & ~NONFINITE
 
     def add(self, index: int, causes: int) -> None:
-        """Adds an alarm at a step, with its `Cause` flags."""
+        """Adds an alarm.
+
+        Args:
+            index: index of the step.
+            causes: `Cause` flags of the alarm.
+        """
         self.last = index
         self.alarms += 1
         self.cause |= causes
@@ -64,32 +79,51 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """The host's record of a run. `add_step` adds the steps in order."""
+    """The host's record of a run: which steps were healthy, and what was done about the others.
+
+    `add_step` adds the steps in order. A rollback rewinds the ledger to the restored step, but
+    keeps the incidents, rollbacks and skips of the undone steps: budgets count them.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     next_step: int = 0
+    """Index of the step after the newest one."""
     unhealthy: list[int] = field(default_factory=list)
     """Steps that were skipped, were not taken, or had an alarm within an incident; also micro-steps
     directly after such a step. Ascending."""
     incidents: list[IncidentRecord] = field(default_factory=list)
-    rollbacks: list[RollbackRecord] = field(default_factory=list)  # see `RollbackRecord.outline`
-    incident_count: int = 0  # including undone and dropped incidents
-    skips: int = 0  # skipped steps so far, including undone steps
-    untrained: int = 0  # steps in which no optimizer took a step, excluding undone steps
-    open: bool = False  # whether an incident with more than skipped non-finite steps is open
-    accepted: int = 0  # troubles accepted in a row, see `Trial.ACCEPT`
+    """The newest incidents, oldest first."""
+    rollbacks: list[RollbackRecord] = field(default_factory=list)
+    """All rollbacks, oldest first; see `RollbackRecord.outline`."""
+    incident_count: int = 0
+    """Number of incidents so far, including undone and dropped incidents."""
+    skips: int = 0
+    """Number of skipped steps so far, including undone steps."""
+    untrained: int = 0
+    """Number of steps in which no optimizer took a step, excluding undone steps."""
+    open: bool = False
+    """Whether an incident with more than skipped non-finite steps is open."""
+    accepted: int = 0
+    """Number of troubles accepted in a row, see `Trial.ACCEPT`."""
     spent: int = 0
     """Rollbacks that the engine had made before this run, in another framework."""
-    accepted_until: int = 0  # step before which no comparison rolls back again
+    accepted_until: int = 0
+    """Step before which no comparison rolls back again."""
     last_alarms: dict[str, int] = field(default_factory=dict)
     """Optimizer and cause, as in `actor/PLATEAU` -> last step with this cause."""
 
     def add_step(
         self, index: int, records: Sequence[StepRecord], opening: int = -1
     ) -> IncidentRecord | None:
-        """Adds the records of one step. Returns the incident of the step, or None.
+        """Adds the records of one step.
 
-        `opening` has the `Cause` flags that open an incident; all other alarms only alert.
+        Args:
+            index: index of the step.
+            records: its records, one per engine, or more if an engine judged several times.
+            opening: `Cause` flags that open an incident. All other alarms only alert.
+
+        Returns:
+            The incident that the step belongs to, or None.
         """
         self.next_step = index + 1
         judged = is_open = skip = False
@@ -131,7 +165,9 @@ class Ledger:
 
     def _current(self, index: int, records: Sequence[StepRecord], harmless: bool) -> IncidentRecord:
         """Finds or opens an alarm's incident. An incident of nothing but skips takes no other."""
-        last = self.incidents[-1] if self.incidents else None
+        last = None
+        if self.incidents:
+            last = self.incidents[-1]
         number = max(record.incident for record in records)
         same = last is not None and not last.over
         if last is not None and last.only_skips:
@@ -147,17 +183,24 @@ class Ledger:
         return last
 
     def same_trouble(self, onset: int, within: int = 0) -> list[RollbackRecord]:
-        """Earlier rollbacks for the trouble that begins at step `onset`, oldest first.
+        """Returns the earlier rollbacks for the trouble that begins at step `onset`, oldest first.
 
         The trouble is the same if its onset is at most `within` steps after the step at which the
         rollback began. Attempts to bring back a dead run are not counted: their weights were
         finite, and they have answers of their own (`dead_run`).
+
+        Args:
+            onset: step at which the trouble begins.
+            within: number of steps by which the onset may be later.
         """
-        past = [each for each in self.rollbacks if not each.attempt]
-        return [rollback for rollback in past if onset <= rollback.step + within]
+        found: list[RollbackRecord] = []
+        for rollback in self.rollbacks:
+            if not rollback.attempt and onset <= rollback.step + within:
+                found.append(rollback)
+        return found
 
     def unhealthy_between(self, first: int, end: int) -> list[int]:
-        """Unhealthy steps from `first` to before `end`."""
+        """Returns the unhealthy steps from `first` to before `end`, ascending."""
         steps = self.unhealthy
         return steps[bisect.bisect_left(steps, first) : bisect.bisect_left(steps, end)]
 
@@ -173,34 +216,51 @@ class Ledger:
         """First of the consecutive unhealthy steps that end at step `index`."""
         at = bisect.bisect_right(self.unhealthy, index)
         while at > 0 and self.unhealthy[at - 1] == index:
-            at, index = at - 1, index - 1
+            at -= 1
+            index -= 1
         return index + 1
 
     def on_rollback(self, rollback: RollbackRecord, saved: Ledger | None) -> None:
-        """Records an applied rollback; `saved` is the ledger in the restored checkpoint."""
+        """Records a rollback that was carried out.
+
+        Args:
+            rollback: the rollback. The ledger continues at its target.
+            saved: the ledger in the restored checkpoint, or None if the checkpoint has none.
+        """
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()
         self.rollbacks.append(rollback)
         self._rewind(rollback.target, saved)
 
     def forget(self, before: int) -> None:
-        """Drops unhealthy steps before a step, except consecutive ones up to the newest step."""
+        """Drops unhealthy steps before a step, except consecutive ones up to the newest step.
+
+        Args:
+            before: step before which no checkpoint is left, so that nothing asks for the steps.
+        """
         before = min(before, self.first_consecutive(self.next_step - 1))
         del self.unhealthy[: bisect.bisect_left(self.unhealthy, before)]
 
     def continue_from(self, saved: Ledger, step: int) -> None:
-        """Continues an earlier process from a checkpoint of `step` that holds its ledger."""
+        """Continues the ledger of an earlier process.
+
+        Args:
+            saved: the ledger in the checkpoint that the run resumes from.
+            step: step of this checkpoint.
+        """
         vars(self).update(vars(saved))
         self._rewind(step, None)
 
     def _rewind(self, step: int, saved: Ledger | None) -> None:
+        """Continues at a step, and closes the incident that was open."""
         self.next_step = step
         self.open = False
         del self.unhealthy[bisect.bisect_left(self.unhealthy, step) :]
         # A cause that lasted until the rollback still lasts, if it comes again.
         self.last_alarms = {name: min(last, step - 1) for name, last in self.last_alarms.items()}
         if self.incidents:
-            self.incidents[-1].over, self.incidents[-1].number_in_engine = True, -1
+            self.incidents[-1].over = True
+            self.incidents[-1].number_in_engine = -1
         if saved is not None:
             self.untrained = saved.untrained
 
@@ -222,39 +282,68 @@ _BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The facts of a run after some step."""
+    """The facts of a run after some step, which a checkpoint holds as JSON.
+
+    A checkpoint of the state alone would begin a new run: budgets would be full again, the batches
+    that the run has skipped would come back, and trouble would be answered as if it were new.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    run: str = ""  # id of the run's first process
-    first_step: _Step = 0  # step of the run's first snapshot
-    attempts: list[_Step] = field(default_factory=list)  # see `AttemptHistory`
-    known_good_up_to: int = -1  # see `AttemptHistory`
-    completed: bool = False  # whether the program had reached its end
+    run: str = ""
+    """Id of the run's first process, which names the run for trackers."""
+    first_step: _Step = 0
+    """Step of the run's first snapshot."""
+    attempts: list[_Step] = field(default_factory=list)
+    """First step of each attempt, see `AttemptHistory`."""
+    known_good_up_to: int = -1
+    """Step up to which checkpoints are known-good, see `AttemptHistory`."""
+    completed: bool = False
+    """Whether the program had reached its end."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Learning rate, batch size, policy and other settings of the start, see `run_settings`."""
     nonfinite_ok: list[str] = field(default_factory=list)
     """Names of arrays that were not finite in the first snapshot."""
     part_limit: Annotated[int, Field(ge=1)] | None = None
     """Largest number of samples of a micro-batch, or None while all batches have fitted."""
-    shrinks: _Step = 0  # how often memory ran out with parts smaller than all parts before
+    shrinks: _Step = 0
+    """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
-    passes: _Step = 0  # most calls of `batches` in a process of the run
-    changes: list[StructureChange] = field(default_factory=list)  # oldest first
+    """When larger parts are tried again."""
+    passes: _Step = 0
+    """Largest number of calls of `batches` in a process of the run."""
+    changes: list[StructureChange] = field(default_factory=list)
+    """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
     param_groups: dict[str, list[list[str]]] = field(default_factory=dict)
     """Optimizer -> names of the parameters of each group, after a change; else empty."""
 
     # -- at the step of the checkpoint
     step: _Step = 0
-    world: Annotated[int, Field(ge=1)] = 1  # number of ranks
-    engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # of `Engine.to_dict`
+    """Number of steps done."""
+    world: Annotated[int, Field(ge=1)] = 1
+    """Number of ranks."""
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of an engine -> its `Engine.to_dict`."""
     ledger: Ledger = field(default_factory=Ledger)
+    """Incidents, rollbacks and unhealthy steps."""
     monitor: MonitorState = field(default_factory=MonitorState)
+    """What decisions read of earlier steps besides the ledger."""
     skipped: dict[_Loader, list[_BatchId]] = field(default_factory=dict)
     """Number of a loader -> ids of the batches that the loader skips."""
     forward: dict[_Loader, dict[str, Any]] = field(default_factory=dict)
     """Number of a loader that cannot be rewound -> its position, which a rollback keeps."""
-    comparisons: ComparisonState | None = None  # of weights, or None without a `loss_fn`
+    comparisons: ComparisonState | None = None
+    """Evidence of the comparisons of weights, or None without a `loss_fn`."""
+
+    def add_change(self, step: int, epoch: int) -> None:
+        """Adds a change of the structure of the model, and drops the oldest of too many.
+
+        Args:
+            step: first step with the new structure.
+            epoch: epoch of this step.
+        """
+        self.changes.append(StructureChange(step, epoch))
+        del self.changes[:-MAX_CHANGES]
 
     @property
     def attempt_history(self) -> AttemptHistory:
@@ -266,12 +355,20 @@ class RunRecord:
         return bool(self.ledger.rollbacks) and self.ledger.rollbacks[-1].target >= step
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-safe values."""
+        """Returns the record as JSON-safe values, with the version `SCHEMA` of its format."""
         return {**asdict(self), "schema": SCHEMA}
 
     @classmethod
     def of(cls, stored: Mapping[str, Any]) -> RunRecord:
-        """Inverse of `to_dict`. Raises StoreError or ValueError for other values."""
+        """Makes a record of what `to_dict` has returned.
+
+        Args:
+            stored: the values, as read from a checkpoint.
+
+        Raises:
+            StoreError: another version of healcore has written them.
+            ValueError: a value is missing, unknown, or of another type.
+        """
         content = dict(stored)
         if content.pop("schema", None) != SCHEMA:
             raise StoreError("it is of another version of healcore: resume with that version")

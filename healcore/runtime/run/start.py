@@ -37,6 +37,7 @@ from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
 from healcore.runtime.run.loop import Loop
+from healcore.runtime.run.loop_phase import LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
@@ -311,7 +312,8 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         last = max((each.step for each in saves if each.status != "abandoned"), default=0)
         _check_resume(run, options.resume, newest, last, changes)
         # A trainer decides itself when its run is complete.
-        run.loop.is_complete = not run.loop.has_trainer
+        if not run.loop.has_trainer:
+            run.loop.phase = LoopPhase.COMPLETED
     if newest and {each.step for each in saves} == {newest.first_step} and WEIGHTS in changes:
         store.delete(newest.first_step)  # the program has loaded a checkpoint of its own
         saves, newest = [], None
@@ -331,7 +333,8 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
         _log_failed_start(run, error)
         raise
     # Not if its last checkpoint is lost: then the run trains what is missing.
-    run.loop.is_complete &= run.data.had_completed
+    if not run.data.had_completed:
+        run.loop.phase = LoopPhase.BEFORE_STEP
     _log_first_lines(run, settings, changes, resumed=bool(saves))
     if saves and not run.loop.has_trainer:
         _warn_of_snapshot(run, settings, saved)

@@ -28,83 +28,142 @@ LAG = 1
 
 
 class StepResult(NamedTuple):
-    """One step whose records have been read."""
+    """One step whose records have been read.
+
+    While its dispatch is queued, the same type describes its first step, without records.
+    """
 
     index: int
+    """Index of the step in the run, from 0."""
     records: list[StepRecord]
     """One record per engine, or more if an engine judged several times in the step."""
-    batches: tuple[BatchId, ...]  # several with gradient accumulation
+    batches: tuple[BatchId, ...]
+    """The batches that the update was computed from; several with gradient accumulation."""
     contents: tuple[Any, ...] = ()
     """Content of the batches if weights are compared on them. The last step of a dispatch has the
     batches of all its steps, and the other steps have none."""
     steps_at_once: int = 1
     """Number of steps of its dispatch."""
-    vote_requested: bool = False  # of `PendingDispatch`, in the last step of a dispatch
+    vote_requested: bool = False
+    """Whether the dispatch asks the ranks to vote on the end, see `PendingDispatch`. Only the last
+    step of a dispatch has it."""
 
 
 class DelayedReader:
-    """Queue of dispatches. Each is read `LAG` dispatches after it was queued."""
+    """Queue of dispatches. Each is read `LAG` dispatches after it was queued.
+
+    Reading a dispatch at once would wait until the device has computed it, and the device would
+    wait for the next dispatch meanwhile:
+
+        host     dispatch n         read n - 1    dispatch n + 1    read n
+        device   computes n ..................    computes n + 1 .........
+    """
 
     def __init__(self) -> None:
-        # Dispatches, each with the index of its first step and its batches.
         self._queue: deque[tuple[PendingDispatch, StepResult]] = deque()
+        """Dispatches, each with the index of its first step and its batches."""
         self._read_steps: deque[StepResult] = deque()
+        """Steps of the dispatch that was read last, which `read_next` has not returned yet."""
         self._correction = 0
+        """See `take_count_correction`."""
         self._accumulated: tuple[BatchId, ...] = ()
+        """Batches of an accumulation whose update has not been read."""
         self._contents: tuple[Any, ...] = ()
+        """Content of these batches."""
 
     def push(self, pending: PendingDispatch, first: StepResult) -> None:
-        """Queues a dispatch. `first` has its first step's index and its batches, but no records."""
+        """Queues a dispatch.
+
+        Args:
+            pending: the records on the device.
+            first: index of the first step, and the batches of all steps of the dispatch. It has no
+                records.
+        """
         self._queue.append((pending, first))
 
     def read_due(self, *, all: bool = False) -> Iterator[StepResult]:
-        """Yields the steps that are due, oldest first; with `all` every queued step."""
+        """Yields the steps that are due, oldest first.
+
+        Args:
+            all: whether every queued step is due. Reading then waits for the device.
+        """
         while self.has_due(all=all):
             yield self.read_next()
 
     def has_due(self, *, all: bool = False) -> bool:
-        """Whether a step is due; with `all` whether any step is queued."""
-        return bool(self._read_steps) or len(self._queue) > (0 if all else LAG)
+        """Whether a step is due.
+
+        Args:
+            all: whether every queued step is due.
+        """
+        if self._read_steps:
+            return True
+        if all:
+            return bool(self._queue)
+        return len(self._queue) > LAG
 
     def read_next(self) -> StepResult:
-        """Returns the oldest step. Waits for the device, unless its dispatch has been read."""
+        """Returns the oldest step. Waits for the device, unless its dispatch has been read.
+
+        Raises:
+            IndexError: no step is queued.
+        """
         if not self._read_steps:
             self._read_steps.extend(self._read(*self._queue.popleft()))
         return self._read_steps.popleft()
 
     def take_count_correction(self) -> int:
-        """Steps read since the last call, minus their expected number (`PendingDispatch.count`)."""
-        correction, self._correction = self._correction, 0
+        """Returns how many more steps were read since the last call than were expected.
+
+        The host counts `PendingDispatch.count` steps when it queues a dispatch. The device may have
+        taken another number of steps, for example with `optax.MultiSteps`.
+        """
+        correction = self._correction
+        self._correction = 0
         return correction
 
     def _read(self, pending: PendingDispatch, first: StepResult) -> list[StepResult]:
+        """Reads a dispatch, and gives each of its steps an index and batches."""
         steps = pending.read()
         more = len(steps) - pending.count
         if more:
             self._correction += more
-            queue = [(each, step._replace(index=step.index + more)) for each, step in self._queue]
-            self._queue = deque(queue)
+            moved: deque[tuple[PendingDispatch, StepResult]] = deque()
+            for queued, step in self._queue:
+                moved.append((queued, step._replace(index=step.index + more)))
+            self._queue = moved
         is_whole = len(steps) == 1 and not (self._accumulated or self._contents)
         if is_whole and _has_stepped(steps[0]):  # most dispatches: one step with its own batches
             vote = pending.vote_requested
             return [StepResult(first.index, steps[0], first.batches, first.contents, 1, vote)]
-        found = []
+        found: list[StepResult] = []
         # With as many batches as steps, each step has its own batch. Otherwise steps share them.
-        single = len(steps) > 1 and len(first.batches) == len(steps)
+        has_own_batch = len(steps) > 1 and len(first.batches) == len(steps)
         for i, records in enumerate(steps):
-            batches = self._accumulated + ((first.batches[i],) if single else first.batches)
-            # Accumulated batches belong to the update that their gradients go into.
-            has_stepped = _has_stepped(records)
-            self._accumulated = () if has_stepped else batches
+            batches = first.batches
+            if has_own_batch:
+                batches = (first.batches[i],)
+            batches = self._accumulated + batches
             is_last = i == len(steps) - 1
-            contents = self._contents + first.contents
+            contents: tuple[Any, ...] = ()
             if is_last:
-                self._contents = () if has_stepped else contents
+                contents = self._contents + first.contents
+            # Accumulated batches belong to the update that their gradients go into.
+            if _has_stepped(records):
+                self._accumulated = ()
+                if is_last:
+                    self._contents = ()
+            else:
+                self._accumulated = batches
+                batches = ()
+                if is_last:
+                    self._contents = contents
+                    contents = ()
             result = StepResult(
                 first.index + i,
                 records,
-                batches if has_stepped else (),
-                contents if is_last and has_stepped else (),
+                batches,
+                contents,
                 len(steps),
                 pending.vote_requested and is_last,
             )
@@ -113,7 +172,8 @@ class DelayedReader:
 
     def forget_accumulation(self) -> None:
         """Drops the batches of an accumulation that a rollback has undone; all steps are read."""
-        self._accumulated = self._contents = ()
+        self._accumulated = ()
+        self._contents = ()
 
 
 def _has_stepped(records: list[StepRecord]) -> bool:
@@ -122,7 +182,12 @@ def _has_stepped(records: list[StepRecord]) -> bool:
 
 
 class HostRules:
-    """Counts the hits of the rules, separately for each optimizer."""
+    """Counts the hits of the rules whose rollback the host orders, separately for each optimizer.
+
+    With `rollback.confirm`, a rollback for NaN or Inf needs evidence that the weights are damaged.
+    The engine on the device cannot look at the weights, so the host counts these rules with the
+    arithmetic of the engine. See `Policy.host_rules`.
+    """
 
     def __init__(
         self, rules: tuple[RuleConfig, ...], config: EngineConfig, state: MonitorState
@@ -140,11 +205,20 @@ class HostRules:
         self._state = state
 
     def with_rollback_order(self, record: StepRecord) -> StepRecord:
-        """The record of a judged step, with a rollback if a rule orders one."""
+        """Counts the hits of one record.
+
+        Args:
+            record: the record of a step and an optimizer.
+
+        Returns:
+            The record, with the action ROLLBACK and its depth if a rule orders a rollback. A rule
+            that fires again within the quiet steps of its incident orders nothing.
+        """
         fired = False
         hits = self._state.rule_hits
-        is_counted = record.judged and (record.cause or hits)
-        for number, config in enumerate(self._configs if is_counted else ()):
+        if not record.judged or not (record.cause or hits):
+            return record  # most steps
+        for number, config in enumerate(self._configs):
             key = f"{number}/{record.engine}"
             saved = hits.get(key)
             hit = np.bool_(record.cause & config.causes)
@@ -160,8 +234,8 @@ class HostRules:
             fired |= bool(firing.fired)
         if not fired:
             return record
-        last = self._state.rule_fired
-        before, last[record.engine] = last.get(record.engine), record.step
+        before = self._state.rule_fired.get(record.engine)
+        self._state.rule_fired[record.engine] = record.step
         if before is not None and record.step - before <= self._quiet_steps:
             return record
         return record._replace(action=record.action | Action.ROLLBACK, rollback_depth=self._depth)

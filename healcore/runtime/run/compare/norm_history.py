@@ -1,0 +1,171 @@
+"""`NormHistory`: the gradient norms and learning rates that were healthy in the last steps."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from healcore.runtime.driver import NumberRange
+from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, TrainedStep
+from healcore.runtime.run.compare.last_values import LastValues
+from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM
+
+_NORMS = 500
+"""Healthy gradient norms of each engine, of which the largest is known."""
+
+
+class NormHistory:
+    """Learns which gradient norms and learning rates are healthy, a while after their steps.
+
+    A step is not known to be healthy when it is taken: the bad steps before the first sign of
+    trouble look like any other. So its norms wait:
+
+        step --> young ----- enough steps without a high loss ----------> healthy
+                   |
+                   +-------- a high loss or an alarm --> doubtful
+                                                            |
+                             a healthy checkpoint later ----+-----------> healthy
+
+    A norm above a limit in force never becomes healthy: the limit has kept it from doing harm. The
+    rates of a step become healthy with its norms.
+
+    Attributes:
+        until_healthy: number of steps without an alarm or a high loss after which the norms of a
+            step count as healthy.
+        young: steps whose norms are not yet healthy, oldest first.
+        doubtful: steps with a sign of trouble shortly after them, oldest first.
+    """
+
+    def __init__(self, until_healthy: int) -> None:
+        self.until_healthy = until_healthy
+        self._healthy: dict[str, LastValues] = {}
+        """Engine -> its last healthy norms."""
+        self._rates: dict[str, NumberRange] = {}
+        """Engine -> range of its healthy rates since the last `take_rates`."""
+        self._last: dict[str, deque[float]] = {}
+        """Engine -> its last finite norms, healthy or not."""
+        self.young: deque[TrainedStep] = deque()
+        self.doubtful: deque[TrainedStep] = deque(maxlen=_NORMS)
+
+    def forget(self, norms: Mapping[str, float]) -> None:
+        """Drops the steps, which are repeated, and keeps the healthy norms.
+
+        Args:
+            norms: engine name -> largest healthy norm, which replaces the norms of this engine.
+        """
+        for name, largest in norms.items():
+            self._healthy[name] = LastValues(_NORMS)
+            self._healthy[name].add(largest)
+        self._rates.clear()
+        self._last = {}
+        self.young.clear()
+        self.doubtful.clear()
+
+    def add(
+        self, step: TrainedStep, limits: Mapping[str, float], *, is_bad: bool, healthy: bool
+    ) -> None:
+        """Adds the norms and rates of a step.
+
+        Args:
+            step: the step.
+            limits: engine name -> limit of its gradient norm, where there is one.
+            is_bad: whether the step has an alarm or a high loss.
+            healthy: whether no evidence of damage is pending. Otherwise the step is not learnt.
+        """
+        if is_bad:
+            self.doubtful.extend(self.young)
+            self.young.clear()
+        elif healthy:
+            self.young.append(step)
+            if len(self.young) > self.until_healthy:
+                self._learn(self.young.popleft(), limits)
+        for name, norm in step.norms.items():
+            if math.isfinite(norm):
+                last = self._last.get(name)
+                if last is None:
+                    last = self._last[name] = deque(maxlen=REGULAR_INTERVAL)
+                last.append(norm)
+
+    def learn_doubtful(self, step: int, limits: Mapping[str, float]) -> None:
+        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`."""
+        while self.doubtful and self.doubtful[0].index < step - self.until_healthy:
+            self._learn(self.doubtful.popleft(), limits)
+
+    def _learn(self, step: TrainedStep, limits: Mapping[str, float]) -> None:
+        """Makes the norms and rates of a step healthy."""
+        for name, norm in step.norms.items():
+            if math.isfinite(norm) and norm <= limits.get(name, math.inf):
+                known = self._healthy.get(name)
+                if known is None:
+                    known = self._healthy[name] = LastValues(_NORMS)
+                known.add(norm)
+        for name, rate in step.rates.items():
+            if math.isfinite(rate):
+                self._rates[name] = self._range_with(name, rate)
+
+    def _range_with(self, name: str, rate: float) -> NumberRange:
+        """The range of healthy rates of an engine, extended to a rate."""
+        known = self._rates.get(name, NumberRange(rate, rate, rate))
+        return NumberRange(min(known.low, rate), max(known.high, rate), rate)
+
+    def is_unusual(self, step: TrainedStep) -> bool:
+        """Whether a gradient norm of the step is far above the healthy norms of its engine."""
+        for name, norm in step.norms.items():
+            known = self._healthy.get(name)
+            if known and known.largest * UNUSUAL_NORM < norm < math.inf:
+                return True
+        return False
+
+    def take_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
+        """Returns the healthy learning rates of the steps since the last call.
+
+        Args:
+            newest: engine name -> rate of the newest step, at a healthy checkpoint.
+        """
+        found: dict[str, NumberRange] = {}
+        for name, rate in newest.items():
+            found[name] = self._range_with(name, rate)
+        self._rates.clear()
+        return found
+
+    def largest(self) -> dict[str, float]:
+        """Returns engine name -> the largest healthy gradient norm, where one is known."""
+        return {name: norms.largest for name, norms in self._healthy.items()}
+
+    def typical(self) -> dict[str, float]:
+        """Returns engine name -> median of its last `REGULAR_INTERVAL` norms, once there are."""
+        found: dict[str, float] = {}
+        for name, norms in self._last.items():
+            if len(norms) == norms.maxlen:
+                found[name] = statistics.median(norms)
+        return found
+
+    def to_values(self) -> dict[str, Any]:
+        """Returns what `restore` takes, as values for `store.values`; the steps by their index."""
+        return {
+            "norms": {name: each.values for name, each in self._healthy.items()},
+            "rates": {name: tuple(each) for name, each in self._rates.items()},
+            "young": [each.index for each in self.young],
+            "doubtful": [each.index for each in self.doubtful],
+            "last_norms": self._last,
+        }
+
+    def restore(self, saved: Mapping[str, Any], steps: Mapping[int, TrainedStep]) -> None:
+        """Takes what `to_values` has returned, into a history without a step.
+
+        Args:
+            saved: the values.
+            steps: the steps by their index.
+        """
+        self._healthy = {}
+        for name, norms in saved["norms"].items():
+            self._healthy[name] = LastValues(_NORMS, norms)
+        self._rates = {}
+        for name, numbers in saved["rates"].items():
+            self._rates[name] = NumberRange(*numbers)
+        self.young.extend(steps[index] for index in saved["young"])
+        self.doubtful.extend(steps[index] for index in saved["doubtful"])
+        self._last = dict(saved["last_norms"])

@@ -1,0 +1,78 @@
+"""The phases of a loop follow the table in the docstring of `LoopPhase`."""
+
+import pytest
+import torch
+
+import healcore
+from healcore.errors import AlreadyCompleted
+from healcore.runtime.healer import hooks_of
+from healcore.runtime.run import start
+from healcore.runtime.run.loop_phase import LoopPhase
+
+
+def opened(store=None):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    healer = healcore.Healer("default", state={"model": model, "sgd": optimizer}, store=store)
+    return model, optimizer, healer
+
+
+def train(model, optimizer, healer):
+    loss = model(torch.ones(4, 2)).mean()
+    healer.observe(loss)
+    loss.backward()
+    optimizer.step()
+
+
+def test_a_step_is_counted_in_the_body_and_dealt_with_after_it():
+    model, optimizer, healer = opened()
+    with healer:
+        loop = healer._run.loop
+        assert loop.phase is LoopPhase.BEFORE_STEP
+        for _ in healer.batches([torch.ones(4, 2)] * 3):
+            assert loop.phase is LoopPhase.BEFORE_STEP
+            train(model, optimizer, healer)
+            loop.queue_dispatch()
+            assert loop.phase is LoopPhase.AFTER_STEP
+            assert not loop.after_update  # of a program: the state is saved after an exception
+        assert loop.phase is LoopPhase.BEFORE_STEP
+
+
+def test_the_code_of_a_trainer_after_an_epoch_is_a_phase():
+    model, optimizer, healer = opened()
+    with healer:
+        loop = healer._run.loop
+        for step in healer.steps(2):
+            train(model, optimizer, healer)
+            if step == 0:
+                hooks_of(healer).mark_step_unfinished()
+                assert loop.phase is LoopPhase.EPOCH_END
+                assert loop.after_update
+                loop.queue_dispatch()
+                assert loop.phase is LoopPhase.AFTER_STEP
+                hooks_of(healer).mark_step_unfinished()
+                assert loop.phase is LoopPhase.AFTER_STEP, "a counted step is not forgotten"
+        hooks_of(healer).mark_step_unfinished()
+        assert loop.phase is LoopPhase.EPOCH_END
+        healer.after_step()
+        assert loop.phase is LoopPhase.BEFORE_STEP
+
+
+def test_a_completed_run_stays_completed(tmp_path):
+    torch.manual_seed(0)
+    model, optimizer, healer = opened(tmp_path)
+    with healer:
+        for _ in healer.steps(2):
+            train(model, optimizer, healer)
+    start._records.pop(tmp_path.resolve())  # as in another process
+    torch.manual_seed(0)
+    model, optimizer, healer = opened(tmp_path)
+    with healer:
+        loop = healer._run.loop
+        assert list(healer.steps(2)) == []
+        healer.after_step()
+        assert loop.phase is LoopPhase.COMPLETED
+        train(model, optimizer, healer)
+        with pytest.raises(AlreadyCompleted):
+            healer.after_step()
+        assert loop.phase is LoopPhase.COMPLETED
