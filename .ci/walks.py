@@ -1,4 +1,4 @@
-"""Traces the four walks of CONTRIBUTING.md in real runs, and counts files and types; asserts nothing.
+"""Traces the four walks of CONTRIBUTING.md in real runs, and counts their files and types.
 
     python .ci/walks.py            # the counts
     python .ci/walks.py --files    # and the files of each walk, in the order of their first call
@@ -131,9 +131,7 @@ def jax_steps(nan_at: int | None) -> Trace:
 
     trace = Trace()
     with tempfile.TemporaryDirectory() as folder:
-        healer = healcore.Healer(
-            state=state, store=folder, logging=healcore.Logging(console=False)
-        )
+        healer = healcore.Healer(state=state, store=folder, logging=healcore.Logging(console=False))
         with healer:
             compiled = jax.jit(step)
             for number in healer.steps(60):
