@@ -19,7 +19,8 @@ from jax import lax
 
 from healcore.jax import heal_state
 from healcore.jax.array_leaves import is_array, is_number
-from healcore.jax.driver.engines import BlockRecords, Path, block_records
+from healcore.jax.driver.engine_tensors import Path
+from healcore.jax.driver.step_reader import BlockRecords, block_records
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""

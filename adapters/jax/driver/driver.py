@@ -15,9 +15,10 @@ import optax
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
 from healcore.jax.driver import engines as engine_states
+from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
-from healcore.jax.driver.engines import BlockRecords, Dispatch, StepReader
 from healcore.jax.driver.live_state import array_of, as_live, live_state_of
+from healcore.jax.driver.step_reader import BlockRecords, Dispatch, StepReader
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle
@@ -323,17 +324,17 @@ class JaxDriver(Driver):
         For example ``b2``, or the path in the state if several optimizers have a ``b2``. Without
         numbers that `optax.inject_hyperparams` schedules, because they cannot be held. One sync.
         """
-        return engine_states.numbers_of(self._engines, self._live.read())
+        return held_numbers.numbers_of(self._engines, self._live.read())
 
     @transferring
     def suspect_numbers(self) -> list[str]:
         """The numbers of `optax.inject_hyperparams`, see `Driver.suspect_numbers`. One sync."""
-        return engine_states.suspect_numbers(self._live.read())
+        return held_numbers.suspect_numbers(self._live.read())
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
         """See `Driver.hold_numbers`. No edit of the state if nothing would change. One sync."""
-        tree = engine_states.with_held_numbers(self._engines, self._live.read(), ranges)
+        tree = held_numbers.with_held_numbers(self._engines, self._live.read(), ranges)
         if tree is not None:
             self._edit_state(tree)
 
