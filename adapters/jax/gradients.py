@@ -40,8 +40,14 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
 
     Outside of `jit`, JAX would dispatch each operation separately, which takes about 20 times as
     long. The function runs under the standard promotion of dtypes, because under the user's
-    ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises. `static` has the
-    positions of arguments that are hashable values instead of pytrees.
+    ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises.
+
+    Args:
+        function: a pure function of pytrees of arrays.
+        static: positions of the arguments that are hashable values instead of pytrees.
+
+    Returns:
+        A function with the same arguments and results, for eager and for traced arrays.
     """
     jitted = jax.jit(function, static_argnums=static, inline=True)
 
@@ -54,12 +60,25 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
 
 
 def is_gradient(leaf: Leaf) -> bool:
-    """Whether the dtype of a leaf is floating or complex. False for a function or a text."""
+    """Whether a leaf is of a floating or complex dtype, as each gradient is.
+
+    False for an integer, and for a function or a text, which an Equinox module has among its
+    leaves. An integer parameter has a gradient of dtype float0, which has no norm.
+
+    Args:
+        leaf: an array, traced or not, a number or any object.
+    """
     return not is_static(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def gradient_leaves(tree: PyTree) -> list[jax.Array]:
-    """The floating and complex leaves of a tree, in flattening order."""
+    """The floating and complex leaves of a tree, in flattening order.
+
+    `HealState.heal_leaf_norms` and all factors per tensor are in this order.
+
+    Args:
+        tree: gradients, parameters or any other tree.
+    """
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
@@ -89,8 +108,13 @@ def _of_gradients(
     @functools.wraps(function)
     def changed(tree: Tree, *args: P.args, **kwargs: P.kwargs) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        places = [i for i, leaf in enumerate(leaves) if is_gradient(leaf)]
-        new = call([jnp.asarray(leaves[i]) for i in places], *args, **kwargs)
+        places = []
+        gradients = []
+        for i, leaf in enumerate(leaves):
+            if is_gradient(leaf):
+                places.append(i)
+                gradients.append(jnp.asarray(leaf))
+        new = call(gradients, *args, **kwargs)
         for i, leaf in zip(places, new, strict=True):
             leaves[i] = leaf
         return structure.unflatten(leaves)
@@ -100,9 +124,13 @@ def _of_gradients(
 
 @_of_gradients
 def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Array]:
-    """Multiplies every leaf by one factor, float32 0-d.
+    """Multiplies every gradient of a tree by one factor.
 
     Computes in at least float32: a factor in bfloat16 would have an error of up to 0.4 %.
+
+    Args:
+        leaves: the gradients. The caller passes a tree, and gets a tree.
+        factor: float32 0-d, such as a factor of a clip or a multiplier of the learning rate.
     """
     return [_product(leaf, factor) for leaf in leaves]
 
@@ -114,6 +142,10 @@ def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array
     LLVM contracts a product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace +
     g * 1``, may round another product than ``0.9 * trace + g`` does. It does not contract the
     result of a selection.
+
+    Args:
+        leaves: the gradients. The caller passes a tree, and gets a tree.
+        factor: float32 0-d, at most 1.
     """
     is_limited = factor < 1
     return [jax.lax.select(is_limited, _product(leaf, factor), leaf) for leaf in leaves]
@@ -136,11 +168,17 @@ def clip_as_optax(
         factor: the engine's factor, float32 0-d. Used in place of optax's clip where `is_limited`,
             and where optax's norm of float16 gradients overflows: optax would clip these to 0.
         is_limited: whether the engine has a lower limit besides, bool 0-d; None if it never has.
+
+    Returns:
+        The clipped gradients, in their dtypes.
     """
     leaves, structure = jax.tree.flatten(tree)
-    sized = zip(leaves, jax.tree.leaves(measured), strict=True)
-    places = [i for i, (a, b) in enumerate(sized) if is_gradient(a) and jnp.size(b) == jnp.size(a)]
-    gradients = [jnp.asarray(leaves[i]) for i in places]
+    places = []
+    gradients = []
+    for i, (leaf, part) in enumerate(zip(leaves, jax.tree.leaves(measured), strict=True)):
+        if is_gradient(leaf) and jnp.size(part) == jnp.size(leaf):
+            places.append(i)
+            gradients.append(jnp.asarray(leaf))
     if not gradients:
         return tree
     with jax.numpy_dtype_promotion("standard"):
@@ -149,7 +187,9 @@ def clip_as_optax(
         uses_factor = is_limited
         if any(leaf.dtype == jnp.float16 for leaf in gradients):
             overflows = ~jnp.isfinite(optax.tree.norm(gradients))
-            uses_factor = overflows if is_limited is None else is_limited | overflows
+            uses_factor = overflows
+            if is_limited is not None:
+                uses_factor = is_limited | overflows
         if uses_factor is not None:
             clipped = _scaled_where(gradients, uses_factor, factor, clipped)
     for i, leaf in zip(places, clipped, strict=True):
@@ -159,18 +199,30 @@ def clip_as_optax(
 
 @_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
-    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
-    factors = jnp.asarray(factors)
-    return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
+    """Multiplies each gradient of a tree by a factor of its own.
+
+    Args:
+        leaves: the n gradients. The caller passes a tree, and gets a tree.
+        factors: float32 (n,), in the order of `both_norms`.
+    """
+    scaled = []
+    for leaf, factor in zip(leaves, jnp.asarray(factors), strict=True):
+        scaled.append(_product(leaf, factor))
+    return scaled
 
 
 @_of_gradients
 def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[jax.Array]:
-    """Replaces every element by `value` where `skip` (bool, 0-d).
+    """Replaces every element by `value` on a skip.
 
     An update of -0.0 keeps every parameter bit-identical: ``p + -0.0`` is p for every p, but
     ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
     programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
+
+    Args:
+        leaves: gradients or updates. The caller passes a tree, and gets a tree.
+        skip: bool 0-d.
+        value: 0.0 for gradients that an optimizer reads, -0.0 for updates.
     """
     return [jnp.where(skip, _full_like(leaf, value), leaf) for leaf in leaves]
 
@@ -180,20 +232,29 @@ def _scaled_where(
     leaves: list[jax.Array], condition: jax.Array, factor: jax.Array, others: list[jax.Array]
 ) -> list[jax.Array]:
     """Each leaf times the factor where the condition holds, else the leaf of `others`."""
-    pairs = zip(leaves, others, strict=True)
-    return [jnp.where(condition, _product(leaf, factor), other) for leaf, other in pairs]
+    chosen = []
+    for leaf, other in zip(leaves, others, strict=True):
+        chosen.append(jnp.where(condition, _product(leaf, factor), other))
+    return chosen
 
 
 @_of_gradients
 def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
     """As `fill_where` by -0.0, also where an element is NaN or Inf: its parameter stays as it is.
 
-    XLA fuses the test into the same selection.
+    `update_check` finds before the decision most optimizers that make NaN of finite gradients. This
+    function catches the others, element by element. XLA fuses the test into the same selection.
+
+    Args:
+        leaves: updates. The caller passes a tree, and gets a tree.
+        skip: bool 0-d.
     """
     taken = ~skip
-    return [
-        jax.lax.select(taken & jnp.isfinite(leaf), leaf, _full_like(leaf, -0.0)) for leaf in leaves
-    ]
+    filled = []
+    for leaf in leaves:
+        is_used = taken & jnp.isfinite(leaf)
+        filled.append(jax.lax.select(is_used, leaf, _full_like(leaf, -0.0)))
+    return filled
 
 
 def _full_like(leaf: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
@@ -256,7 +317,7 @@ def find_unread(
     except Exception:  # concrete values are needed, or the step raises when it is run too
         pass
     else:
-        updates, kept = (len(jax.tree.leaves(each)) for each in outputs)
+        updates, kept = map(_count_of_leaves, outputs)
         read_state = [False] * kept
         before = None
         while read_state != before:
@@ -269,19 +330,56 @@ def find_unread(
     return unread
 
 
+def _count_of_leaves(tree: PyTree) -> int:
+    """The number of leaves of a tree."""
+    return len(jax.tree.leaves(tree))
+
+
 def is_traced(tree: PyTree) -> bool:
-    """Whether a tree contains a tracer."""
+    """Whether a tree contains a tracer, so that its values are not known now.
+
+    Args:
+        tree: arguments of a function that differs between eager and traced calls.
+    """
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def without_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
-    """Replaces gradients that are `unread` by empty arrays, whose norm is 0."""
-    return _changed(tree, unread, lambda leaf: jnp.zeros((0,), jnp.float32))
+    """Replaces gradients that are unread by empty arrays, whose norm is 0.
+
+    Args:
+        tree: the gradients.
+        unread: result of `find_unread`, one bool for each leaf.
+
+    Returns:
+        The tree to measure and judge, not to apply.
+    """
+
+    def empty(leaf: Leaf) -> jax.Array:
+        del leaf
+        return jnp.zeros((0,), jnp.float32)
+
+    return _changed(tree, unread, empty)
 
 
 def finite_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
-    """Replaces NaN and Inf of gradients that are `unread` by 0: their moments stay finite."""
-    return _changed(tree, unread, lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
+    """Replaces NaN and Inf of gradients that are unread by 0.
+
+    No update depends on these gradients, so no step is skipped for them. But the optimizer may put
+    them into moments, and a checkpoint with a NaN in it would count as bad.
+
+    Args:
+        tree: the gradients.
+        unread: result of `find_unread`, one bool for each leaf.
+
+    Returns:
+        The gradients for the optimizer.
+    """
+
+    def finite(leaf: Leaf) -> jax.Array:
+        return jnp.where(jnp.isfinite(leaf), leaf, 0)
+
+    return _changed(tree, unread, finite)
 
 
 def _changed(tree: Tree, unread: Sequence[bool], change: Callable[[Leaf], jax.Array]) -> Tree:
@@ -306,9 +404,23 @@ _FLAGS = ("change_expected", "externally_skipped")
 
 
 def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits keywords of `update` into signals that are not None, and other keywords."""
-    given = {name: keywords[name] for name in NAMES if keywords.get(name) is not None}
-    return given, {name: each for name, each in keywords.items() if name not in NAMES}
+    """Splits the keywords of `update` into signals for healcore and keywords for the optimizer.
+
+    Args:
+        keywords: the keywords of a call of `update`.
+
+    Returns:
+        The signals by the names in `NAMES`, without those that are None; and all other keywords.
+    """
+    signals = {}
+    for name in NAMES:
+        if keywords.get(name) is not None:
+            signals[name] = keywords[name]
+    others = {}
+    for name, value in keywords.items():
+        if name not in NAMES:
+            others[name] = value
+    return signals, others
 
 
 def make_signals(
@@ -332,7 +444,10 @@ def make_signals(
     Raises:
         SignalError: a signal is not a 0-d number or bool.
     """
-    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
+    inactive = []
+    for name, detector in engine.config.detectors:
+        if "loss" in detector.NEEDS:
+            inactive.append(name)
     if "value" not in given and inactive:
         warnings.warn(
             f"no loss reaches healcore, so the policy's {', '.join(inactive)} cannot act and "
@@ -349,14 +464,16 @@ def make_signals(
     if engine.per_tensor or grad_norm is None:
         # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
         own_norm, leaf_norms = both_norms(updates)
-        grad_norm = own_norm if grad_norm is None else grad_norm
+        if grad_norm is None:
+            grad_norm = own_norm
         if not leaf_norms.size:
             leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
     reported = {**given, "grad_norm": grad_norm}
     found = {name: _scalar(name, reported.get(name)) for name in NAMES}
-    signals = Signals(
-        loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
-    )
+    group_norms = None
+    if engine.per_tensor:
+        group_norms = leaf_norms
+    signals = Signals(loss=found.pop("value"), group_norms=group_norms, **found)
     signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
     if bad_update is not None:
         bad_update = axes.any(bad_update)
@@ -366,14 +483,24 @@ def make_signals(
 
 
 def count_leaves(params: PyTree) -> int:
-    """Number of tensors with a gradient, at least one."""
+    """Number of tensors with a gradient, at least one.
+
+    Orbax cannot save an empty array, and the healing state has an array over these tensors.
+
+    Args:
+        params: the parameters, as passed to ``tx.init``.
+    """
     # optax.tree.map_params calls `init` with a placeholder that has no leaves, and expects a state
     # of the same structure.
     return max(1, len(gradient_leaves(params)))
 
 
 class Axes(NamedTuple):
-    """The axes of `shard_map` or `pmap` whose devices have to make the same decision."""
+    """The axes of `shard_map` or `pmap` whose devices have to make the same decision.
+
+    Within these transformations each device runs the step on its own part of the data. If one
+    device skipped a step and another did not, their parameters would differ from then on.
+    """
 
     averaged: tuple[str, ...] = ()
     """Axes along which gradients are equal (already averaged, as in data-parallel training)."""
@@ -382,7 +509,15 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
-        """Makes the axes from a user's names. Raises TypeError for an invalid name."""
+        """Makes the axes from the arguments of `heal` or `protect`.
+
+        Args:
+            axis_name: name or names of the axes along which gradients are equal, or None.
+            shard_axis_name: name or names of the axes along which gradients are parts, or None.
+
+        Raises:
+            TypeError: a name is not a text, or is in both arguments.
+        """
         axes = cls(
             _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
         )
@@ -400,19 +535,38 @@ class Axes(NamedTuple):
         """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
 
         Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
-        A NaN or Inf reaches every device. `norm_reported` is whether the caller passed `grad_norm`.
+        A NaN or Inf reaches every device.
+
+        Args:
+            own: the signals of this device, 0-d.
+            leaf_norms: norm of each gradient leaf on this device, float32 (n,), or None.
+            norm_reported: whether the caller passed `grad_norm`.
+
+        Returns:
+            The signals and the norms of the whole step, equal on all devices.
         """
         if not (self.averaged or self.split):
             return own, leaf_norms
-        names = [*_MEANS, *(["grad_norm"] if norm_reported else []), *_FLAGS]
-        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-        vector = [jnp.asarray(value, jnp.float32)[None] for value in found.values()]
+        names = [*_MEANS, *_FLAGS]
+        if norm_reported:
+            names = [*_MEANS, "grad_norm", *_FLAGS]
+        found = []
+        vector = []
+        for name in names:
+            value = getattr(own, name)
+            if value is not None:
+                found.append(name)
+                vector.append(jnp.asarray(value, jnp.float32)[None])
         if leaf_norms is not None:
             vector.append(jnp.square(leaf_norms))
         total = jax.lax.psum(jnp.concatenate(vector), (*self.averaged, *self.split))
         devices = self._size(self.averaged + self.split)
-        new = {name: total[i] / devices for i, name in enumerate(found)}
-        new |= {name: new[name] > 0 for name in _FLAGS if name in new}
+        new = {}
+        for i, name in enumerate(found):
+            new[name] = total[i] / devices
+        for name in _FLAGS:
+            if name in new:
+                new[name] = new[name] > 0
         if leaf_norms is not None:
             squares = total[len(found) :] / self._size(self.averaged)
             leaf_norms = jnp.sqrt(squares)
@@ -423,11 +577,21 @@ class Axes(NamedTuple):
         return own._replace(**new), leaf_norms
 
     def any(self, flag: jax.Array) -> jax.Array:
-        """Whether the flag, bool 0-d, is set on any device."""
+        """Whether a flag is set on any device.
+
+        Args:
+            flag: bool 0-d, of this device.
+
+        Returns:
+            bool 0-d, equal on all devices.
+        """
         names = (*self.averaged, *self.split)
-        return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
+        if not names:
+            return flag
+        return jax.lax.psum(flag.astype(jnp.int32), names) > 0
 
     def _size(self, names: tuple[str, ...]) -> int:
+        """The number of devices along some axes."""
         return math.prod(jax.lax.axis_size(name) for name in names)
 
 

@@ -254,7 +254,7 @@ def test_a_state_of_pmap_is_refused_as_the_page_says():
         JaxDriver(given, POLICY)
     JaxDriver(jax.tree.map(lambda leaf: leaf[0], given), POLICY)
     page = (Path(__file__).parents[3] / "docs" / "jax.md").read_text()
-    assert "so a Healer refuses it" in page
+    assert "so a Healer raises an error" in page
 
 
 PLATEAU = policy.load("default", detect={"plateau": {}})
