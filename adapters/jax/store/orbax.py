@@ -531,7 +531,7 @@ def _to_write(leaf: Leaf) -> Any:
     """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
     shape = leaf.layout.shape
     sharding = leaf.layout.sharding
-    first = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
+    first: Any = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
     if not leaf.layout.spans and first.shape == shape:
         return np.asarray(first)
     if isinstance(first, jax.Array):  # of an accelerator: stays in host memory
