@@ -12,8 +12,8 @@ from flax.training import train_state
 
 from healcore.core.decision import Decision
 from healcore.jax.commit import commit
-from healcore.jax.gradients import split_keywords
 from healcore.jax.opt_state import last_decision
+from healcore.jax.signals import split_keywords
 
 _RAW_KEYS = ((2,), (4,))  # last axis of a raw key: threefry, and rbg or unsafe_rbg
 

@@ -25,10 +25,10 @@ from healcore.jax.heal_state import (
     ScaleByHealLrState,
     engine_state,
     find,
-    map_nodes,
     with_engine_state,
 )
 from healcore.jax.transform import ProtectState
+from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 
 State = TypeVar("State")

@@ -19,7 +19,7 @@ from jax import lax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
-from healcore.jax.heal_state import node_at
+from healcore.jax.tree_nodes import node_at
 
 Path = tuple[Any, ...]
 Range = tuple[float, float, float]

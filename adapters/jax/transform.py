@@ -18,9 +18,10 @@ from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
 from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
-from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
+from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
 from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
+from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
 
 

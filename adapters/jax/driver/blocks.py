@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.jax import heal_state
 from healcore.jax.array_leaves import is_array, is_number
 from healcore.jax.driver.engine_tensors import Path
 from healcore.jax.driver.step_reader import BlockRecords, block_records
+from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
@@ -150,7 +150,7 @@ class CompiledBlocks:
 
         def body(traced: Any, step: Any) -> tuple[Any, Any]:
             state, outputs = self._update(split.whole(traced), step)
-            states = [heal_state.node_at(state, path) for path in self._paths]
+            states = [node_at(state, path) for path in self._paths]
             return split.traced(state), (outputs, block_records(states))
 
         traced, (outputs, records) = lax.scan(body, traced, steps)

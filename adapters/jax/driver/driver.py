@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Mapping
-from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,13 +15,16 @@ from healcore.jax import heal_state
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
-from healcore.jax.driver.live_state import array_of, as_live, live_state_of
+from healcore.jax.driver.leaf_forms import as_live
+from healcore.jax.driver.live_state import array_of, live_state_of
 from healcore.jax.driver.step_reader import BlockRecords, Dispatch, StepReader
+from healcore.jax.driver.summed_gradients import SummedGradients, differ
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
+from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
@@ -66,8 +67,8 @@ class JaxDriver(Driver):
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
-        steps = heal_state.nodes(optax.MultiStepsState, tree)
-        accumulates = any(heal_state.nodes(HealState, state) for _, state in steps)
+        steps = nodes(optax.MultiStepsState, tree)
+        accumulates = any(nodes(HealState, state) for _, state in steps)
         self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._marks: VoteMarks | None = None
         """The votes of a program of several processes, created by `ranks`."""
@@ -198,7 +199,7 @@ class JaxDriver(Driver):
         """
         states = self._states()
         counters = _counters_in(states)
-        if not _differ(counters, self._last_counters):
+        if not differ(counters, self._last_counters):
             return None
         self._last_counters = counters
         votes: Callable[[], bool] = bool  # False
@@ -223,7 +224,7 @@ class JaxDriver(Driver):
             HealStateError: `state` is neither the state of the Healer nor one computed from it.
         """
         leaves = jax.tree.leaves(state)
-        is_first = len(leaves) == len(self._given) and not _differ(leaves, self._given)
+        is_first = len(leaves) == len(self._given) and not differ(leaves, self._given)
         if state is not self._live.state and not is_first:
             self._set_state(state)
             self._last_counters = self._counters()  # this is no step
@@ -296,7 +297,7 @@ class JaxDriver(Driver):
         tree = self._live.read()
         states = {}
         for entry in self._engines:
-            node = heal_state.node_at(tree, entry.path)
+            node = node_at(tree, entry.path)
             state = heal_state.engine_state(self._engine, node)
             states[entry.name] = self._engine.to_dict(state)
         return states
@@ -423,7 +424,7 @@ class JaxDriver(Driver):
         found = {}
         reads_rate = self._engine.limits_lr or self._engine.cuts_lr
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
-            owner = heal_state.node_at(tree, entry.path[:-1])
+            owner = node_at(tree, entry.path[:-1])
             injected = []
             if isinstance(owner, ProtectState):
                 injected = injected_rates(owner)
@@ -523,7 +524,7 @@ class JaxDriver(Driver):
 
     def _all_polled(self) -> bool:
         """Whether `take_dispatch` has returned every step."""
-        return not _differ(self._counters(), self._last_counters)
+        return not differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: Any) -> None:
         """Makes `tree` the live state, from which the next step has to start. This is no step."""
@@ -541,59 +542,6 @@ class JaxDriver(Driver):
         self._block = None
         self._reader.restart(self._states())
         self._last_counters = self._counters()
-
-
-class SummedGradients:
-    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
-
-    If a batch does not fit the memory, the Healer's loop repeats it in smaller parts. In JAX the
-    program sums their gradients itself, so this class only knows whether a step has been taken.
-
-    Args:
-        counters: returns arrays that every optimizer step replaces by other objects.
-    """
-
-    def __init__(self, counters: Callable[[], list[Any]]) -> None:
-        self._counters = counters
-        self._begin: list[Any] | None = None
-
-    def is_accumulating(self) -> bool:
-        """Whether a window has begun without a step since.
-
-        A part of a batch is then pending, and the loop may not repeat the batch as a whole.
-        """
-        return self._begin is not None and not self.has_stepped()
-
-    def begin_window(self) -> None:
-        """Records the counters of the current state, before the first part of a batch."""
-        self._begin = self._counters()
-
-    def has_stepped(self) -> bool:
-        """Whether the state has been replaced since `begin_window`."""
-        return self._begin is not None and _differ(self._counters(), self._begin)
-
-    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Frees unreferenced arrays before a batch is repeated in smaller parts.
-
-        Args:
-            held: objects that the loop has kept, such as the batch. Emptied.
-            clear_cache: ignored, because XLA caches no memory of the device.
-        """
-        del clear_cache
-        held.clear()
-        gc.collect()  # an exception and its frames refer to each other
-
-    def between_ranks(self, ranks: Ranks) -> str:
-        """Returns the reason why several processes cannot repeat a step together.
-
-        Args:
-            ranks: the exchange between the processes, which cannot help here.
-        """
-        del ranks
-        return (
-            "the other processes wait in collectives of the compiled step, which this process has "
-            "left"
-        )
 
 
 def _zeros_of(leaf: jax.Array) -> Any:
@@ -614,11 +562,6 @@ def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
 def _counters_in(states: Iterable[HealState]) -> list[Any]:
     """The array with each engine's counters. Each step replaces these arrays."""
     return [array_of(state.heal_engine) for state in states]
-
-
-def _differ(arrays: list[Any], others: list[Any]) -> bool:
-    """Whether any array was replaced by another object."""
-    return any(map(is_not, arrays, others))
 
 
 _LINE = "state = healer.update(step(healer.state, batch))"

@@ -28,16 +28,12 @@ from healcore.jax.driver.engine_tensors import (
     key_name,
     tensor_names,
 )
-from healcore.jax.driver.live_state import array_of, as_live
-from healcore.jax.heal_state import (
-    HealState,
-    HealStateError,
-    ScaleByHealLrState,
-    map_nodes,
-    nodes,
-)
+from healcore.jax.driver.leaf_forms import as_live
+from healcore.jax.driver.live_state import array_of
+from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.optax_states import check_second_iterates
+from healcore.jax.tree_nodes import map_nodes, node_at, node_getter, nodes
 from healcore.runtime.driver import check_engines
 
 
@@ -114,7 +110,7 @@ def find_engines(
         for place, tensors in candidates.items():
             if not (is_within(place, not_parameters) or is_within(path, masks)):
                 outside.append(tuple(map(jax.tree_util.keystr, tensors)))
-        entry = EngineEntry(name, path, names, tuple(outside), heal_state.node_getter(path))
+        entry = EngineEntry(name, path, names, tuple(outside), node_getter(path))
         engines.append(entry)
     return engines
 
@@ -154,7 +150,7 @@ def trains_its_parameters(tree: PyTree, entry: EngineEntry) -> bool:
         tree: a state of another structure than the live one.
         entry: an engine in this state.
     """
-    count = heal_state.node_at(tree, entry.path).heal_leaf_norms.shape[0]
+    count = node_at(tree, entry.path).heal_leaf_norms.shape[0]
     leaves = jax.tree_util.tree_leaves_with_path(without_heal_state(tree))
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
     optimizer = _optimizer_of(entry.path)
@@ -201,7 +197,7 @@ def with_engines(
     states = {name: engine.from_dict(state) for name, state in data.items()}
     new = {}
     for name, state in states.items():
-        live = heal_state.node_at(tree, paths[name])
+        live = node_at(tree, paths[name])
         packed = heal_state.with_engine_state(engine, live, state)
         new[paths[name]] = jax.tree.map(as_live, packed, live)
     scales = {float(state.lr.scale) for state in states.values()}

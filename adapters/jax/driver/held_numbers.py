@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from healcore.jax import heal_state, optimizer_numbers
+from healcore.jax import optimizer_numbers
 from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver.engine_tensors import Path, key_name
 from healcore.jax.driver.engines import EngineEntry
-from healcore.jax.driver.live_state import as_live
+from healcore.jax.driver.leaf_forms import as_live
 from healcore.jax.heal_state import HealState
 from healcore.jax.transform import ProtectState
+from healcore.jax.tree_nodes import node_at
 from healcore.runtime.driver import NumberRange
 
 
@@ -38,7 +39,7 @@ def numbers_of(engines: Sequence[EngineEntry], tree: PyTree) -> dict[str, Number
         Name of each number that a step has seen -> its lowest, highest and newest value.
     """
     names_of = _number_names(engines, tree)
-    arrays = [heal_state.node_at(tree, path).heal_numbers for path in names_of]
+    arrays = [node_at(tree, path).heal_numbers for path in names_of]
     ranges = {}
     for names, array in zip(names_of.values(), jax.device_get(arrays), strict=True):
         for name, seen in zip(names, optimizer_numbers.seen(array), strict=True):
@@ -98,7 +99,7 @@ def with_held_numbers(
     new = {}
     for path, names in _number_names(engines, tree).items():
         new[path] = optimizer_numbers.held([ranges.get(name) for name in names])
-    old = jax.device_get([heal_state.node_at(tree, path).heal_numbers for path in new])
+    old = jax.device_get([node_at(tree, path).heal_numbers for path in new])
     is_same = True
     for before, after in zip(old, new.values(), strict=True):
         is_same = is_same and np.array_equal(before, after, equal_nan=True)
@@ -124,7 +125,7 @@ def _number_names(engines: Sequence[EngineEntry], tree: PyTree) -> dict[Path, li
     """
     paths_of: dict[Path, list[Path]] = {}
     for entry in engines:
-        owner = heal_state.node_at(tree, entry.path[:-1])
+        owner = node_at(tree, entry.path[:-1])
         if isinstance(owner, ProtectState) and owner.heal.heal_numbers is not None:
             start = (*entry.path[:-1], jax.tree_util.GetAttrKey("inner_state"))
             places = optimizer_numbers.number_leaves(owner.inner_state)

@@ -1,7 +1,6 @@
 """Converts the live state of a run to a pytree of arrays, and to the items of a checkpoint.
 
-A checkpoint stores only dtypes. A restored leaf also receives the weak type, sharding and
-commitment of the live leaf, so that the step is not compiled again.
+`leaf_forms.py` converts single leaves.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
 from healcore.jax.array_leaves import PyTree, arrays_of, is_number, is_static, with_arrays
-from healcore.jax.heal_state import HealStateError, Path, map_nodes, nodes
+from healcore.jax.driver.leaf_forms import as_live, as_saved
+from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import with_heal_state, without_heal_state
+from healcore.jax.tree_nodes import Path, map_nodes, nodes
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
@@ -244,7 +245,7 @@ class LiveState:
         tree = without_heal_state(self.read())
 
         def saved(path: Any, leaf: Any) -> Any:
-            leaf = _as_saved(leaf)
+            leaf = as_saved(leaf)
             if not _is_widened(path, leaf, self._first):
                 return leaf
             # An Inf by overflow would make the checkpoint count as bad.
@@ -476,78 +477,9 @@ class SideState:
         return self._kept
 
 
-def as_live(new: Any, live: Any) -> Any:
-    """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
-
-    An array of another weak type or placement would compile the step again, and one that is not
-    committed to the live devices would be moved at each step. Keeps the saved dtype. It differs
-    from the live one if a step between them has widened it.
-
-    Args:
-        new: the restored leaf.
-        live: the leaf in its place in the live state.
-
-    Returns:
-        The leaf to put into the state.
-    """
-    dtype = getattr(new, "dtype", None)
-    if is_number(live):
-        if dtype in (None, _as_saved(live).dtype):
-            return type(live)(np.asarray(new).item())
-        return jnp.asarray(new)
-    if not isinstance(live, jax.Array):
-        return new
-    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
-        data = _put_like(jax.random.key_data(new), live)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
-    if not isinstance(new, jax.Array):
-        new = np.asarray(new, dtype or live.dtype)
-    new = _put_like(new, live)
-    if not live.weak_type or new.weak_type:
-        return new
-    zero: float = 0
-    if jnp.issubdtype(new.dtype, jnp.floating):
-        zero = 0.0
-    weak = jnp.full(new.shape, zero)
-    if weak.dtype != new.dtype:  # JAX has no weak type of this dtype
-        return new
-    return weak.at[...].set(new)
-
-
-def _put_like(new: Any, live: jax.Array) -> jax.Array:
-    """Puts an array on the devices of the live array, with the same commitment."""
-    if not live.committed and not (isinstance(new, jax.Array) and not new.committed):
-        return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
-    is_there = isinstance(new, jax.Array) and new.committed == live.committed
-    if is_there and new.sharding == live.sharding:
-        return new
-    return jax.device_put(new, live.sharding)
-
-
 def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:
     """Whether a leaf of the bare state has another dtype than in the first state."""
     return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
-
-
-def _as_saved(leaf: Any) -> Any:
-    """Converts a Python number to an array for a checkpoint, as `jit` does.
-
-    A TrainState's `step` is a number at the start and an array after the first compiled step, and
-    both must have the same form. `SideState` keeps the number.
-    """
-    if not is_number(leaf):
-        return leaf
-    zero = jnp.asarray(type(leaf)())
-    if zero.dtype == jnp.bool_:
-        return jnp.asarray(leaf)
-    if type(leaf) is float:
-        largest = jnp.finfo(zero.dtype).max
-    else:
-        largest = jnp.iinfo(zero.dtype).max
-    # An Inf, for instance by overflow, would make the checkpoint count as bad.
-    if abs(leaf) <= largest:
-        return jnp.asarray(leaf)
-    return zero
 
 
 def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
@@ -585,7 +517,7 @@ def _avals(tree: PyTree) -> dict[str, Any]:
     """Path -> abstract value of the leaf."""
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
-        saved = _as_saved(leaf)
+        saved = as_saved(leaf)
         found[keystr(path)] = getattr(saved, "aval", saved)
     return found
 

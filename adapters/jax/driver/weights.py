@@ -19,9 +19,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.driver.live_state import LiveState
-from healcore.jax.heal_state import Path, is_optax_state, nodes
+from healcore.jax.heal_state import is_optax_state
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.transform import ProtectState
+from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.loader_adapters import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 

@@ -312,13 +312,10 @@ class JaxFormat(ArrayFormat):
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
     def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
-        """Returns an array that one file may hold, for small checkpoints (`single_file`).
+        """Returns the type and the bytes of an array, for a small checkpoint in one file.
 
         Args:
-            leaf: the copy of an array.
-
-        Returns:
-            Its type and bytes, or None if it has several shards.
+            leaf: the copy of an array. None is returned if it has several shards.
         """
         (first, *others) = leaf.parts.values()
         shape = leaf.layout.shape
