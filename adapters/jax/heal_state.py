@@ -44,7 +44,6 @@ from healcore.jax.one_kernel import is_one_kernel, one_kernel
 from healcore.jax.tree_nodes import Path, node_at, nodes
 from healcore.policy.loader import engine_of, name_of
 
-
 RECORDS = 64
 """Default number of steps whose records a HealState has."""
 

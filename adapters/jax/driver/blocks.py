@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.jax.array_leaves import is_array, is_number
+from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
 from healcore.jax.driver.engine_tensors import Path
 from healcore.jax.driver.step_reader import BlockRecords, block_records
 from healcore.jax.tree_nodes import node_at
@@ -42,7 +42,7 @@ class _Split(NamedTuple):
     leaves: tuple[Any, ...]
     """`_Traced`, or the constant."""
 
-    def traced(self, state: Any) -> Any:
+    def traced(self, state: PyTree) -> Any:
         """The state with None in the place of each constant."""
         leaves, structure = jax.tree.flatten(state)
         if structure != self.structure:
@@ -55,7 +55,7 @@ class _Split(NamedTuple):
                 traced.append(None)
         return structure.unflatten(traced)
 
-    def whole(self, traced: Any) -> Any:
+    def whole(self, traced: PyTree) -> Any:
         """The state of a result of `traced`."""
         new = iter(jax.tree.leaves(traced))
         leaves = []
@@ -73,15 +73,15 @@ class Block(NamedTuple):
     A block is a number of updates that the device runs without the host.
     """
 
-    begins_with: Any
+    begins_with: PyTree
     """The state before its first update."""
     first: int
     """Number of its first update."""
     count: int
     """Number of its updates."""
-    state: Any
+    state: PyTree
     """The state after its last update."""
-    outputs: Any
+    outputs: PyTree
     """The outputs of its updates, stacked."""
     records: BlockRecords
     """What the host reads of each update."""
@@ -110,7 +110,7 @@ class CompiledBlocks:
         self._is_first = True
         """Whether no block was dispatched yet."""
 
-    def run(self, state: Any, first: int, count: int) -> Block:
+    def run(self, state: PyTree, first: int, count: int) -> Block:
         """Dispatches a block, and returns without waiting for the device.
 
         Args:
@@ -129,7 +129,7 @@ class CompiledBlocks:
         traced, outputs, records = self._compiled(traced, steps)
         return Block(state, first, count, split.whole(traced), outputs, records)
 
-    def no_outputs(self, state: Any) -> Any:
+    def no_outputs(self, state: PyTree) -> Any:
         """Returns the outputs of zero updates, as `lax.scan` does: the first axis has length 0.
 
         Args:
@@ -143,12 +143,12 @@ class CompiledBlocks:
 
         return jax.tree.map(empty, outputs)
 
-    def _block(self, traced: Any, steps: Any) -> tuple[Any, Any, Any]:
+    def _block(self, traced: PyTree, steps: Any) -> tuple[Any, Any, Any]:
         """The function that is compiled: state after the updates, their outputs, their records."""
         split = self._split
         assert split is not None
 
-        def body(traced: Any, step: Any) -> tuple[Any, Any]:
+        def body(traced: PyTree, step: Any) -> tuple[Any, Any]:
             state, outputs = self._update(split.whole(traced), step)
             states = [node_at(state, path) for path in self._paths]
             return split.traced(state), (outputs, block_records(states))
@@ -156,7 +156,7 @@ class CompiledBlocks:
         traced, (outputs, records) = lax.scan(body, traced, steps)
         return traced, outputs, records
 
-    def _with_types_of_outputs(self, traced: Any, steps: np.ndarray) -> Any:
+    def _with_types_of_outputs(self, traced: PyTree, steps: np.ndarray) -> Any:
         """A state without the weak types that a block does not return, as of `jnp.full(3, 0.1)`.
 
         `lax.scan` would convert them within the first block. The second block would then have other
@@ -174,7 +174,7 @@ class CompiledBlocks:
 
         return jax.tree.map(converted, traced, new)
 
-    def _split_of(self, state: Any) -> _Split:
+    def _split_of(self, state: PyTree) -> _Split:
         """The split of the first state, to which all later states have to fit."""
         if self._split is None:
             leaves, structure = jax.tree.flatten(state)
@@ -189,7 +189,7 @@ class CompiledBlocks:
             self._split = _Split(structure, tuple(kinds))
         return self._split
 
-    def _changed_numbers(self, split: _Split, state: Any) -> set[int]:
+    def _changed_numbers(self, split: _Split, state: PyTree) -> set[int]:
         """Indices of the Python numbers that the update replaces, as `count + 1` does."""
         numbers = {}
         for i, leaf in enumerate(split.leaves):
@@ -199,7 +199,7 @@ class CompiledBlocks:
             return set()
         found: list[Any] = []
 
-        def probe(traced: Any) -> None:
+        def probe(traced: PyTree) -> None:
             found[:] = jax.tree.leaves(self._update(split.whole(traced), jnp.int32(_FIRST))[0])
 
         try:
@@ -221,7 +221,7 @@ class _Driver(Protocol):
     @property
     def live(self) -> Any: ...
 
-    def take_block(self, state: Any, records: BlockRecords) -> None: ...
+    def take_block(self, state: PyTree, records: BlockRecords) -> None: ...
 
 
 class Scan:
@@ -301,11 +301,11 @@ def _joined(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def _each_buffer_once(traced: Any) -> Any:
+def _each_buffer_once(traced: PyTree) -> Any:
     """The arrays of a state for a donation: a second use of an array is a copy."""
     seen: set[int] = set()
 
-    def owned(leaf: Any) -> Any:
+    def owned(leaf: Leaf) -> Any:
         is_second = id(leaf) in seen
         seen.add(id(leaf))
         if isinstance(leaf, jax.Array) and is_second:

@@ -12,6 +12,7 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
+from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
 from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
@@ -55,7 +56,7 @@ class JaxDriver(Driver):
     framework = "jax"
 
     @transferring
-    def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
+    def __init__(self, state: PyTree, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
@@ -104,7 +105,7 @@ class JaxDriver(Driver):
         """
         return self._live.in_place
 
-    def update(self, state: Any = None) -> None:
+    def update(self, state: PyTree = None) -> None:
         """Sets the state that a step has returned.
 
         Args:
@@ -119,7 +120,7 @@ class JaxDriver(Driver):
             return
         self._set_state(state)
 
-    def _set_state(self, state: Any) -> None:
+    def _set_state(self, state: PyTree) -> None:
         """Checks a state of the program, and makes it the live state."""
         before, self._live.state = self._live.state, state
         try:
@@ -209,7 +210,7 @@ class JaxDriver(Driver):
         self._block = None
         return self._reader.dispatch(states, votes, block)
 
-    def begin_scan(self, update: Update, state: Any, *, donate: bool) -> Scan:
+    def begin_scan(self, update: Update, state: PyTree, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
 
         Args:
@@ -235,7 +236,7 @@ class JaxDriver(Driver):
             self._scans[key] = CompiledBlocks(update, paths, donate=donate)
         return Scan(self, self._scans[key])
 
-    def take_block(self, state: Any, records: BlockRecords) -> None:
+    def take_block(self, state: PyTree, records: BlockRecords) -> None:
         """Sets the state after a block of `Healer.scan`.
 
         Args:
@@ -526,7 +527,7 @@ class JaxDriver(Driver):
         """Whether `take_dispatch` has returned every step."""
         return not differ(self._counters(), self._last_counters)
 
-    def _edit_state(self, tree: Any) -> None:
+    def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. This is no step."""
         all_polled = self._all_polled()
         if not self._live.in_place:

@@ -6,16 +6,14 @@ commitment of the live leaf, so that the step is not compiled again.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from healcore.jax.array_leaves import is_number
+from healcore.jax.array_leaves import Leaf, is_number
 
 
-def as_live(new: Any, live: Any) -> Any:
+def as_live(new: Leaf, live: Leaf) -> Leaf:
     """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
 
     An array of another weak type or placement would compile the step again, and one that is not
@@ -53,7 +51,7 @@ def as_live(new: Any, live: Any) -> Any:
     return weak.at[...].set(new)
 
 
-def _put_like(new: Any, live: jax.Array) -> jax.Array:
+def _put_like(new: Leaf, live: jax.Array) -> jax.Array:
     """Puts an array on the devices of the live array, with the same commitment."""
     if not live.committed and not (isinstance(new, jax.Array) and not new.committed):
         return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
@@ -63,7 +61,7 @@ def _put_like(new: Any, live: jax.Array) -> jax.Array:
     return jax.device_put(new, live.sharding)
 
 
-def as_saved(leaf: Any) -> Any:
+def as_saved(leaf: Leaf) -> Leaf:
     """Converts a Python number to an array for a checkpoint, as `jit` does.
 
     A TrainState's `step` is a number at the start and an array after the first compiled step, and

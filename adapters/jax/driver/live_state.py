@@ -16,7 +16,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
-from healcore.jax.array_leaves import PyTree, arrays_of, is_number, is_static, with_arrays
+from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
 from healcore.jax.driver.leaf_forms import as_live, as_saved
 from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import with_heal_state, without_heal_state
@@ -48,7 +48,7 @@ class LiveState:
     in_place = False
     """Whether a step updates the state in place."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: PyTree) -> None:
         self.state = state
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
@@ -227,10 +227,10 @@ class LiveState:
             saved = items[STATE]
         side_state = items.get(SIDE_STATE, {})
 
-        def restored(path: Any, new: Any, live: Any) -> Any:
+        def restored(path: Path, new: Any, live: Any) -> Any:
             return as_live(side_state.get(keystr(path), new), live)
 
-        def with_side_state(path: Any, live: Any) -> Any:
+        def with_side_state(path: Path, live: Any) -> Any:
             if not _is_of_protect(path):
                 return live
             # The initial value, False, if the checkpoint lacks this field.
@@ -244,7 +244,7 @@ class LiveState:
         """The items with the first state's dtypes: every checkpoint fits a new process."""
         tree = without_heal_state(self.read())
 
-        def saved(path: Any, leaf: Any) -> Any:
+        def saved(path: Path, leaf: Leaf) -> Any:
             leaf = as_saved(leaf)
             if not _is_widened(path, leaf, self._first):
                 return leaf
@@ -324,7 +324,7 @@ class NnxLiveState(LiveState):
 
         return {name: arrays(live) for name, live in self.state.items()}
 
-    def write(self, tree: Any) -> None:
+    def write(self, tree: PyTree) -> None:
         """Sets the Variables of nnx objects, and replaces pytrees.
 
         Args:
@@ -343,7 +343,7 @@ class NnxLiveState(LiveState):
             else:
                 self.state[name] = with_arrays(live, new)
 
-    def copy_with(self, tree: Any) -> Any:
+    def copy_with(self, tree: PyTree) -> Any:
         """Makes new nnx objects. The objects of the user keep their values.
 
         Args:
@@ -405,7 +405,7 @@ class NnxLiveState(LiveState):
         return found
 
 
-def live_state_of(state: Any) -> LiveState:
+def live_state_of(state: PyTree) -> LiveState:
     """Wraps the state that a program passes to the Healer.
 
     Args:
@@ -418,7 +418,7 @@ def live_state_of(state: Any) -> LiveState:
     if nnx is None:
         return LiveState(state)
 
-    def is_object(node: Any) -> bool:
+    def is_object(node: PyTree) -> bool:
         return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
 
     if isinstance(state, Mapping) and any(map(is_object, state.values())):
@@ -431,7 +431,7 @@ def live_state_of(state: Any) -> LiveState:
     return LiveState(state)
 
 
-def array_of(leaf: Any) -> Any:
+def array_of(leaf: Leaf) -> Any:
     """Returns the array of a leaf of `LiveState.roots`, which may be an nnx.Variable.
 
     Args:
@@ -448,7 +448,7 @@ def _arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(array_of, tree, is_leaf=_is_variable)
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: PyTree) -> bool:
     """Whether a node is an nnx.Variable. Does not import flax."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Variable)
@@ -477,7 +477,7 @@ class SideState:
         return self._kept
 
 
-def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:
+def _is_widened(path: Path, leaf: Leaf, first: Mapping[str, Any]) -> bool:
     """Whether a leaf of the bare state has another dtype than in the first state."""
     return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
 
@@ -532,7 +532,7 @@ def _widens(old: Any, new: Any) -> bool:
     return getattr(old, "weak_type", False) or jnp.promote_types(before, after) == after
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: Leaf) -> str:
     """Dtype and shape."""
     if not hasattr(leaf, "dtype"):
         return "no array"

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.driver.live_state import LiveState
 from healcore.jax.heal_state import is_optax_state
 from healcore.jax.opt_state import without_heal_state
@@ -152,7 +153,7 @@ class JaxWeights:
             if in_place:
                 self._live.write(live)
 
-    def arrays(self, tree: Any = None) -> dict[str, Any]:
+    def arrays(self, tree: PyTree = None) -> dict[str, Any]:
         """Finds the parameters, or all floating arrays if the parameters are unknown.
 
         The healing states do not count: they contain norms of gradients that were not applied.
@@ -231,17 +232,17 @@ def _owners(live: LiveState, parameters: Collection[str]) -> dict[str, frozenset
     return found
 
 
-def _is_floating(leaf: Any) -> bool:
+def _is_floating(leaf: Leaf) -> bool:
     """Whether a leaf is an array of a floating dtype."""
     return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jnp.floating)
 
 
-def _is_of_optimizer(node: Any) -> bool:
+def _is_of_optimizer(node: PyTree) -> bool:
     """Whether a node is a state of optax or of `protect`."""
     return is_optax_state(node) or isinstance(node, ProtectState)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: Leaf) -> Any:
     """A copy in host memory, which a donation of the state does not delete."""
     if not isinstance(leaf, jax.Array):
         return leaf
@@ -250,7 +251,7 @@ def _copy(leaf: Any) -> Any:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
 
 
-def _other_key(leaf: Any) -> Any:
+def _other_key(leaf: Leaf) -> Any:
     """Another random key, or the leaf if it is no key. Raw keys and counts of keys are uint32."""
     kind = getattr(leaf, "dtype", None)
     if kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key):
@@ -264,7 +265,7 @@ def _other_key(leaf: Any) -> Any:
 def _with(live: Any, weights: Mapping[str, Any]) -> Any:
     """Replaces leaves of a state by `weights`."""
 
-    def replaced(path: Path, leaf: Any) -> Any:
+    def replaced(path: Path, leaf: Leaf) -> Any:
         saved = weights.get(keystr(path), leaf)
         if isinstance(saved, jax.Array) and saved is not leaf:
             return jax.device_put(saved, leaf.sharding)
