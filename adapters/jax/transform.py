@@ -260,6 +260,8 @@ def protect(
         def optimizer_step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
             return inner.update(updates, state, with_arrays(whole, arrays), **keywords)
 
+        # Measure: the gradients that the optimizer reads, its numbers, and whether it would make
+        # NaN of finite gradients.
         inputs = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
         if engine.limits_lr and "learning_rate" not in given:
@@ -284,8 +286,12 @@ def protect(
                 checked_step, checked_keywords, updates, given_state, params
             )
         signals = make_signals(engine, read, given, axes, bad_update)
+
+        # Judge: the engine sees the signals only.
         judged = state.heal._replace(heal_numbers=None)
         healed, decision = heal_state.step(engine, judged, *signals)
+
+        # Enforce: clip the gradients, then take the optimizer's step or keep its state.
         resets = state.heal_reset_moments
         scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, state.inner_state))
         inside_scale = None
