@@ -5,6 +5,7 @@ healcore by the edits there, and compares short runs: healthy, with a NaN in the
 learning rate that is 30 times too high, and killed. Prints the table of docs/programs.md.
 
     --mirror FOLDER    bare repositories FOLDER/OWNER+NAME/repo instead of GitHub
+    --rounds N         trains the healthy runs N times in turn: the CPU time is the least of N
     --table            runs nothing: prints the table of benchmarks/results/programs.json
 """
 
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 from benchmarks.programs import data
+from benchmarks.programs.faults import WARMUP
 from benchmarks.side_by_side import arguments, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,8 @@ class Run(NamedTuple):
     digest: str
     metric: float | None
     passes: int
+    seconds: float | None = None
+    """CPU time of the passes after the first `faults.WARMUP`, or None if it was not measured."""
 
 
 def fetch(program: dict[str, Any], folder: Path, mirror: str | None) -> None:
@@ -64,29 +68,33 @@ def fetch(program: dict[str, Any], folder: Path, mirror: str | None) -> None:
 
 
 def edited(folder: Path, program: dict[str, Any], edits: list[list[str]]) -> None:
-    """Makes edits in the program's first file."""
-    path = (folder / program["files"][0]).with_suffix(".py")
-    text = path.read_text()
-    for old, new in edits:
+    """Makes edits in the program's first file, or in the file that an edit names first."""
+    for *name, old, new in edits:
+        path = (folder / (*name, program["files"][0])[0]).with_suffix(".py")
+        text = path.read_text()
         assert text.count(old) == 1, f"{path} has {text.count(old)} places like {old!r}"
-        text = text.replace(old, new.removeprefix("\n"))
-    path.write_text(text)
+        path.write_text(text.replace(old, new.removeprefix("\n")))
 
 
 def healed(folder: Path, program: dict[str, Any]) -> int:
     """Inserts healcore; returns the number of lines added or changed, without imports."""
-    path = (folder / program["files"][0]).with_suffix(".py")
-    before = path.read_text()
+    paths = [(folder / each).with_suffix(".py") for each in program["files"]]
+    before = [path.read_text() for path in paths]
     edited(folder, program, program["edits"])
-    text = path.read_text()
     if "indent" in program:
+        text = paths[0].read_text()
         first, last = program["indent"]
         begin = text.index(first)
         end = text.index(last, begin) if last else len(text)
         lines = text[begin:end].splitlines(keepends=True)
-        text = text[:begin] + "".join("    " + e if e.strip() else e for e in lines) + text[end:]
-        path.write_text(text)
-    old, new = ([line.strip() for line in each.splitlines()] for each in (before, text))
+        lines = ["    " + each if each.strip() else each for each in lines]
+        paths[0].write_text(text[:begin] + "".join(lines) + text[end:])
+    return sum(map(_added, before, (path.read_text() for path in paths)))
+
+
+def _added(before: str, after: str) -> int:
+    """The number of lines that are added or changed, without imports and indentation."""
+    old, new = ([line.strip() for line in each.splitlines()] for each in (before, after))
     added = [line[2:] for line in difflib.ndiff(old, new) if line.startswith("+ ")]
     return sum("import " not in line and bool(line) for line in added)
 
@@ -108,42 +116,52 @@ def trained(program: dict[str, Any], folder: Path, packages: str, fault: str) ->
     metrics = re.findall(program["metric"], done.stdout) if "metric" in program else []
     found = json.loads((folder / "result.json").read_text()) if done.returncode == 0 else {}
     metric = float(metrics[-1]) if metrics else None
-    return Run(done.returncode, found.get("digest", ""), metric, found.get("passes", 0))
+    digest, passes, seconds = (found.get(key) for key in ("digest", "passes", "seconds"))
+    return Run(done.returncode, digest or "", metric, passes or 0, seconds)
 
 
 def compared(
-    name: str, program: dict[str, Any], mirror: str | None, packages: str
+    name: str, program: dict[str, Any], mirror: str | None, packages: str, rounds: int
 ) -> dict[str, Any]:
     """All runs of one program."""
-    runs: dict[str, Any] = {}
+    runs: dict[str, Run] = {}
     lines = 0
-    for arm in ("off", "on"):
-        for fault in program.get("faults", FAULTS):
-            kill = fault == "kill"
-            if kill and (arm == "off" or "kill" not in program):
-                continue
-            folder = FETCHED / name / f"{arm} {fault.partition(':')[0]}" / "program"
-            shutil.rmtree(folder.parent, ignore_errors=True)
-            folder.mkdir(parents=True)
-            fetch(program, folder, mirror)
-            script = Path(program["run"].split()[0])
-            if "data" in program:
-                getattr(data, program["data"])((folder / script).parent)
-            if arm == "on":
-                lines = healed(folder, program)
-            if kill:
-                killed = trained(program, folder, packages, f"kill:{program['kill']}")
-                assert killed.status == -signal.SIGKILL, f"{name} ended before it was killed"
-            run = trained(program, folder, packages, "none" if kill else fault)
-            runs[folder.parent.name] = run._asdict()
-            print(name, folder.parent.name, run, flush=True)
-    return {"title": program["title"], "lines": lines, "runs": runs}
+    faults = program.get("faults", FAULTS)
+    plan = [
+        (arm, fault) for arm in ("off", "on") for fault in faults if (arm, fault) != ("off", "kill")
+    ]
+    plan += [("off", "none"), ("on", "none")] * (rounds - 1)
+    for arm, fault in plan:
+        kill = fault == "kill"
+        if kill and "kill" not in program:
+            continue
+        folder = FETCHED / name / f"{arm} {fault.partition(':')[0]}" / "program"
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        folder.mkdir(parents=True)
+        fetch(program, folder, mirror)
+        script = Path(program["run"].split()[0])
+        if "data" in program:
+            getattr(data, program["data"])((folder / script).parent)
+        if arm == "on":
+            lines = healed(folder, program)
+        if kill:
+            killed = trained(program, folder, packages, f"kill:{program['kill']}")
+            assert killed.status == -signal.SIGKILL, f"{name} ended before it was killed"
+        run = trained(program, folder, packages, "none" if kill else fault)
+        print(name, folder.parent.name, run, flush=True)
+        if kill and run.status == 0:
+            resumed = run.passes < runs["on none"].passes
+            assert resumed, f"{name} was killed before its first checkpoint: choose a later pass"
+        before = runs.get(folder.parent.name, run)
+        runs[folder.parent.name] = min(run, before, key=lambda each: each.seconds or 0.0)
+    found = {run: each._asdict() for run, each in runs.items()}
+    return {"title": program["title"], "lines": lines, "runs": found}
 
 
 def table(results: dict[str, Any]) -> str:
     """The results as a table in Markdown."""
     head = ("program", "lines", "same bits", "no fault", "NaN, without", "NaN, with")
-    head += ("rate × 30, without", "rate × 30, with", "killed")
+    head += ("rate × 30, without", "rate × 30, with", "killed", "CPU ms a step")
     rows = [head, ("---",) * len(head)]
     for each in (each for each in results.values() if isinstance(each, dict)):
         runs = {name: Run(**run) for name, run in each["runs"].items()}
@@ -151,7 +169,8 @@ def table(results: dict[str, Any]) -> str:
         wanted = ("off nan", "on nan", "off rate", "on rate")
         faults = [_end(runs[name]) if name in runs else "not tried" for name in wanted]
         lines, same = str(each["lines"]), _same(on, off)
-        rows.append((each["title"], lines, same, _end(off), *faults, _same(killed, on)))
+        ends = (*faults, _same(killed, on), _times(off, on))
+        rows.append((each["title"], lines, same, _end(off), *ends))
     return "\n".join(" | ".join(row) for row in rows)
 
 
@@ -167,11 +186,19 @@ def _same(run: Run | None, other: Run) -> str:
     return "yes" if (run.digest, run.metric) == (other.digest, other.metric) else "no"
 
 
+def _times(off: Run, on: Run) -> str:
+    if off.seconds is None or on.seconds is None:
+        return "not timed"
+    times = (1e3 * run.seconds / (run.passes - WARMUP) for run in (off, on) if run.seconds)
+    return " → ".join(f"{each:.3g}" for each in times)
+
+
 def main() -> None:
     parser = arguments("Public programs without and with healcore.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--mirror")
     parser.add_argument("--packages", default="", help="a folder with what they import")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -180,7 +207,7 @@ def main() -> None:
         return
     programs = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
     results = {
-        name: compared(name, programs[name], options.mirror, options.packages)
+        name: compared(name, programs[name], options.mirror, options.packages, options.rounds)
         for name in options.names or programs
     }
     print(table(results))

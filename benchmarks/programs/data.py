@@ -41,6 +41,20 @@ def sentences(folder: Path) -> None:
         drawn[np.minimum(random.zipf(1.3, count), 3_000) - 1].tofile(place / f"{name}.bin")
 
 
+def chargpt(folder: Path) -> None:
+    """A text with the letters of chargpt's prompt."""
+    (folder / "input.txt").write_text("O God, O God!\n" + markov_text(30_000, 1))
+
+
+def tinystories(folder: Path) -> None:
+    """Bytes of a text as two shards of llama2.c, of which the first is for validation."""
+    place = folder / "data" / "tok256"
+    place.mkdir(parents=True)
+    for name, count, seed in (("data00", 3_000, 2), ("data01", 30_000, 1)):
+        text = markov_text(count, seed).encode()
+        np.frombuffer(text, np.uint8).astype(np.uint16).tofile(place / f"{name}.bin")
+
+
 def words(folder: Path) -> None:
     """Three text files."""
     place = folder / "data" / "tiny"
@@ -117,29 +131,79 @@ def image_classes(folder: Path) -> None:
             Image.fromarray(blob).convert("RGB").save(place / f"{number}.png")
 
 
+def shards(folder: Path) -> None:
+    """Pictures with their classes in four tar files of webdataset."""
+    import io
+    import tarfile
+
+    from PIL import Image
+
+    (folder / "shards").mkdir()
+    pictures, kinds = _blobs(1_600, 32, 1)
+    for number in range(4):
+        with tarfile.open(folder / "shards" / f"{number:06}.tar", "w") as tar:
+            for each in range(number * 400, number * 400 + 400):
+                jpeg = io.BytesIO()
+                Image.fromarray(pictures[each]).convert("RGB").save(jpeg, "jpeg")
+                parts = (("jpg", jpeg.getvalue()), ("cls", str(kinds[each]).encode()))
+                for kind, content in parts:
+                    entry = tarfile.TarInfo(f"{each:06}.{kind}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+
+
 def wikitext(folder: Path) -> None:
     """The text file of Lightning's `WikiText2`."""
     (folder / "data").mkdir()
     (folder / "data" / "wikitext-2.txt").write_text(markov_text(9_000, 1))
 
 
-def language_model(folder: Path) -> None:
-    """A small Llama model with its tokenizer, and sentences as text and as JSON."""
-    import torch
+def _tokenizer() -> Any:
+    """A tokenizer of the words of `markov_text`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
     names = {f"w{number}": number for number in range(60)} | {"<pad>": 60, "<eos>": 61}
     tokens = Tokenizer(models.WordLevel(names, unk_token="w0"))
     tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
+
+
+def sentence_pairs(folder: Path) -> None:
+    """A small RoBERTa model with its tokenizer, and pairs of sentences with a class each."""
+    import torch
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = RobertaConfig(
+        vocab_size=62, num_attention_heads=2, pad_token_id=60, max_position_embeddings=128, **sizes
+    )
+    RobertaForSequenceClassification(config).save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "model")
+    (folder / "pairs").mkdir()
+    for name, count, seed in (("train", 640, 1), ("validation", 160, 2)):
+        lines = markov_text(count * 20, seed).splitlines()
+        rows = ""
+        for number, line in enumerate(lines):
+            words = line.split()
+            row = {"sentence1": " ".join(words[:10]), "sentence2": " ".join(words[10:])}
+            rows += json.dumps(row | {"label": int(words[0][1:]) % 2, "idx": number}) + "\n"
+        (folder / "pairs" / f"{name}.jsonl").write_text(rows)
+
+
+def language_model(folder: Path) -> None:
+    """A small Llama model with its tokenizer, and sentences as text and as JSON."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
     sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(
         vocab_size=62, num_attention_heads=2, num_key_value_heads=2, pad_token_id=60, **sizes
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model")
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>")
-    wrapped.save_pretrained(folder / "model")
+    _tokenizer().save_pretrained(folder / "model")
     words(folder)
     (folder / "sentences").mkdir()
     for name, count, seed in (("train", 24_000, 1), ("test", 800, 2)):

@@ -14,9 +14,12 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+WARMUP = 20
+"""Backward passes of a process before its CPU time is counted."""
 RATE = 30.0
 """Factor of a learning rate that is too high."""
 _VISION = """nms qnms roi_align _roi_align_backward roi_pool _roi_pool_backward ps_roi_align
@@ -32,13 +35,26 @@ class Fault:
         self.kind, *numbers = fault.split(":")
         self.first, self.length = [*map(int, numbers), 1, 1][:2]
         self.passes = 0
+        self.began = 0.0
+        """CPU time of this process when its first passes were over."""
 
     def count(self) -> int:
         """Counts a pass, and kills the process if this is its fault."""
         self.passes += 1
+        if self.passes == WARMUP + 1:
+            self.began = time.process_time()
         if self.kind == "kill" and self.passes == self.first:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.passes
+
+
+def _made_by_healcore() -> bool:
+    """Whether healcore constructs the optimizer: it tries a small one to learn its moments."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"].startswith("torch."):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame.f_globals["__name__"].startswith(("healcore.", "adapters."))
 
 
 class Faults(Fault):
@@ -67,7 +83,8 @@ class Faults(Fault):
 
         def remembered(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             created(optimizer, *args, **kwargs)
-            self.optimizers.append(optimizer)
+            if not _made_by_healcore():
+                self.optimizers.append(optimizer)
 
         torch.Tensor.backward = counted_backward  # type: ignore[method-assign]
         torch.optim.Optimizer.__init__ = remembered  # type: ignore[method-assign]
@@ -106,13 +123,16 @@ def main(result: str, fault: str, script: str, *args: str) -> None:
     if weights := os.environ.get("WEIGHTS"):
         names = runpy.run_path(script, run_name="__main__")
         in_jax: Any = sys.modules["benchmarks.programs.jax_faults"]  # the program imports it
+        seconds = time.process_time() - in_jax.fault.began
         passes, digest = in_jax.fault.passes, in_jax.digest(names[weights])
     else:
         faults = Faults(fault)
         faults.install()
         runpy.run_path(script, run_name="__main__")
+        seconds = time.process_time() - faults.began
         passes, digest = faults.passes, faults.digest()
-    Path(result).write_text(json.dumps({"passes": passes, "digest": digest}))
+    found = {"passes": passes, "digest": digest, "seconds": round(seconds, 3)}
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

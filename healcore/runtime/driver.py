@@ -2,24 +2,67 @@
 
 A driver reads and replaces the live state and the engine states in it. It decides nothing: the
 Healer chooses the checkpoint, keeps budgets and learning rate, and determines when to save.
+
+## The life of a driver
+
+`driver_for` makes one driver for each run. The thread that trains makes all calls, except
+`request_vote`, which a signal handler may call.
+
+    open    driver_for ── ranks ── store ── settings, learning_rates, start_lines
+            resume: add_param_groups, state (what to read), load
+            otherwise: state, engines (the first snapshot)
+
+    steps   take_dispatch ── structure_changes ── keep_weight_sample      after each dispatch
+            PendingDispatch.read                                          some dispatches later
+            may_save, state, engines                                      when a save is due
+            copy_weights, losses_of, numbers, hold_numbers                when weights are compared
+
+    rollback  nonfinite_weights ── load (or load_common) ── learning_rates
+
+    memory ran out  window, memory, memory_profiles
+
+    end     on_end ── pending_steps, is_interrupted, replaced_weights
+            undo_window, state (a last save) ── close
+
+## What a framework's training step does without the driver
+
+The step itself judges and enforces, with `healcore.core.engine.Engine`: it measures `Signals`,
+calls `Engine.step`, and carries out the `Decision` (skip, clip, scale the learning rate). It does
+so before the host knows the result, and without waiting for the device. What the host has to know
+of a step is its `StepRecord`. The driver copies it to the host in the background.
+
+    training step, on the device           driver                        Healer
+    ─────────────────────────────          ──────────────────            ─────────────────────────
+    signals ── Engine.step ── update       take_dispatch: begin          queue the pending dispatch
+                                           to copy the record            ... later: read, and act
+
+## To write a third driver
+
+1. Derive a class from `Driver`. A method whose body is `...` has to be defined. A method with a
+   body is a default, for a framework without that feature.
+2. Write an `ArrayFormat` (`healcore.runtime.store.host_copy`) for `store`.
+3. Enter the class in `healcore.adapter_registry.PROVIDED`, under "driver", and let `framework_of`
+   in `healcore.runtime.driver_choice` recognize a state of the framework.
+4. `tests/runtime/run/toy_driver.py` is a driver of a model of one number, for the comparisons.
+   `adapters/jax/driver/driver.py` is the shorter of the two real ones.
+
+A driver may have further methods, which the Healer looks up by name: those of `ObservesLosses`
+(torch), `TakesStates` and `CompilesLoops` (JAX), all in `healcore.runtime.optional_driver`. Without
+them the corresponding method of the Healer raises an error.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from healcore import adapter_registry
 from healcore.core.decision import StepRecord
-from healcore.core.engine import Engine, StateError
-from healcore.core.errors import HealcoreError
+from healcore.core.engine import StateError
 from healcore.runtime.faults.microbatches import Gradients
 from healcore.runtime.store.checkpoints import CommonState, StateMismatch
 from healcore.runtime.store.ranks import Ranks
 from healcore.runtime.store.store import CheckpointStore
-from healcore.runtime.store.values import attribute
 
 Engines = Mapping[str, Mapping[str, Any]]
 """Engine name -> `Engine.to_dict`."""
@@ -27,13 +70,24 @@ Rates = Mapping[str, float | None]
 """Engine name -> the schedule's learning rate, or None if it is unknown."""
 LossFn = Callable[..., Any]
 """The user's function of a batch, or of state and batch if the state is a value."""
+LiveState = Any
+"""The state as the user has passed it to the Healer: a mapping in torch, any pytree in JAX."""
+Weights = Any
+"""Result of `Driver.copy_weights`, which only the driver understands."""
 
 
 class PendingDispatch(Protocol):
-    """A step, or a compiled loop of several steps, whose records are being copied to the host."""
+    """A step, or a compiled loop of several steps, whose records are being copied to the host.
+
+    The Healer queues it, and reads it when later dispatches run on the device. So the host does not
+    wait for the step that it has just started.
+    """
 
     count: int
-    """Expected number of steps; the result of `read` has the actual number."""
+    """Expected number of steps; the result of `read` has the actual number.
+
+    They differ if a step was not taken after all, for example because a compiled loop has ended.
+    """
     vote_requested: bool
     """Whether a rank requested a vote (`Driver.request_vote`) before the last of these steps.
 
@@ -41,9 +95,11 @@ class PendingDispatch(Protocol):
     """
 
     def read(self) -> list[list[StepRecord]]:
-        """Waits for the records of each step, and returns them, oldest step first.
+        """Waits for the records of each step.
 
-        A step has one record per engine, or more if an engine judged several times in the step.
+        Returns:
+            A list for each step, oldest first. It has one record per engine, or more if an engine
+            judged several times in the step.
         """
         ...
 
@@ -68,61 +124,119 @@ class WeightsChanged(Exception):
 
 
 class Driver(Protocol):
-    """The framework's side of a healed run. A method with a body is a default."""
+    """The framework's side of a healed run. A method with a body is a default.
+
+    The module describes when the methods are called, and how to write a driver. Three words:
+
+    - An *engine* is the policy's state for one optimizer. Its name is the name of the optimizer in
+      the user's state.
+    - A *dispatch* is the unit in which steps become known to the host: a step, an accumulation
+      window, or a compiled loop of several steps.
+    - Two calls are the same on all ranks, and in the same order, if a method says *collective*.
+    """
 
     framework: str
-    """`torch` or `jax`."""
+    """`torch` or `jax`. Names the framework in the log and in advice."""
     warnings: list[str]
-    """Lines to log, oldest first; the run logs them and empties the list."""
+    """Lines to log, oldest first; the run logs them and empties the list.
+
+    For what a driver notices outside of a call that could return it, such as an optimizer that
+    steps without a loss.
+    """
     start_lines: list[str] = []  # noqa: RUF012 -- never changed
     """Lines about the state for the log at the start of the run."""
     on_step: Callable[[], None]
-    """Called after each optimizer step. The run sets it. Does not wait for the device."""
+    """Called by the driver after each optimizer step. The run sets it.
+
+    It tells the guard against hangs that the program is alive. It does not wait for the device.
+    """
     window: Gradients
-    """The gradients since the last step, to repeat batches in smaller parts."""
+    """The gradients since the last step. After memory ran out, batches are repeated in smaller
+    parts."""
     on_end: Callable[[], object] = staticmethod(lambda: None)
-    """Called before anything else when the run ends, also by an exception."""
+    """Called by the run before anything else when it ends, also by an exception.
+
+    torch keeps the tensors of a device that has failed here: to free them would abort the process,
+    before it has written a postmortem.
+    """
 
     @property
-    def live(self) -> Any:
-        """The live state, as the user passed it."""
+    def live(self) -> LiveState:
+        """The live state, as the user passed it.
+
+        After a rollback of a state that is a value (a pytree in JAX), it is the restored state. The
+        program gets it from `Healer.update` or `Healer.state`, and continues with it.
+        """
         ...
 
     @property
     def state_is_in_place(self) -> bool:
-        """Whether the program changes the state in place, and does not pass new values of it."""
+        """Whether the program changes the state in place, and does not pass new values of it.
+
+        True in torch, where the objects of the state stay the same. If it is True, `load` changes
+        the objects that the program already holds. If it is False, the run can only be rolled back
+        where the program passes its state.
+        """
         return True
 
     # -- steps ----------------------------------------------------------------------------------
 
     def take_dispatch(self) -> PendingDispatch | None:
-        """Starts to copy the records of the dispatch since the last call. None without one."""
+        """Starts to copy the records of the dispatch since the last call.
+
+        The Healer calls it between any two batches, and often without a step in between. So it is
+        cheap, and it does not wait for the device.
+
+        Returns:
+            The dispatch, or None if the program has taken no step since the last call.
+        """
         ...
 
     def pending_steps(self) -> int:
-        """Steps of each optimizer, rounded up, that `take_dispatch` has not returned. 0 in JAX."""
+        """Number of steps that `take_dispatch` has not returned, per optimizer, rounded up.
+
+        `Healer.step` counts them already, and the end of a run must not lose them. 0 in JAX, where
+        `update` makes each step known.
+        """
         return 0
 
     def request_vote(self) -> None:
         """Marks the following steps on all ranks.
 
         The mark is part of the values that the ranks exchange at each step, and comes back as
-        `PendingDispatch.vote_requested`. Only called with several ranks, also by signal handlers.
+        `PendingDispatch.vote_requested`. So all ranks learn at the same step that one of them has
+        received a signal, and end together. Without it, a rank that ends alone would leave the
+        others waiting in a collective call.
+
+        Only called with several ranks, also by signal handlers.
         """
         ...
 
     def expect_change(self) -> None:
-        """Opens every engine's grace window."""
+        """Opens every engine's grace window, because the program is about to change the training.
+
+        For example a new learning rate or other data. The engines then raise no alarm for a while,
+        and learn the new level. See `Healer.expect_change`.
+        """
         ...
 
     # -- the state ------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """References to the state to save: name -> tree or object with `state_dict`; no engines."""
+        """References to the state to save, not copied, without the engines.
+
+        Returns:
+            Name -> tree of arrays and Python values, or an object with `state_dict`. What
+            `CheckpointStore.save` takes. The names are the same in each process.
+        """
         ...
 
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict` of its current state. Waits for the device."""
+        """The states of the engines now. Waits for the device.
+
+        Returns:
+            Engine name -> `Engine.to_dict` of its current state. The record of a checkpoint has it.
+        """
         ...
 
     def load(
@@ -132,11 +246,17 @@ class Driver(Protocol):
         *,
         reset_moments: bool = False,
     ) -> None:
-        """Replaces the live state, unless it is None, and the named engine states.
+        """Replaces the live state and the states of engines, at a rollback and at a restart.
 
         Drops steps that `take_dispatch` has not returned. A new state zeroes accumulated gradients,
-        also in optax.MultiSteps: no step has used them. `reset_moments` resets moments and bias
-        correction to their initial values and leaves schedules unchanged.
+        also in optax.MultiSteps: no step has used them.
+
+        Args:
+            state: what `CheckpointStore.restore` returns for `state`, or None to keep the live
+                state. Arrays of it may become the live ones, because they are in fresh memory.
+            engines: engine name -> `Engine.to_dict`. Engines without a name here stay.
+            reset_moments: whether to reset moments and bias correction to their initial values, and
+                to leave schedules unchanged.
 
         Raises:
             StateMismatch: the state does not fit; the live state is unchanged.
@@ -149,9 +269,14 @@ class Driver(Protocol):
         """What the program has changed in the structure of its state since the last call, as texts.
 
         Parameters that were added, removed, replaced or resized, for example by pruning, by a wider
-        layer or by `add_param_group`. Checkpoints from before do not fit the state any more. Called
-        once per dispatch, so a call without a change is cheap. Empty without a change, and for a
-        driver whose state keeps its structure.
+        layer or by `add_param_group`. Checkpoints from before do not fit the state any more: the
+        run then saves a new one, and a rollback beyond the change uses `load_common`.
+
+        Called once per dispatch, so a call without a change is cheap.
+
+        Returns:
+            The changes, as texts for the log. Empty without a change, and for a driver whose state
+            keeps its structure.
         """
         return []
 
@@ -162,6 +287,9 @@ class Driver(Protocol):
         other parameters stay as they are, with an empty optimizer state. Learning rates, schedules
         and other settings stay as they are too.
 
+        Args:
+            saved: result of `CheckpointStore.restore_common`.
+
         Raises:
             StateMismatch: nothing fits, or a parameter that would stay is not finite. The live
                 state is unchanged.
@@ -169,7 +297,14 @@ class Driver(Protocol):
         raise StateMismatch(None, ["the structure of the state differs"])
 
     def param_groups(self) -> dict[str, list[list[str]]]:
-        """Optimizer -> names of the parameters of each group. Slow. Empty in JAX."""
+        """The names of the parameters in each group of each optimizer. Slow.
+
+        The record of a checkpoint has them, so that a restart can add the groups that the program
+        has added during the run.
+
+        Returns:
+            Optimizer -> a list of names for each group. Empty in JAX, which has no groups.
+        """
         return {}
 
     def add_param_groups(self, groups: Mapping[str, list[list[str]]]) -> list[str]:
@@ -184,25 +319,41 @@ class Driver(Protocol):
         return []
 
     def moments_obstacle(self) -> str:
-        """Reason why the moments cannot be reset, or an empty string."""
+        """Reason why the moments cannot be reset, or an empty string.
+
+        Called at the start if the policy resets moments, so that such a policy fails before the
+        training and not at the first rollback.
+        """
         ...
 
     def may_save(self, patience: int | None = None) -> bool:
         """Whether no gradients are accumulated, which a checkpoint does not hold.
 
-        After `patience` steps, gradients of an optimizer that no longer steps count as abandoned.
+        A run that resumes from within an accumulation would lose the gradients so far.
+
+        Args:
+            patience: number of steps after which gradients of an optimizer that no longer steps
+                count as abandoned, or None for never. Otherwise one frozen optimizer would prevent
+                all saves.
         """
         ...
 
     def is_interrupted(self) -> bool:
-        """Whether an exception has interrupted an update: the state may be half updated."""
+        """Whether an exception has interrupted an update: the state may be half updated.
+
+        Such a state is never saved. The next start resumes from the checkpoint before.
+        """
         return False
 
     def undo_window(self) -> str:
         """Undoes the changes by batches since the last step, which a restart reads again.
 
-        Called before a save after an exception within a step. Returns the reason why the changes
-        cannot be undone, or an empty string.
+        For example statistics of batch normalization, which each forward pass changes. Called
+        before a save after an exception within a step.
+
+        Returns:
+            The reason why the changes cannot be undone, or an empty string. With a reason, the run
+            does not save.
         """
         ...
 
@@ -219,28 +370,46 @@ class Driver(Protocol):
         """Names of sampled parameters that have changed since the last `keep_weight_sample`.
 
         For example because the program has copied averaged weights into the model, to evaluate
-        them. Waits for the device.
+        them. A save at the end of the run would hold these, and a restart would train them.
+
+        Waits for the device.
+
+        Returns:
+            The names. Empty for a driver without a sample.
         """
         return []
 
     def has_finite_weights(self) -> bool:
-        """Whether all parameters are finite now. Waits for the device."""
+        """Whether all parameters are finite now. Waits for the device.
+
+        Asked before each save. A driver that can tell this faster than by names overrides it.
+        """
         return not self.nonfinite_weights()
 
     def nonfinite_weights(self) -> list[str]:
-        """Names of the parameters with NaN or Inf now, in their order. Waits for the device."""
+        """Names of the parameters with NaN or Inf now. Waits for the device.
+
+        Returns:
+            The names, in the order of the parameters.
+        """
         ...
 
-    def copy_weights(self) -> Any:
-        """A copy on the host, for `losses_of`, of the parameters that the optimizers train.
+    def copy_weights(self) -> Weights:
+        """A copy on the host of the parameters that the optimizers train, for `losses_of`.
 
         With the statistics of batch normalization, which a layer in evaluation mode reads.
-        Each rank copies its shards of sharded parameters.
+        Each rank copies its shards of sharded parameters. The Healer keeps a few such copies, and
+        compares the current weights with them.
         """
         ...
 
     def losses_of(
-        self, loss_fn: LossFn, batches: Iterable[Any], weights: Any = None, *, redraw: bool = False
+        self,
+        loss_fn: LossFn,
+        batches: Iterable[Any],
+        weights: Weights | None = None,
+        *,
+        redraw: bool = False,
     ) -> list[Any]:
         """The result of `loss_fn` for each batch, on the host, in training mode.
 
@@ -263,36 +432,57 @@ class Driver(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Bytes by owner after an out-of-memory error; `activations` are all other memory."""
+        """The memory of the device by owner, after memory ran out. For the diagnosis.
+
+        Returns:
+            Owner -> bytes. In torch "parameters", "gradients", "optimizer state", and on a GPU
+            "activations", which are all other memory. Empty if it is unknown.
+        """
         ...
 
     def missing_moments(self) -> tuple[int, int] | None:
         """Bytes of the moments that the optimizers create at their first step.
 
-        Of all ranks together, and of this process. None if they are unknown.
+        The first snapshot does not have them. The run adds them to the size that it expects of a
+        checkpoint, so that it warns of a full disk at the start.
+
+        Returns:
+            Bytes of all ranks together, and of this process. None if they are unknown. (0, 0) in
+            JAX, which creates them before the first step.
         """
         return 0, 0
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """Suffix of a file -> content: the framework's own profile of the device's memory.
+        """The framework's own profile of the device's memory, to be written to files.
 
-        Empty where the framework has none, as torch on a CPU.
+        Returns:
+            Suffix of a file -> content. Empty where the framework has none, as torch on a CPU.
         """
         return {}
 
     # -- numbers of the program -----------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The hyperparameters in the state, and `WEIGHTS`: name -> number, text, bool, or a list.
+        """The hyperparameters in the state, and `WEIGHTS`, a digest of the weights.
 
-        In torch the classes of optimizers and schedulers come first. A scheduled value is its start
+        A restart compares them with those of the run, and tells the user what she has changed. In
+        torch the classes of optimizers and schedulers come first. A scheduled value is its start
         value where it is known. Arguments of schedulers are included: a checkpoint restores them.
-        `WEIGHTS` is a digest of a sample of each parameter, equal in all processes; see `STEPPED`.
+
+        Returns:
+            Name -> number, text, bool, or a list of these, see `json_setting`. The value of
+            `WEIGHTS` is a digest of `DIGESTED` values of each parameter, equal in all processes;
+            see `STEPPED`.
         """
         ...
 
     def learning_rates(self) -> dict[str, float | None]:
-        """Engine name -> learning rate without healcore's multiplier, or None if unknown."""
+        """The learning rates that the program uses now.
+
+        Returns:
+            Engine name -> learning rate without healcore's multiplier, or None if unknown. A
+            rollback can limit only a known rate.
+        """
         ...
 
     def trained_rates(self) -> dict[str, float | None]:
@@ -353,15 +543,26 @@ class Driver(Protocol):
     # -- the run --------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
-        """The default store: host memory, and a directory unless `where` is None."""
+        """Makes the default store of the framework.
+
+        Args:
+            where: path of a directory, or None for host memory only.
+
+        Raises:
+            StoreError: the directory cannot be used.
+        """
         ...
 
     def ranks(self) -> Ranks:
-        """The ranks of this run."""
+        """The ranks of this run, which exchange small items. `Alone()` for a single process.
+
+        Called once, at the start. A driver may create a process group of its own for it, so that
+        the exchanges of checkpoints do not mix with those of the training.
+        """
         ...
 
     def close(self) -> None:
-        """Removes the hooks that the driver has installed."""
+        """Removes the hooks that the driver has installed. The program may train on without it."""
         ...
 
 
@@ -372,7 +573,15 @@ STEPPED = ", stepped"
 
 
 def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
-    """Raises StateError unless all names in `engines` are engines of the run, `present`."""
+    """Checks the names of engines before `Driver.load` changes anything.
+
+    Args:
+        engines: names of engine states to load.
+        present: names of the engines of the run.
+
+    Raises:
+        StateError: the run has no engine of one of the names.
+    """
     known = list(present)
     for name in engines:
         if name not in known:
@@ -383,51 +592,23 @@ def check_engines(engines: Iterable[str], present: Iterable[str]) -> None:
 
 
 def json_setting(value: Any) -> Any:
-    """A hyperparameter as a JSON value, or None for a tensor, a function or another object."""
+    """A hyperparameter as a JSON value, for `Driver.settings`.
+
+    Args:
+        value: any object.
+
+    Returns:
+        The bool, text, number or list. NaN and Inf become texts, because JSON has none. None for a
+        tensor, a function or another object, and for a list with such an item.
+    """
     if isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
-        return value if math.isfinite(value) else str(value)
+        if math.isfinite(value):
+            return value
+        return str(value)
     if isinstance(value, tuple | list):
         items = [json_setting(each) for each in value]
-        return None if not items or None in items else items
+        if items and None not in items:
+            return items
     return None
-
-
-class UnknownState(HealcoreError, TypeError):
-    """A state that no driver supports; the message explains what to pass instead."""
-
-
-def trainer_limit(state: Any) -> float | None:
-    """Max gradient norm of the trainer that owns an optimizer of the state, or None."""
-    parts = state.values() if isinstance(state, Mapping) else ()
-    limits = [attribute(part, "trainer_limit") for part in parts if attribute(part, "attach_with")]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def framework_of(state: Any) -> str:
-    """Name of a state's framework. Raises UnknownState if it is neither of torch nor of JAX."""
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
-    if torch is not None and isinstance(state, Mapping):
-        kinds = (torch.optim.Optimizer, torch.nn.Module)
-        if any(isinstance(getattr(each, "optimizer", each), kinds) for each in state.values()):
-            return "torch"
-    if jax is not None:
-        return "jax"
-    raise UnknownState(
-        f"state is a {type(state).__name__} and has no part of torch or JAX: pass "
-        'state={"model": model, "optimizer": optimizer, ...} in torch, in JAX the train state '
-        "that the step returns"
-    )
-
-
-def driver_for(state: Any, engine: Engine, attach: Mapping[str, Any]) -> Driver:
-    """Creates the driver of a state, and imports only its framework.
-
-    `attach` holds options of `healcore.torch.attach`. Raises UnknownState without a driver.
-    """
-    name = framework_of(state)
-    if attach and name != "torch":
-        raise UnknownState(f"attach holds options of healcore.torch.attach; this is {name}")
-    options = {"attach": attach} if attach else {}  # torch only
-    return adapter_registry.find(name, "driver")(state, engine, **options)

@@ -36,16 +36,34 @@ class HangGuard:
     """Measures the time of steps in this process, after `start`.
 
     The time from `watch` or `resume` to `pause` counts. `watch` restarts from 0.
+
+        training thread   watch ── the step ── pause ── between steps ── watch ── ...
+        guard's thread    counts  counts       does not count (unless the policy says so)
+
+    A step hangs after `timeout_s` of the policy, or after three times the longest step so far if
+    that is more. The first step compiles, and has a limit of its own.
+
+    Args:
+        policy: its rule for hangs and its table `[hang]`.
+        ranks: the ranks of the run. Every rank has a guard; rank 0 writes the report.
+        log: the log of the run.
     """
 
     def __init__(self, policy: HostPolicy, ranks: Ranks, log: RunLog) -> None:
         self._policy = policy
         self._rule = policy.hang
         self._ends = "stop" in policy.answers(Cause.HANG)
-        self._rank, self._world, self._log = ranks.rank, ranks.world, log
-        self._counting_since = self._longest_s = 0.0
-        """Start of the time that counts, or 0; and the longest step so far, in seconds."""
-        self._has_stepped, self._step = False, 0
+        self._rank = ranks.rank
+        self._world = ranks.world
+        self._log = log
+        self._counting_since = 0.0
+        """Start of the time that counts, by the monotonic clock in seconds, or 0."""
+        self._longest_s = 0.0
+        """The longest step so far, in seconds."""
+        self._has_stepped = False
+        """Whether the run has taken a step, in this or in an earlier process."""
+        self._step = 0
+        """Number of optimizer steps of the run."""
         self._training_thread = threading.get_ident()
         self._closed = threading.Event()
 
@@ -55,20 +73,26 @@ class HangGuard:
             threading.Thread(target=self._run, name="healcore-hang-guard", daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread, without waiting for it."""
+        """Ends the thread, without waiting for it. Later calls of `pause` do nothing."""
         self._closed.set()
 
     # -- called by the training thread ----------------------------------------------------------
 
     def watch(self) -> None:
-        """Starts to count the time from 0."""
+        """Starts to count the time from 0.
+
+        The time that has counted until now is a step, for the longest step so far.
+        """
         now = time.monotonic()
         if self._counting_since:
             self._longest_s = max(self._longest_s, now - self._counting_since)
         self._counting_since = now
 
     def resume(self) -> None:
-        """Starts to count the time, unless it counts already."""
+        """Starts to count the time, unless it counts already.
+
+        For a program whose step begins outside of the loop over batches.
+        """
         if not self._counting_since:
             self._counting_since = time.monotonic()
 
@@ -94,35 +118,47 @@ class HangGuard:
     # -- the guard's thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Raises an alarm when a step exceeds its limit, and again when the wait has doubled."""
         poll_s = min(max(self._rule.timeout_s / 20, 0.02), 1.0)
-        start, waited, last_alarm = 0.0, 0.0, 0.0
+        start = waited_s = last_alarm_s = 0.0
         while not self._closed.wait(poll_s):
             if self._counting_since != start:
-                start, waited, last_alarm = self._counting_since, 0.0, 0.0
+                start = self._counting_since
+                waited_s = last_alarm_s = 0.0
             elif start:  # counted in polls: suspending the job suspends this thread too
-                waited += poll_s
-            first_step_s = 0.0 if self._has_stepped else self._rule.first_step_s
-            limit_s = max(self._rule.timeout_s, first_step_s, _GROWTH * self._longest_s)
-            if waited > max(limit_s, 2 * last_alarm):
-                last_alarm = waited
-                self._alarm(waited)
+                waited_s += poll_s
+            if waited_s > max(self._limit_s(), 2 * last_alarm_s):
+                last_alarm_s = waited_s
+                self._alarm(waited_s)
+
+    def _limit_s(self) -> float:
+        """Seconds that the current step may take."""
+        limit_s = max(self._rule.timeout_s, _GROWTH * self._longest_s)
+        if not self._has_stepped:
+            limit_s = max(limit_s, self._rule.first_step_s)
+        return limit_s
 
     def _alarm(self, waited: float) -> None:
         """Reports this rank's stacks, and ends the process if the policy says so."""
         stacks = self._stacks()
         why = f"rank {self._rank} has been within one step for {waited:.0f} s"
-        ending = f"; it ends with exit status {EXIT_STATUS}" if self._ends else ""
-        # The event has the stacks of rank 0 only, and another rank may be the cause.
-        of_rank = f"\n{stacks}" if self._world > 1 else ""
-        console.warning(f"{why}{ending}{of_rank}")
+        warning = why
+        if self._ends:
+            warning += f"; it ends with exit status {EXIT_STATUS}"
+        if (
+            self._world > 1
+        ):  # the event has the stacks of rank 0 only: another rank may be the cause
+            warning += f"\n{stacks}"
+        console.warning(warning)
         if self._ends:  # a failed disk can block the report forever
             timer = threading.Timer(_REPORT_TIMEOUT_S, os._exit, (EXIT_STATUS,))
             timer.daemon = True
             timer.start()
-        if not self._rank:
+        if self._rank == 0:
             self._report(why, stacks, waited)
         if self._ends:
-            time.sleep(_REPORTED_S if self._rank else 0.0)
+            if self._rank != 0:
+                time.sleep(_REPORTED_S)
             sys.stderr.flush()
             os._exit(EXIT_STATUS)
 
@@ -132,10 +168,11 @@ class HangGuard:
         frames = sys._current_frames()
         frames.pop(threading.get_ident(), None)
         order = sorted(frames, key=lambda ident: ident != self._training_thread)
-        return "\n".join(
-            f"Thread {names_of.get(i, i)}:\n" + "".join(traceback.format_stack(frames[i]))
-            for i in order
-        )
+        texts: list[str] = []
+        for ident in order:
+            stack = "".join(traceback.format_stack(frames[ident]))
+            texts.append(f"Thread {names_of.get(ident, ident)}:\n{stack}")
+        return "\n".join(texts)
 
     def _report(self, why: str, text: str, waited: float) -> None:
         """Writes the event, and the postmortem if the process ends. Runs on rank 0."""
@@ -143,14 +180,19 @@ class HangGuard:
         events = self._log.events
         run = self._log.run
         stacks = [{"ranks": [self._rank], "stacks": text}]
+        answer = "alert"
+        if self._policy.observes:
+            answer = None
+        elif self._ends:
+            answer = "stop"
         self._log.event(
             "fault",
             step=step,
             cause=names(Cause.HANG),
             sign="no step within the time-out",
             problem=why,
-            answer=None if self._policy.observes else "stop" if self._ends else "alert",
-            observed=True if self._policy.observes else None,
+            answer=answer,
+            observed=self._policy.observes or None,
             seconds=round(waited, 3),
             stacks=stacks,
         )

@@ -12,9 +12,9 @@ from typing import Any, Generic, Literal, Self, SupportsFloat, TypeVar, Unpack
 from healcore.core.errors import HealcoreError
 from healcore.events.models import Ending
 from healcore.policy import Overrides, PolicyLike
-from healcore.runtime.data.loader_adapters import Loader
+from healcore.runtime.data.loader_protocols import Loader
 from healcore.runtime.data.scan_blocks import ScanBlocks
-from healcore.runtime.driver import trainer_limit
+from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport

@@ -28,36 +28,56 @@ class HealingReport:
     """
 
     policy: str
+    """Name of the policy."""
     ending: str
     """An `Ending` (completed, stopped, exception, signal, ...), or "running" before the end."""
-    converged: bool  # whether the run completed, with finite weights and no open incident
-    steps: int  # optimizer steps done. A rollback decreases the number.
-    attempts: int  # number of rollbacks
+    converged: bool
+    """Whether the run completed, with finite weights and no open incident."""
+    steps: int
+    """Optimizer steps done. A rollback decreases the number."""
+    attempts: int
+    """Number of rollbacks."""
     steps_lost: int
     """Steps that rollbacks have undone and that were not repeated: the data was not rewound."""
-    recoveries: int  # number of incidents that have ended
-    history: tuple[IncidentRecord, ...]  # the incidents, oldest first
-    rollbacks: tuple[RollbackRecord, ...]  # the rollbacks, oldest first
+    recoveries: int
+    """Number of incidents that have ended."""
+    history: tuple[IncidentRecord, ...]
+    """The incidents, oldest first."""
+    rollbacks: tuple[RollbackRecord, ...]
+    """The rollbacks, oldest first."""
     counts: dict[str, int]
     """Name of a cause -> number of incidents. Other keys: `skips` and `clips` (steps),
     `lr_cuts`, and `shrinks` (micro-batch).
     A policy that observes has `observed_skips`, ..., for what it would have done."""
     skipped_batches: tuple[BatchId, ...]
     """Batches that rollbacks have left out, as (epoch, index) of any loader."""
-    lr_scale: float  # current multiplier of the schedule's learning rate
-    last_good: int | None  # step of the newest known-good checkpoint, or None without one
-    probation: int | None  # healthy steps after which a checkpoint is known-good
-    postmortem: Path | None  # path of this process's postmortem, or None without such a file
-    diagnosis: str  # diagnosis of the stop, or an empty string if the policy did not stop the run
+    lr_scale: float
+    """Current multiplier of the schedule's learning rate."""
+    last_good: int | None
+    """Step of the newest known-good checkpoint, or None without one."""
+    probation: int | None
+    """Healthy steps after which a checkpoint is known-good, or None if it is unknown."""
+    postmortem: Path | None
+    """Path of this process's postmortem, or None without such a file."""
+    diagnosis: str
+    """Diagnosis of the stop, or an empty string if the policy did not stop the run."""
     advice: tuple[str, ...]
     """What to check in a run that is not healthy, or empty for a healthy run."""
 
     @classmethod
     def of(cls, run: Run, ending: Ending | None, error: BaseException | None) -> HealingReport:
-        """The report of a run; `ending` is None before its end. `error` has ended the run."""
+        """The report of a run.
+
+        Args:
+            run: the run, open or ended.
+            ending: how the run has ended, or None before its end.
+            error: the exception that has ended the run, or None.
+        """
         end = run.recovery.run_end(Ending.COMPLETED)
         ledger = run.ledger
-        causes = Counter(name for each in ledger.incidents for name in names(Cause(each.cause)))
+        causes: Counter[str] = Counter()
+        for incident in ledger.incidents:
+            causes.update(names(Cause(incident.cause)))
         tallies = [engine["state"]["tally"] for engine in run.driver.engines().values()]
         changes = by_name(
             observes=run.policy.observes,
@@ -65,14 +85,23 @@ class HealingReport:
             clips=sum(int(tally["clips"]) for tally in tallies),
             lr_cuts=sum(int(tally["lr_cuts"]) for tally in tallies),
         )
-        events = run.log.events
-        written = None if events.path is None else path_for(events.path, events.run)
         completed = ending == Ending.COMPLETED
-        last = end.run.last_incident
-        current = Cause(0) if last is None or last.over else end.cause
+        hints: tuple[str, ...] = ()
+        if end.open:
+            last = end.run.last_incident
+            current = Cause(0)
+            if last is not None and not last.over:
+                current = end.cause
+            hints = tuple(advice(current | end.lasting))
+        diagnosis = ""
+        if isinstance(error, RunStopped):
+            diagnosis = error.diagnosis
+        ending_text = "running"
+        if ending is not None:
+            ending_text = ending.value
         return cls(
             policy=run.policy.name,
-            ending=ending.value if ending else "running",
+            ending=ending_text,
             converged=completed and not end.open and run.driver.has_finite_weights(),
             steps=end.step,
             attempts=end.counts.rollbacks,
@@ -85,21 +114,28 @@ class HealingReport:
             lr_scale=end.lr_scale,
             last_good=end.last_good,
             probation=end.probation,
-            postmortem=written if ending and written and written.exists() else None,
-            diagnosis=error.diagnosis if isinstance(error, RunStopped) else "",
-            advice=tuple(advice(current | end.lasting)) if end.open else (),
+            postmortem=_postmortem_of(run) if ending is not None else None,
+            diagnosis=diagnosis,
+            advice=hints,
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict of plain values for `json.dumps`; incidents, rollbacks and reports are dicts."""
+        """The report as a dict of plain values for `json.dumps`.
+
+        Returns:
+            Name of a field -> value. Incidents and rollbacks are dicts, paths are texts.
+        """
         report: Any = to_json(self)
         return report
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {number}" for name, number in self.counts.items() if number)
-        why_none = why_no_good_checkpoint(self.steps, self.probation)
-        known_good = f"none{why_none}" if self.last_good is None else f"step {self.last_good}"
-        lost = f" ({self.steps_lost} steps not repeated)" if self.steps_lost else ""
+        known_good = f"step {self.last_good}"
+        if self.last_good is None:
+            known_good = f"none{why_no_good_checkpoint(self.steps, self.probation)}"
+        lost = ""
+        if self.steps_lost:
+            lost = f" ({self.steps_lost} steps not repeated)"
         lines = [
             f"policy      {self.policy}",
             f"ending      {self.ending} at step {self.steps}, healthy: {self.converged}",
@@ -111,3 +147,14 @@ class HealingReport:
         if self.diagnosis:  # with its own advice
             return "\n".join([*lines, self.diagnosis])
         return "\n".join([*lines, *(f"advice      {hint}" for hint in self.advice)])
+
+
+def _postmortem_of(run: Run) -> Path | None:
+    """Path of the postmortem that this process has written, or None."""
+    events = run.log.events
+    if events.path is None:
+        return None
+    path = path_for(events.path, events.run)
+    if path.exists():
+        return path
+    return None

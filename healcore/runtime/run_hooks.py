@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from healcore.runtime.data import BatchId
-from healcore.runtime.data.loader_registry import LoaderRegistry
+from healcore.runtime.data.loader_registry import LoaderRegistry, RunLoader
 from healcore.runtime.driver import WEIGHTS, Driver
 from healcore.runtime.faults.microbatches import Count, Microbatch
 from healcore.runtime.run.run import Run
+
+Inputs: TypeAlias = Any
+"""A micro-batch as the trainer passes it to its own step: an array or a structure of arrays."""
+
+
+@dataclass(frozen=True)
+class ReadPosition:
+    """How far the trainer has read its data.
+
+    A trainer counts batches by itself, and its counts are wrong after a rollback or a skipped
+    batch. This position has the counts of the run.
+
+    Attributes:
+        pending: ids of the batches that were read since the last optimizer step, in order. Empty
+            before the first batch. The last id is the newest batch.
+    """
+
+    pending: tuple[BatchId, ...]
+    _loader: RunLoader | None
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the newest batch is the last batch of its epoch.
+
+        Read this between two batches. Skipped batches at the end of an epoch do not count.
+
+        Returns:
+            False before the first batch, and if the loader has no length.
+        """
+        return self._loader is not None and self._loader.is_last()
 
 
 class RunHooks:
     """What a trainer needs of an open run in addition to the public methods of `Healer`.
 
-    A trainer owns its loop: it counts the steps, saves and ends by itself, and calls user code
-    after each step. A program that owns its loop needs none of this. The integrations for Hugging
-    Face, Lightning and Arctic use a run through this class only, so that the parts of a run may
-    change without them. Get it by `healcore.runtime.healer.hooks_of`.
+    A trainer owns its loop: it counts steps, saves and ends by itself, and calls user code after
+    each step. The integrations for Hugging Face, Lightning and Arctic use a run only through this
+    class and the public methods of `Healer`, so that the parts of a run can change without the
+    integrations. With Accelerate, Fabric and DeepSpeed the program owns its loop, and needs none of
+    this class. `healcore.runtime.healer.hooks_of(healer)` returns the hooks of an open Healer.
+
+    The order of the calls, from left to right::
+
+        start                        each batch               each step              end
+        had_completed                batches                  mark_step_unfinished   save_completed
+        adopt_trainer_checkpoint     parts
+        is_trial                     read_position
+        reload_before_first_batch
 
     Attributes:
-        driver: the optimizers and their engines; in torch a `TorchDriver`.
-        loaders: the loaders of the run, with their positions.
+        driver: the optimizers of the run with the states of their policies; a `TorchDriver` in
+            torch. A trainer reads the policies' states here for its own checkpoints.
+        loaders: the loaders of the run with their positions, and the batches that rollbacks skip.
     """
 
     def __init__(self, run: Run) -> None:
@@ -34,133 +75,158 @@ class RunHooks:
 
     @property
     def had_completed(self) -> bool:
-        """Whether the run in the store had completed, so that this process trains nothing."""
+        """Whether the run in the store was complete when this process opened it.
+
+        Read this after the Healer is open. A trainer then trains nothing, unless its limits (steps
+        or epochs) are now higher than those of the completed run.
+
+        Returns:
+            True if the run was complete; False for a new run and for a run that continues.
+        """
         return self._run.data.had_completed
 
-    def continue_from(self, step: int) -> None:
-        """Sets the number of steps done, where the trainer has resumed from its own checkpoint.
+    def adopt_trainer_checkpoint(
+        self, engines: Mapping[str, Any], *, step: int | None = None
+    ) -> None:
+        """Tells the run that the trainer has resumed from the trainer's own checkpoint.
+
+        Call this once, after the Healer is open and before the first batch. Without this call the
+        policy would begin with empty baselines, and a restart would compare the weights of that
+        checkpoint with its own fresh weights and take them for another run.
 
         Args:
-            step: optimizer steps that the trainer has taken.
-        """
-        self._run.data.step = step
-
-    def load_engines(self, engines: Mapping[str, Any]) -> None:
-        """Loads the states of the policy that a trainer's checkpoint holds.
-
-        Args:
-            engines: name of an optimizer -> the state of its engine, of `Driver.engines`.
+            engines: name of an optimizer -> state of its engine, as `driver.engines()` returned
+                when the trainer saved its checkpoint.
+            step: number of optimizer steps that the trainer has taken, or None if this run counts
+                from 0.
 
         Raises:
-            StateError: a state is damaged, or of another policy or model. Nothing was loaded.
+            StateError: a state is damaged, or belongs to another policy or model. No state was
+                loaded, and the rest of this call has taken effect.
         """
+        run = self._run
         try:
-            self._run.driver.load(None, engines)
+            run.driver.load(None, engines)
         finally:
-            self._run.monitor.read_engines()
-
-    def ignore_first_weights(self) -> None:
-        """Does not compare the weights of the next start with those of this one.
-
-        The trainer has loaded a checkpoint of its own. A restart begins with fresh weights, which
-        would be taken for another run.
-        """
-        self._run.record.settings.pop(WEIGHTS, None)
+            run.monitor.read_engines()
+            run.record.settings.pop(WEIGHTS, None)
+            if step is not None:
+                run.data.step = step
 
     def reload_before_first_batch(self) -> None:
-        """Loads the resumed checkpoint again, before the first batch of this process.
+        """Loads the resumed checkpoint again, unless this process has read a batch.
 
-        Callbacks of the trainer have run since the Healer was opened, and may have changed weights.
+        Call this just before the first batch. The callbacks of a trainer run between the opening of
+        the Healer and the first batch, and may have changed weights that the Healer had restored.
+        Does nothing for a new run.
         """
         data = self._run.data
         if data.resumed_here and not data.passes:
             self._run.restorer.load_state_of(data.step)
 
-    # -- batches and steps ----------------------------------------------------------------------
-
-    def batches(self, loader: Any, limit: Callable[[int], int] | None) -> Iterator[Any]:
-        """The batches of all epochs of a loader, until the trainer asks for no more.
-
-        Args:
-            loader: the loader, as for `Healer.batches`.
-            limit: takes the number of an epoch, and returns how many batches it has; or None if
-                the loader itself ends the epoch.
-        """
-        return self._run.loop.batches(loader, None, None, limit)
-
-    @property
-    def pending_batches(self) -> Sequence[BatchId]:
-        """The batches that the trainer has received since the last step, in order."""
-        return self._run.data.pending_ids
-
-    @property
-    def last_batch_ends_epoch(self) -> bool:
-        """Whether the newest batch is the last one of its epoch."""
-        last = self._run.data.last_read
-        return last is not None and last.is_last()
-
-    def parts(
-        self,
-        batch: Any,
-        *,
-        count: Count,
-        split_obstacle: str,
-        last_resort: Callable[[], str],
-    ) -> Iterator[Microbatch[Any]]:
-        """Splits a batch into parts that fit into memory; see `Healer.microbatches`.
-
-        Args:
-            batch: the micro-batch of the trainer.
-            count: returns how many items the loss of a part averages over.
-            split_obstacle: why the batch cannot be split, or an empty string.
-            last_resort: saves memory in another way if a single sample does not fit. Returns what
-                it has done, as a clause, or an empty string.
-        """
-        return self._run.out_of_memory.parts(
-            batch, count=count, split_obstacle=split_obstacle, last_resort=last_resort
-        )
-
-    def split_inputs_with(self, split: Callable[[Any], Any], join: Callable[[Any], Any]) -> None:
-        """Sets how comparisons split the inputs of a step, which is as the step itself does.
-
-        Args:
-            split: makes of inputs what `parts` splits.
-            join: makes inputs of a part again.
-        """
-        self._run.batch_parts.to_split = split
-        self._run.batch_parts.to_evaluate_from = join
-
-    # -- the trainer's own search of a batch size -----------------------------------------------
-
     @property
     def is_trial(self) -> bool:
         """Whether the trainer begins again with a smaller batch if memory runs out.
 
-        Such a run ends without a trace, because it has taken no step.
+        Trainers can search a batch size by trying (`auto_find_batch_size`). A try that runs out of
+        memory ends the run without a postmortem and without checkpoints, because the run has taken
+        no step. Set this to True before the first batch, and to False after the first step.
+
+        Returns:
+            True during a try. Always False in a resumed run, whose steps must not be lost: there,
+            setting True has no effect.
         """
         return self._run.loop.is_trial
 
-    def set_trial(self, is_trial: bool) -> None:
-        """Sets `is_trial`.
-
-        Args:
-            is_trial: whether the trainer may begin again. Ignored for a resumed run, whose steps
-                must not be lost: it is never a trial.
-        """
+    @is_trial.setter
+    def is_trial(self, is_trial: bool) -> None:
         self._run.loop.is_trial = is_trial and not self._run.data.resumed_here
 
-    # -- the end --------------------------------------------------------------------------------
+    # -- batches and steps ----------------------------------------------------------------------
 
-    def goes_on_after_step(self) -> None:
+    def batches(self, loader: Any, epoch_length: Callable[[int], int] | None) -> Iterator[Any]:
+        """Yields the batches of all epochs of a loader, until the trainer asks for no more.
+
+        Call this once for a loader. Between two batches the Healer saves, rolls back, or raises to
+        end the run. `Healer.batches` instead ends after a number of epochs that the caller knows.
+
+        Args:
+            loader: the loader, as for `Healer.batches`.
+            epoch_length: takes the number of an epoch, from 0, and returns how many batches the
+                epoch has; or None if the loader itself ends the epoch.
+
+        Returns:
+            An iterator over the batches, as the loader yields them. After a rollback it continues
+            with the batches of the restored position.
+        """
+        return self._run.loop.batches(loader, None, None, epoch_length)
+
+    @property
+    def read_position(self) -> ReadPosition:
+        """The batches since the last step, and whether the newest batch ends its epoch.
+
+        Read this between two batches or within a step. Trainers correct their own counts by these
+        values after a rollback, or after the Healer has skipped batches.
+
+        Returns:
+            The position of the loader that was read last.
+        """
+        return ReadPosition(self._run.data.pending_ids, self._run.data.last_read)
+
+    def parts(
+        self,
+        inputs: Inputs,
+        *,
+        to_split: Callable[[Inputs], Any],
+        to_inputs: Callable[[Any], Inputs],
+        count: Count,
+        split_obstacle: str,
+        last_resort: Callable[[], str],
+    ) -> Iterator[Microbatch[Any]]:
+        """Splits a micro-batch into parts that fit into memory; see `Healer.microbatches`.
+
+        Call this for every micro-batch, around its forward and backward pass. Comparisons of
+        weights afterwards split their batches in the same way: a whole batch would run out of
+        memory again.
+
+        Args:
+            inputs: the micro-batch, as the trainer passes it to its own step.
+            to_split: makes of inputs the structure that is split along its first axis. The rows of
+                some trainers have another order, in which a slice would separate pairs.
+            to_inputs: makes inputs again of a part of the result of `to_split`.
+            count: returns how many items (tokens, samples) the mean loss of a part averages over.
+            split_obstacle: reason why the micro-batch cannot be split, or an empty string.
+            last_resort: saves memory in another way if a single sample does not fit. Returns a
+                clause that says what it has changed, or an empty string if it changed nothing.
+
+        Returns:
+            An iterator over the parts, whose `batch` is a part of the result of `to_split`.
+
+        Raises:
+            RunStopped: a single sample does not fit, or the budget is exhausted.
+        """
+        run = self._run
+        run.batch_parts.to_split = to_split
+        run.batch_parts.to_evaluate_from = to_inputs
+        return run.out_of_memory.parts(
+            to_split(inputs), count=count, split_obstacle=split_obstacle, last_resort=last_resort
+        )
+
+    def mark_step_unfinished(self) -> None:
         """Says that the trainer has stepped, and still has to evaluate, log or save.
 
-        An exception in that code leaves the step's work incomplete, so nothing is saved at it.
+        Call this after the step, before the trainer's code that follows a step. If that code
+        raises, the work of the step is incomplete, and the Healer saves no checkpoint of it: a
+        restart repeats the step and the code after it. The next step ends the mark.
         """
         self._run.loop.after_update = True
 
-    def save_completed(self) -> None:
-        """Saves the last state of a run that is complete, before the trainer replaces it.
+    # -- the end --------------------------------------------------------------------------------
 
-        Trainers load their best model at the end, which must not be resumed from.
+    def save_completed(self) -> None:
+        """Saves the last state of a complete run, before the trainer replaces the state.
+
+        Call this after the last step. Trainers load their best model at the end, and a run must not
+        be resumed from that model: the optimizer's moments belong to the last weights.
         """
         self._run.saver.save_last(completed=True)

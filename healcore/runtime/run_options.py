@@ -25,31 +25,54 @@ from healcore.runtime.store.checkpoints import Keep
 
 
 class HostPolicy(NamedTuple):
-    """The engine of a policy, and the policy's values for the Healer."""
+    """The engine of a policy, and the policy's values for the Healer.
+
+    The engine runs within the training step. Everything else here is decided on the host, between
+    two steps.
+    """
 
     name: str
-    text: str | None  # the policy as TOML with every key, or None if the user passed an engine
+    """Name of the policy, for the log."""
+    text: str | None
+    """The policy as TOML with every key, or None if the user has passed an engine."""
     engine: Engine
+    """Detectors, rules and clipping, which run within the step."""
     incident: Incident
+    """When an incident has ended."""
     rollback: Rollback
+    """How a rollback is carried out."""
     budget: Budget
-    rules: tuple[RuleConfig, ...]  # applied by the host, see `Policy.host_rules`
-    faults: Mapping[Cause, frozenset[str]]  # actions of its rule, such as "retry"
+    """How many recoveries the run may use."""
+    rules: tuple[RuleConfig, ...]
+    """The rules that the host applies, because they need evidence. See `Policy.host_rules`."""
+    faults: Mapping[Cause, frozenset[str]]
+    """Kind of a fault -> actions of the policy's rule for it, such as "retry"."""
     retry: Retry
+    """How often a call is repeated after a failure in the network."""
     skip_batch: SkipBatch
+    """How many unreadable batches may be skipped."""
     hang: Hang
+    """How long a step may take."""
 
     @classmethod
     def of(
         cls, policy: PolicyLike, overrides: Mapping[str, Any] = {}, limit: float | None = None
     ) -> HostPolicy:
-        """The host's part of a policy; with an Engine, keys of policy files have their defaults.
+        """The host's part of a policy.
 
-        `limit` is the max gradient norm of the trainer that owns the optimizer, or None.
+        Args:
+            policy: name or path of a policy, a `Policy`, or an `Engine`. With an Engine, the other
+                keys of policy files have their defaults.
+            overrides: keys of the policy to replace.
+            limit: max gradient norm of the trainer that owns the optimizer, or None.
+
+        Raises:
+            healcore.policy.PolicyError: the policy does not exist or is invalid.
         """
         resolved = with_limit(resolve(policy, overrides), limit)
         if isinstance(resolved, Engine):
-            text, engine, config = None, resolved, resolved.config
+            text, engine = None, resolved
+            config = engine.config
             budget = Budget(
                 recoveries=int(config.budget.recoveries),
                 shrinks=0,
@@ -59,13 +82,18 @@ class HostPolicy(NamedTuple):
             resolved = Policy(1, "(engine)", rollback=rollback, budget=budget)
         else:
             text, engine = dumps(resolved), resolved.engine()
-        same = ("name", "incident", "rollback", "budget", "retry", "skip_batch", "hang")
         return cls(
+            name=resolved.name,
             text=text,
             engine=engine,
+            incident=resolved.incident,
+            rollback=resolved.rollback,
+            budget=resolved.budget,
             rules=resolved.host_rules(),
             faults=MappingProxyType(resolved.fault_actions()),
-            **{name: getattr(resolved, name) for name in same},
+            retry=resolved.retry,
+            skip_batch=resolved.skip_batch,
+            hang=resolved.hang,
         )
 
     @property
@@ -82,12 +110,22 @@ class HostPolicy(NamedTuple):
         )
 
     def answers(self, fault: Cause) -> frozenset[str]:
-        """Actions for a fault; empty if the policy has no rule for it or only observes.
+        """The policy's actions for a fault.
 
         A rule for `unknown` also applies to a killed worker.
+
+        Args:
+            fault: kind of the fault.
+
+        Returns:
+            Names of actions, such as "retry". Empty if the policy has no rule for the fault, or
+            only observes.
         """
-        fault = Cause.UNKNOWN if fault is Cause.WORKER else fault
-        return frozenset() if self.observes else self.faults.get(fault, frozenset())
+        if self.observes:
+            return frozenset()
+        if fault is Cause.WORKER:
+            fault = Cause.UNKNOWN
+        return self.faults.get(fault, frozenset())
 
     @property
     def observes(self) -> bool:
@@ -191,8 +229,12 @@ class Hooks:
     def run(self, incident: IncidentContext) -> tuple[Action | None, str, list[str]]:
         """Calls every `on_incident` hook. A hook that raises has no effect on the actions.
 
-        Returns the actions that replace the ordered actions, or None; the name of the hook that
-        returned the actions; and a message for each hook that raised or returned another value.
+        Args:
+            incident: the incident, with the ordered actions.
+
+        Returns:
+            The actions that replace the ordered actions, or None; the name of the hook that has
+            returned them, or ""; and a message for each hook that raised or returned another value.
         """
         action, name, problems = None, "", []
         for hook in self._hooks:
@@ -215,7 +257,14 @@ class Hooks:
         return action, name, problems
 
     def on_event(self, event: Mapping[str, Any]) -> list[str]:
-        """Calls the hooks of an event. Returns a message for each hook that raised."""
+        """Calls the hooks of an event.
+
+        Args:
+            event: the fields of the event. Each hook gets a copy.
+
+        Returns:
+            A message for each hook that raised.
+        """
         problems = []
         for hook in self._by_kind.get(event["kind"], ()):
             try:
@@ -226,7 +275,16 @@ class Hooks:
 
 
 def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
-    hooks = tuple(given) if isinstance(given, Iterable) else (given,)
+    """The functions of an option, which may be one or several. Raises TypeError for another value.
+
+    Args:
+        option: name of the option.
+        given: its value.
+        takes: what the functions take and return, for the message.
+    """
+    hooks: tuple[Any, ...] = (given,)
+    if isinstance(given, Iterable):
+        hooks = tuple(given)
     for hook in hooks:
         if not callable(hook) or inspect.iscoroutinefunction(hook):
             raise TypeError(
@@ -236,12 +294,17 @@ def _functions(option: str, given: Any, takes: str) -> tuple[Any, ...]:
 
 
 def check_path(option: str, given: Any) -> None:
-    """Raises ValueError unless the value of an option is a path or None."""
+    """Checks the value of an option that takes a path or None.
+
+    Raises:
+        ValueError: it is neither, or an empty path.
+    """
     if given is not None and not (isinstance(given, str | os.PathLike) and os.fspath(given)):
         raise ValueError(f'{option} is a path, as in {option}="runs/1", or None, not {given!r}')
 
 
 def _name(hook: Any) -> str:
+    """The name of a hook with its module, for messages."""
     name = getattr(hook, "__qualname__", None) or type(hook).__qualname__
     return f"{getattr(hook, '__module__', None) or '?'}.{name}"
 

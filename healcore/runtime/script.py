@@ -66,8 +66,9 @@ def start(
         Exception: as `healcore.Healer` and its `with` statement.
     """
     healer = Healer(policy, state=state, **options)
-    for other in [each for each in _started if _is_replaced_by(healer, each)]:
-        _close(other, _early_end(other))
+    for other in _started:
+        if _is_replaced_by(healer, other):
+            _close(other, _early_end(other))
     healer.__enter__()
     _install_hooks()
     _started.append(healer)
@@ -81,6 +82,7 @@ def _is_replaced_by(new: Healer[Any], old: Healer[Any]) -> bool:
 
 
 def _install_hooks() -> None:
+    """Makes Python call `_on_uncaught` and `_on_exit`, once for all runs of the process."""
     global _previous_hook
     if _previous_hook is not None:
         return

@@ -24,7 +24,7 @@ from healcore.jax.heal_state import is_optax_state
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.transform import ProtectState
 from healcore.jax.tree_nodes import Path, nodes
-from healcore.runtime.data.loader_adapters import DataError
+from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 
 Part = tuple[str, ...]

@@ -47,7 +47,8 @@ class MemoryStore(CheckpointStore):
         restored = store.restore(1, {"model": model})
 
     Args:
-        keep: how many copies of each kind are kept; a save adds one more while it runs.
+        keep: how many copies of each kind are kept; a save adds one more while it runs. The copies
+            are lost with the process.
     """
 
     def __init__(self, keep: Keep = IN_MEMORY) -> None:
@@ -88,7 +89,10 @@ class DCPStore(CheckpointStore):
         in_memory: Keep | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        ranks = ranks or (GlooRanks() if initialized() else Alone())
+        if ranks is None:
+            ranks = Alone()
+            if initialized():
+                ranks = GlooRanks()
         super().__init__(TorchFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
@@ -108,27 +112,61 @@ class TorchFormat(ArrayFormat):
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
     def flatten(self, state: Mapping[str, Any]) -> FlatState:
-        """Splits a state into JSON and tensors, with the identities of optimizers."""
+        """Splits a state into JSON and tensors, with the identities of optimizers.
+
+        An identity says which parameters an optimizer has, by their names in the modules of the
+        state. A restore with other parameters then raises, instead of giving a parameter the
+        moments of another.
+
+        Args:
+            state: name -> live object.
+
+        Returns:
+            The tensors without copies, and the entry of each name.
+        """
         flat = super().flatten(state)
         for name, identity in identities(state).items():
             flat.entries[name]["identity"] = identity
         return flat
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
-        """Adds the entry and the tensors of a value. See `ArrayFormat.add`."""
+        """Adds the entry and the tensors of a value, without copies. See `ArrayFormat.add`.
+
+        Args:
+            flat: receives the entry and the tensors.
+            name: the name of the value in the state.
+            value: an object with `state_dict`, a tensor, or a structure of these.
+
+        Raises:
+            UnsavableState: the value cannot be saved.
+        """
         add_entry(flat, name, value, self._ranks.rank)
 
     def copy_parts(
         self, parts: Sequence[Tensor], old: Sequence[np.ndarray]
     ) -> tuple[Sequence[np.ndarray], Callable[[], object]]:
-        """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order."""
-        pinned = lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True).numpy()  # noqa: E731
-        new = pinned if any(part.is_cuda for part in parts) else allocate
+        """Copies the bytes of tensors. From CUDA they go to pinned memory, in stream order.
+
+        Args:
+            parts: dense tensors on any device.
+            old: memory of an earlier copy that is no longer needed, uint8 arrays of shape (n,). An
+                array of the right size is used again.
+
+        Returns:
+            A uint8 array of shape (n,) for each part, and a function that waits until the copies
+            from CUDA are complete.
+        """
+        new: Callable[[int], np.ndarray] = allocate
+        if any(part.is_cuda for part in parts):
+            new = _allocate_pinned
         # Part by part: the written rows of a replay buffer grow, and the weights do not.
-        copies, on_host = [], []
+        copies: list[np.ndarray] = []
+        on_host: list[tuple[np.ndarray, np.ndarray]] = []
         for part, known in zip_longest(parts, old[: len(parts)]):
-            same = known is not None and known.nbytes == part.nbytes
-            copies.append(known if same else new(part.nbytes))
+            if known is not None and known.nbytes == part.nbytes:
+                copies.append(known)
+            else:
+                copies.append(new(part.nbytes))
         for part, raw in zip(parts, copies, strict=True):
             copied = _view(raw, torch.empty_like(part, device="meta"))
             if part.device.type == "cpu" and part.numel() and part.stride() == copied.stride():
@@ -139,31 +177,63 @@ class TorchFormat(ArrayFormat):
                 on_host.append((raw, np.from_dlpack(dense.view(torch.uint8))))
             else:
                 copied.copy_(part, non_blocking=part.is_cuda)
-        map_in_threads(lambda pair: np.copyto(*pair), on_host, sum(len(raw) for raw, _ in on_host))
+        size = sum(len(raw) for raw, _ in on_host)
+        map_in_threads(lambda pair: np.copyto(*pair), on_host, size)
         events = []
         for device in {part.device for part in parts if part.is_cuda}:
-            events.append(torch.cuda.Event())
-            events[-1].record(torch.cuda.current_stream(device))
-        return copies, lambda: [event.synchronize() for event in events]
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append(event)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return copies, wait
 
     def array(self, leaf: Leaf, live: Leaf | None) -> Tensor:
-        """The tensor, or a DTensor whose part is on the device of the live part."""
-        part, spec = _view(leaf.parts[""], leaf.layout.dense), leaf.layout.spec
+        """The tensor, or a DTensor whose part is on the device of the live part.
+
+        Args:
+            leaf: the bytes of the tensor, with its layout.
+            live: the leaf of the live state with this name, or None.
+
+        Returns:
+            A view of the bytes; a copy for a DTensor on an accelerator.
+        """
+        part = _view(leaf.parts[""], leaf.layout.dense)
+        spec = leaf.layout.spec
         if spec is None:
             return part
         # Rejected: DTensor.from_local, which moves the part to the mesh's device.
-        part = part if live is None else part.to(live.parts[""].device)
+        if live is not None:
+            part = part.to(live.parts[""].device)
         return DTensor(part, spec, requires_grad=False)
 
     def decode_array(self, node: Mapping[str, Any], array: Tensor, live: Leaf | None) -> Any:
-        """A tensor on its live device, or a NumPy array or scalar."""
+        """A tensor on its live device, or a NumPy array or scalar.
+
+        Args:
+            node: the description of the array in the checkpoint, as `add` has made it.
+            array: what was read, in host memory.
+            live: the leaf of the live state with this name, or None.
+        """
         if live is not None and node["kind"] == "tensor":
             array = array.to(live.parts[""].device)
         return decoded(node, array)
 
     def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
-        """The tensor, or the bytes of a NumPy array. None for a DTensor."""
-        dense, raw = leaf.layout.dense, leaf.parts[""]
+        """The tensor, or the bytes of a NumPy array, for the only file of a small checkpoint.
+
+        Args:
+            leaf: the bytes of the tensor, with its layout.
+
+        Returns:
+            The type, and the bytes in row-major order, uint8 (n,). None for a DTensor, of which
+            each rank has a part.
+        """
+        dense = leaf.layout.dense
+        raw = leaf.parts[""]
         if leaf.layout.spec is not None:
             return None
         if not dense.is_contiguous():
@@ -177,7 +247,15 @@ class TorchFormat(ArrayFormat):
         return {"process_group": group, "no_dist": group is None}
 
     def write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes the tensors; the store synchronizes all files at the end."""
+        """Writes the tensors with DCP; the store synchronizes all files at the end.
+
+        Args:
+            copy: a copy of the state in host memory.
+            folder: an empty directory, the same on all ranks.
+
+        Raises:
+            Exception: what a rank has raised, usually an OSError with its error number.
+        """
         # All ranks have the same names, so either every rank returns here or no rank does.
         if not copy.flat.leaves:
             return
@@ -193,8 +271,20 @@ class TorchFormat(ArrayFormat):
         raise failure  # here, where its context is still the error of the system
 
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Tensor]:
-        """Reads tensors, sharded like the live tensors, and parses DCP's index without pickle."""
-        nodes, ranks = target.arrays, self._ranks
+        """Reads tensors, sharded like the live tensors, and parses DCP's index without pickle.
+
+        Args:
+            checkpoint: the checkpoint on disk.
+            target: the arrays to read, and the live state that receives them.
+
+        Returns:
+            Array name -> tensor in host memory; a DTensor on its own device.
+
+        Raises:
+            CheckpointDamaged: a file is missing, cut off, or not what was saved.
+        """
+        nodes = target.arrays
+        ranks = self._ranks
         sharded = _moments_of_dtensors(nodes, target.live)
         for leaf in target.flat.leaves.values():
             if leaf.layout.spec is not None:
@@ -215,6 +305,11 @@ class TorchFormat(ArrayFormat):
                 why = f"cannot be read by DCP ({type(failure).__name__}: {lines[0][:200]})"
                 raise checkpoint.damaged(manifest.DATA, why) from error
         return arrays
+
+
+def _allocate_pinned(size: int) -> np.ndarray:
+    """New page-locked memory, to which CUDA copies while the program continues; uint8 (size,)."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def _read_only_file(
@@ -248,7 +343,9 @@ def _read_only_file(
             sizes, offsets = compute_local_shape_and_global_offset(
                 shape, array.device_mesh, array.placements
             )
-            own = [slice(at, at + size) for at, size in zip(offsets, sizes, strict=True)]
+            own = []
+            for begin, size in zip(offsets, sizes, strict=True):
+                own.append(slice(begin, begin + size))
             array.to_local().copy_(whole[tuple(own)])
         else:
             array.copy_(whole)

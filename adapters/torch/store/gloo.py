@@ -6,10 +6,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+Group: TypeAlias = Any
+"""A process group of torch.distributed."""
 
 MIN_TIMEOUT = timedelta(minutes=10)
 """Ranks write their parts of a checkpoint at different speeds, and wait for the slowest rank."""
@@ -24,22 +27,30 @@ class GlooRanks:
     Args:
         members: default-group numbers of the ranks; empty for all ranks. These ranks have to create
             this object at the same place in the program.
+
+    Attributes:
+        rank: number of this rank in the group, from 0.
+        world: number of ranks in the group.
     """
 
     def __init__(self, *, members: Sequence[int] = ()) -> None:
-        group: Any = (
-            _new_group(members, _timeout())
-            if members and len(members) < dist.get_world_size()
-            else dist.new_group(timeout=_timeout(), backend="gloo")
-        )
+        group: Group
+        if members and len(members) < dist.get_world_size():
+            group = _new_group(members, _timeout())
+        else:
+            group = dist.new_group(timeout=_timeout(), backend="gloo")
         self._group = group
         self._pool = ThreadPoolExecutor(1, "healcore-exchange")
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
 
     @property
-    def group(self) -> Any:
-        """The group; RuntimeError if the program has destroyed it."""
+    def group(self) -> Group:
+        """The gloo group of the ranks, for the collectives of DCP.
+
+        Raises:
+            RuntimeError: the program has destroyed the group, as it may do at its end.
+        """
         if self._group not in dist.distributed_c10d._world.pg_map:
             raise RuntimeError(
                 "the program has called destroy_process_group() within the Healer's block: call it "
@@ -48,8 +59,21 @@ class GlooRanks:
         return self._group
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, on every rank."""
-        group, items = self.group, [None] * self.world
+        """Every rank's item, on every rank.
+
+        All ranks have to call this in the same order. May be called from any thread.
+
+        Args:
+            item: anything that pickle can hold.
+
+        Returns:
+            The items in the order of the ranks.
+
+        Raises:
+            RuntimeError: a rank has left, or the group is destroyed.
+        """
+        group = self.group
+        items: list[Any] = [None] * self.world
         # Not in the main thread, where a signal handler may raise between the two collectives of an
         # exchange. The next exchange would then meet the second collective of the other ranks, and
         # gloo would abort the process. The pool's only thread keeps the order.
@@ -62,14 +86,23 @@ class GlooRanks:
     def largest(self, values: Sequence[int]) -> list[int]:
         """The maximum of each value (0 to 255) over the ranks, by one `all_reduce` of bytes.
 
-        Raises RuntimeError if a rank has left. `values` has the same length on every rank.
+        Faster than `gather`, because nothing is pickled.
+
+        Args:
+            values: numbers from 0 to 255, of the same length on every rank.
+
+        Returns:
+            The maxima, in the order of the values.
+
+        Raises:
+            RuntimeError: a rank has left, or the group is destroyed.
         """
         maxima = torch.tensor(values, dtype=torch.uint8)
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
 
 
-def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
+def _new_group(members: Sequence[int], timeout: timedelta | None) -> Group:
     """Creates a gloo group of `members`. Only these ranks have to call it.
 
     torch (2.13) derives a group's name from the number of groups in the process, so ranks with
@@ -77,13 +110,17 @@ def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
     """
     world: Any = dist.distributed_c10d._world
     store: Any = dist.distributed_c10d._get_default_store()
-    ranks, rank, groups = sorted(members), dist.get_rank(), len(world.pg_names)
+    ranks = sorted(members)
+    rank = dist.get_rank()
+    groups = len(world.pg_names)
     name = f"healcore/groups/{ranks}"
     name = f"{name}/{store.add(f'{name}/calls/{rank}', 1)}"
     store.set(f"{name}/{rank}", str(groups))
     keys = [f"{name}/{member}" for member in ranks]
     store.wait(keys, timeout or MIN_TIMEOUT)
-    most_groups = max(int(store.get(key)) for key in keys)
+    most_groups = 0
+    for key in keys:
+        most_groups = max(most_groups, int(store.get(key)))
     for _ in range(most_groups - groups):
         dist.new_group([rank], backend="gloo", use_local_synchronization=True)
     return dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
@@ -91,14 +128,21 @@ def _new_group(members: Sequence[int], timeout: timedelta | None) -> Any:
 
 def _timeout() -> timedelta | None:
     """The default group's time-out, at least `MIN_TIMEOUT`, or None for torch's default."""
-    group: Any = dist.group.WORLD
+    group: Group = dist.group.WORLD
+    timeouts: list[timedelta] = []
     try:
-        backends = [group._get_backend(device) for device in group._device_types]
-        return max(MIN_TIMEOUT, *(backend.options._timeout for backend in backends))
-    except (AttributeError, TypeError, RuntimeError):  # a backend without a time-out
+        for device in group._device_types:
+            timeouts.append(group._get_backend(device).options._timeout)
+        longest = max(timeouts)
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # a backend without a time-out
         return None
+    return max(MIN_TIMEOUT, longest)
 
 
 def initialized() -> bool:
-    """Whether this process is one of several ranks."""
+    """Whether this process is one of several ranks.
+
+    False also if torch was built without torch.distributed, if the program has not called
+    `init_process_group`, and for a group of one rank.
+    """
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,35 @@ from healcore.torch import gradients
 from healcore.torch.enforcer import reset_moments
 from healcore.torch.live_state import identities, optimizers
 
+TensorPair: TypeAlias = tuple[Tensor, Tensor]
+"""A live tensor, and the saved tensor of the same name and shape."""
+
 _PLACE = re.compile(r"parameter (\d+) of group (\d+)")
 """See `live_state.identities`."""
 
 
 def load_common(live: Mapping[str, Any], saved: CommonState) -> None:
-    """See `Driver.load_common`. Checks everything before the first change."""
-    trained = {id(p): p for each in optimizers(live).values() for p in gradients.parameters(each)}
+    """Loads the parameters, buffers and moments that a checkpoint and a live state both have.
+
+    A program may add a layer, or replace its head, and continue the run. Parameters of the same
+    name and shape then receive the saved values, with their moments. Other parameters keep their
+    values, and begin with fresh moments. Checks everything before the first change.
+
+    Args:
+        live: name -> live object, as in `Healer(state=)`.
+        saved: the state of the checkpoint, and the identities of its optimizers.
+
+    Raises:
+        StateMismatch: no parameter is in both, a parameter is sharded, or a parameter that the
+            checkpoint lacks is not finite. Nothing was changed.
+    """
+    trained: dict[int, Tensor] = {}
+    for optimizer in optimizers(live).values():
+        for p in gradients.parameters(optimizer):
+            trained[id(p)] = p
     if any(hasattr(p, "to_local") for p in trained.values()):
         raise StateMismatch(None, ["a parameter is sharded, and its structure has changed"])
-    pairs: list[tuple[Tensor, Tensor]] = []
+    pairs: list[TensorPair] = []
     for name, value in live.items():
         if name in saved.state and not isinstance(value, Optimizer):
             pairs += _pairs(value, saved.state[name])
@@ -32,7 +51,10 @@ def load_common(live: Mapping[str, Any], saved: CommonState) -> None:
     kept = [p for key, p in trained.items() if key not in restored]
     if len(kept) == len(trained):
         raise StateMismatch(None, ["no parameter has the same name and shape in both states"])
-    infinite = sum(not bool(p.isfinite().all()) for p in kept)
+    infinite = 0
+    for p in kept:
+        if not p.isfinite().all():
+            infinite += 1
     if infinite:
         raise StateMismatch(
             None, [f"{infinite} of the parameters that the checkpoint lacks are not finite now"]
@@ -45,14 +67,21 @@ def load_common(live: Mapping[str, Any], saved: CommonState) -> None:
         reset_moments(optimizer)
         for p in gradients.parameters(optimizer):
             if id(p) in restored and id(p) in places:
-                # A copy, with the devices and dtypes that `load_state_dict` would choose.
-                optimizer.state[p] = {
-                    key: each.to(p.device).clone() if _is_large(each) else each
-                    for key, each in places[id(p)].items()
-                }
+                optimizer.state[p] = _copied_moments(places[id(p)], p.device)
 
 
-def _pairs(live: Any, saved: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def _copied_moments(moments: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A copy of the moments, with the devices and dtypes that `load_state_dict` would choose."""
+    copied = {}
+    for key, value in moments.items():
+        if _is_large(value):
+            copied[key] = value.to(device).clone()
+        else:
+            copied[key] = value
+    return copied
+
+
+def _pairs(live: Any, saved: Any) -> Iterator[TensorPair]:
     """Live and saved tensors of the same name and shape; parameters as the live objects."""
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
         if live.shape == saved.shape:
@@ -79,7 +108,8 @@ def _moments(
 
     The saved moments have the parameter's number, and the identity of the optimizer has its name.
     """
-    state, identity = saved.state.get(name), saved.identities.get(name)
+    state = saved.state.get(name)
+    identity = saved.identities.get(name)
     if not isinstance(state, Mapping) or not identity:
         return
     names = [each for each in identities(live)[name] if each != name]

@@ -20,12 +20,16 @@ from healcore.runtime.store.host_copy import FlatState
 
 
 class Layout(NamedTuple):
-    """How the bytes of a leaf make a tensor."""
+    """How the bytes of a leaf make a tensor.
+
+    Attributes:
+        dense: a tensor without memory (on the device "meta"), with the dtype, the shape and the
+            dense strides of this process's part.
+        spec: the DTensorSpec (mesh, placements, whole shape) of a DTensor, or None for a tensor.
+    """
 
     dense: Tensor
-    """A tensor without memory, with the dtype, shape and dense strides of the part."""
     spec: Any = None
-    """The DTensorSpec of a DTensor, else None."""
 
 
 def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
@@ -37,13 +41,23 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
     Writers assume that arrays of one name are equal on every rank. So arrays of an object with
     ``per_rank = True`` (a random generator, a data loader) have the rank in their names.
 
+    Args:
+        flat: receives the entry and the arrays.
+        name: the name of the value in the state.
+        value: an object with `state_dict`, or a structure of tensors, arrays and plain values.
+        rank: number of this rank.
+
     Raises:
         UnsavableState: the value cannot be saved.
     """
     stateful = hasattr(value, "state_dict")
     per_rank = bool(values.attribute(value, "per_rank"))
-    tree = _state_dict(value) if stateful else value
-    path = (f"rank{rank}", name) if per_rank else (name,)
+    tree = value
+    if stateful:
+        tree = _state_dict(value)
+    path: values.Path = (name,)
+    if per_rank:
+        path = (f"rank{rank}", name)
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def encode(path: values.Path, value: Any) -> values.Node | None:
@@ -60,7 +74,9 @@ def add_entry(flat: FlatState, name: str, value: Any, rank: int) -> None:
         if is_array and not value.dtype.hasobject and np.dtype(value.dtype.str) == value.dtype:
             return {"array": _add_numpy(flat, path, value)}
         node = node_of(value)
-        return None if node is None else {"torch": node}
+        if node is None:
+            return None
+        return {"torch": node}
 
     node = values.encode(tree, path, encode)
     flat.entries[name] = {"tree": node, "stateful": stateful, "per_rank": per_rank}
@@ -74,19 +90,23 @@ def _state_dict(value: Any) -> Any:
     """
     if not isinstance(value, Optimizer) or not hasattr(value, "state"):
         return value.state_dict()
-    trained = {id(p) for group in value.param_groups for p in group["params"]}
+    trained: set[int] = set()
+    for group in value.param_groups:
+        trained.update(map(id, group["params"]))
     state = value.state
     left = [p for p in state if isinstance(p, Tensor) and id(p) not in trained]
-    moments = {p: state.pop(p) for p in left}
+    untrained = {p: state.pop(p) for p in left}
     try:
         return value.state_dict()
     finally:
-        state.update(moments)
+        state.update(untrained)
 
 
 def _local_part(path: values.Path, value: Tensor) -> Tensor:
     """The plain dense tensor with the values of a tensor in this process."""
-    local = value.to_local() if hasattr(value, "_spec") else value  # type: ignore[attr-defined]
+    local = value
+    if hasattr(value, "_spec"):
+        local = value.to_local()  # type: ignore[attr-defined]
     if is_traceable_wrapper_subclass(local):
         raise UnsavableState(
             f"{values.path_text(path)} is a {type(local).__name__}, which holds its values in "
@@ -101,12 +121,14 @@ def _local_part(path: values.Path, value: Tensor) -> Tensor:
 
 
 def _add_tensor(flat: FlatState, path: values.Path, value: Tensor, local: Tensor) -> dict[str, Any]:
+    """Adds a tensor, or the local part of a DTensor, as a leaf. Returns its node."""
     dtype = dtype_name(value)
     layout = Layout(torch.empty_like(local, device="meta"), getattr(value, "_spec", None))
     name = flat.add(path, dtype, {"": local}, layout)
     node = {"name": name, "kind": "tensor", "dtype": dtype, "shape": list(value.shape)}
     if layout.spec is None and not layout.dense.is_contiguous():  # products round differently
-        node["order"] = np.argsort([-each for each in layout.dense.stride()]).tolist()
+        strides = np.array(layout.dense.stride())
+        node["order"] = np.argsort(-strides).tolist()
     return node
 
 
@@ -115,7 +137,9 @@ def _add_numpy(flat: FlatState, path: values.Path, value: Any) -> dict[str, Any]
     # Copies read-only arrays, because torch warns about memory that it cannot write.
     raw = torch.from_numpy(np.require(value, requirements=["C", "W"]).reshape(-1).view(np.uint8))
     name = flat.add(path, value.dtype.name, {"": raw}, Layout(torch.empty_like(raw, device="meta")))
-    kind = "scalar" if isinstance(value, np.generic) else "numpy"
+    kind = "numpy"
+    if isinstance(value, np.generic):
+        kind = "scalar"
     return {"name": name, "kind": kind, "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
@@ -129,9 +153,18 @@ def _class_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
-    """The value of an array node: the tensor with its class, a NumPy array or a NumPy scalar."""
+    """The value of an array node: the tensor with its class, a NumPy array or a NumPy scalar.
+
+    Args:
+        node: the node of an array, as `add_entry` has made it.
+        tensor: what was read, of the dtype and shape in the node; the bytes, uint8 (n,), for NumPy.
+
+    Returns:
+        The value, with the strides that it had. Sums over other strides round differently.
+    """
     if node["kind"] == "tensor":
-        if order := node.get("order"):
+        order = node.get("order")
+        if order:
             tensor = tensor.permute(order).contiguous().permute(np.argsort(order).tolist())
         if "parameter" in node:
             return nn.Parameter(tensor, requires_grad=bool(node["parameter"]))
@@ -139,7 +172,9 @@ def decoded(node: Mapping[str, Any], tensor: Tensor) -> Any:
             return tensor.as_subclass(values.newest_class(Tensor, node["class"]))
         return tensor
     array = tensor.numpy().view(np.dtype(node["dtype"])).reshape(node["shape"])
-    return array[()] if node["kind"] == "scalar" else array
+    if node["kind"] == "scalar":
+        return array[()]
+    return array
 
 
 def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
@@ -174,18 +209,25 @@ def apply(live: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
 
 
 def _mismatches(name: str, live: Any, state: Any) -> list[str]:
-    wrong, pairs, buffers = [], [(name, live, state)], {}
+    """Why a restored value does not fit the live object of its name; empty if it fits."""
+    wrong: list[str] = []
+    pairs: list[tuple[str, Any, Any]] = [(name, live, state)]
+    buffers: dict[str, Tensor] = {}
     if isinstance(live, nn.Module):
         buffers = dict(live.named_buffers(name))
         own = live.state_dict()
-        wrong = [f"{name}.{key} is not in both states" for key in own.keys() ^ state.keys()]
-        pairs = [(f"{name}.{key}", own[key], state[key]) for key in own.keys() & state.keys()]
+        pairs = []
+        for key in own.keys() | state.keys():
+            if key in own and key in state:
+                pairs.append((f"{name}.{key}", own[key], state[key]))
+            else:
+                wrong.append(f"{name}.{key} is not in both states")
     elif isinstance(live, Optimizer) and hasattr(live, "state"):  # not a trainer's engine
         return _moments_that_do_not_fit(name, live, state)
     elif hasattr(live, "load_state_dict"):
         return []  # a restore has compared its identity
-    elif not any(isinstance(live, k) and isinstance(state, k) for k in (Tensor, dict, list)):
-        wrong = [f'"{name}" is a {type(live).__name__}, which cannot be changed in place']
+    elif not _can_be_overwritten(live, state):
+        wrong.append(f'"{name}" is a {type(live).__name__}, which cannot be changed in place')
     for place, old, new in pairs:
         # Layers fill empty buffers and numbers, and load them in any shape (observers of QAT).
         fits = place in buffers and min(old.numel(), new.numel()) <= 1
@@ -195,6 +237,12 @@ def _mismatches(name: str, live: Any, state: Any) -> list[str]:
     return sorted(wrong)
 
 
+def _can_be_overwritten(live: Any, state: Any) -> bool:
+    """Whether both values are tensors, dictionaries or lists, which are changed in place."""
+    kinds = (Tensor, dict, list)
+    return any(isinstance(live, kind) and isinstance(state, kind) for kind in kinds)
+
+
 def _moments_that_do_not_fit(name: str, live: Optimizer, state: Mapping[str, Any]) -> list[str]:
     """Moments of another shape than their parameter, where they have to have its shape.
 
@@ -202,7 +250,9 @@ def _moments_that_do_not_fit(name: str, live: Optimizer, state: Mapping[str, Any
     replace its parameters by larger ones.
     """
     wrong = []
-    params = [p for group in live.param_groups for p in group["params"]]
+    params: list[Tensor] = []
+    for group in live.param_groups:
+        params.extend(group["params"])
     for number, p in enumerate(params):
         own = live.state.get(p, {})
         for key, new in state.get("state", {}).get(number, {}).items():
@@ -232,7 +282,9 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 def _overwritten(old: Any, new: Any) -> Any:
     """The value `new`, in the tensors and containers of `old` where both have them."""
     if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
-        return old if old is new else old.copy_(new)
+        if old is new:
+            return old
+        return old.copy_(new)
     if isinstance(old, np.ndarray) and _fits_in_place(old, new):
         np.copyto(old, new)
         return old
@@ -269,9 +321,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
-    """Encodes a dtype, device, size or dense tensor; None for other values. Ignores the device.
+    """Encodes a dtype, device, size or dense tensor. Ignores the device of a tensor.
 
-    `keep` keeps the bytes of a tensor, see `values.dumps`.
+    Args:
+        value: any value.
+        keep: keeps the bytes of a tensor, see `values.dumps`.
+
+    Returns:
+        A JSON object that `value_of` decodes, or None for other values.
     """
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
@@ -285,13 +342,21 @@ def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any
         return None
     plain = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
     data = keep(plain.view(torch.uint8).numpy())
-    node = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
-    is_parameter = type(value) is torch.nn.Parameter
-    return node | ({"parameter": value.requires_grad} if is_parameter else {})
+    node: dict[str, Any] = {"dtype": dtype_name(value), "shape": list(value.shape), "bytes": data}
+    if type(value) is torch.nn.Parameter:
+        node["parameter"] = value.requires_grad
+    return node
 
 
 def value_of(content: dict[str, Any]) -> Any:
-    """Decodes a value of `node_of`, on the CPU. Malformed content may raise any exception."""
+    """Decodes a value of `node_of`, on the CPU.
+
+    Args:
+        content: a JSON object of `node_of`. Names in it are looked up in tables.
+
+    Raises:
+        Exception: any, for content that `node_of` has not made.
+    """
     if "device" in content:
         return torch.device(content["device"])
     if "size" in content:
@@ -300,7 +365,9 @@ def value_of(content: dict[str, Any]) -> Any:
     if "bytes" not in content:
         return dtype
     data = values.bytes_of(content).copy()
-    flat = torch.from_numpy(data).view(dtype) if len(data) else torch.empty(0, dtype=dtype)
+    flat = torch.empty(0, dtype=dtype)
+    if len(data):
+        flat = torch.from_numpy(data).view(dtype)
     found = flat.reshape(content["shape"])
     if "parameter" not in content:
         return found

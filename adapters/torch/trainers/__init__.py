@@ -25,7 +25,12 @@ from healcore.torch.store import MemoryStore
 
 
 class TrainerOptions(Overrides, total=False):
-    """Further arguments of `healcore.Healer`, and values to replace in the policy."""
+    """Further arguments of `healcore.Healer`, and values to replace in the policy.
+
+    The constructors of all trainers' callbacks take these as keywords, so that an option is written
+    as in a loop of one's own. Each key is described at the argument of `healcore.Healer` with its
+    name, and the values of the policy at `healcore.policy.load`.
+    """
 
     checkpoints: Checkpoints
     logging: Logging
@@ -41,19 +46,36 @@ def resolve_options(
 ) -> tuple[Policy | Engine, dict[str, Any]]:
     """Separates `TrainerOptions`: the policy with its replaced values, and Healer arguments.
 
-    Raises PolicyError, ValueError or TypeError for an invalid policy or option.
+    A wrong option raises where the program writes it, and not when the training begins.
+
+    Args:
+        policy: as for `healcore.Healer`.
+        options: `TrainerOptions`, and further arguments of `healcore.Healer`.
+
+    Returns:
+        The policy, and the arguments for `healcore.Healer` besides policy and state.
+
+    Raises:
+        healcore.policy.PolicyError: the policy does not exist or is invalid.
+        ValueError, TypeError: an option is out of range or unknown.
     """
     healer_options = dict(options)
-    names = Overrides.__annotations__.keys() & healer_options.keys()
-    policy = resolve(policy, {name: healer_options.pop(name) for name in names})
-    Healer(policy, state={}, **healer_options)  # raises if an option is invalid
-    return policy, healer_options
+    overrides: dict[str, Any] = {}
+    for name in Overrides.__annotations__.keys() & options.keys():
+        overrides[name] = healer_options.pop(name)
+    resolved = resolve(policy, overrides)
+    Healer(resolved, state={}, **healer_options)  # raises if an option is invalid
+    return resolved, healer_options
 
 
 class TrainerCheckpoints(MemoryStore):
     """A store that holds nothing, for a run without rollbacks whose checkpoints the trainer saves.
 
-    `save_now` is called if the policy orders a checkpoint.
+    The Healer needs a store. In such a run it has nothing to restore, and the trainer's own
+    checkpoints have the state of the policy.
+
+    Args:
+        save_now: called if the policy orders a checkpoint. Makes the trainer save.
     """
 
     def __init__(self, save_now: Callable[[], None]) -> None:
@@ -61,52 +83,110 @@ class TrainerCheckpoints(MemoryStore):
         self.trainer_save = save_now
 
     def replace_record(self, step: int, record: Mapping[str, Any]) -> None:
-        """Does nothing: the trainer's checkpoint has the state of the policy."""
+        """Does nothing: the trainer's checkpoint has the state of the policy.
+
+        Args:
+            step: ignored.
+            record: ignored.
+        """
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """An empty tuple, because the check would copy the state."""
+        """An empty tuple, because the check would copy the state.
+
+        Args:
+            state: ignored.
+        """
         return ()
 
 
 def newest_step(store: Any) -> int | None:
-    """Step of the newest complete checkpoint in a store, a directory or a list, or None."""
+    """Step of the newest complete checkpoint in a store, a directory or a list.
+
+    Trainers ask before the Healer is open, because they load their own checkpoint earlier.
+
+    Args:
+        store: the argument `store` of a trainer's callback.
+
+    Returns:
+        The number of optimizer steps, or None without a complete checkpoint.
+    """
     if isinstance(store, list | tuple):
-        return max((at for each in store if (at := newest_step(each)) is not None), default=None)
+        steps = [newest_step(each) for each in store]
+        return max((step for step in steps if step is not None), default=None)
     if isinstance(store, CheckpointStore):
         return max((each.step for each in store.checkpoints()), default=None)
-    is_folder = isinstance(store, str | os.PathLike) and Path(store).is_dir()
-    return max(scan(Path(store)).complete, default=None) if is_folder else None
+    if isinstance(store, str | os.PathLike) and Path(store).is_dir():
+        return max(scan(Path(store)).complete, default=None)
+    return None
 
 
 def newest_settings(store: Any) -> Mapping[str, Any]:
-    """`RunRecord.settings` of the newest complete checkpoint in a directory; empty without one.
+    """The settings of the run in a store: `RunRecord.settings` of its newest complete checkpoint.
 
-    For a list, of the directory with the newest checkpoint.
+    Args:
+        store: the argument `store` of a trainer's callback. Of a list, the place with the newest
+            checkpoint is read.
+
+    Returns:
+        Name -> value; empty without a complete checkpoint in a directory.
     """
     if isinstance(store, list | tuple):
-        store = max(store, key=lambda each: -1 if (at := newest_step(each)) is None else at)
-    root = store.root if isinstance(store, CheckpointStore) else store
+        store = max(store, key=_newest_step_or_before)
+    root = store
+    if isinstance(store, CheckpointStore):
+        root = store.root
     if not isinstance(root, str | os.PathLike) or not Path(root).is_dir():
         return {}
     found = scan(Path(root))
     newest = max(found.complete, default=None)
-    return {} if newest is None else found.records.get(newest, {}).get("settings", {})
+    if newest is None:
+        return {}
+    return found.records.get(newest, {}).get("settings", {})
+
+
+def _newest_step_or_before(store: Any) -> int:
+    """The result of `newest_step`, with -1 for None."""
+    step = newest_step(store)
+    if step is None:
+        return -1
+    return step
 
 
 def healings_of(healer: Healer[Any] | None) -> Mapping[str, Healing]:
-    """The handles of the optimizers by name; empty before the Healer is open."""
-    return {} if healer is None else cast(TorchDriver, hooks_of(healer).driver).healings
+    """The handles of the optimizers of a run, as `healcore.torch.attach` returns them.
 
+    Args:
+        healer: the Healer of the trainer, or None before it is open.
 
-def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
-    """Loads the engine states of a trainer's checkpoint, by name of the optimizer.
-
-    Without usable states, warns and keeps the initial baselines.
+    Returns:
+        Name of the optimizer in the state -> its handle; empty for None.
     """
-    known = {name: state for name, state in engines.items() if name in healings_of(healer)}
-    problem = "" if known else "it has none"
+    if healer is None:
+        return {}
+    return cast(TorchDriver, hooks_of(healer).driver).healings
+
+
+def adopt_trainer_checkpoint(
+    healer: Healer[Any], engines: Mapping[str, Any], *, step: int | None = None
+) -> None:
+    """Continues a run from the checkpoint that the trainer itself has loaded.
+
+    Without usable states of the policy, warns and keeps the initial baselines: the training can
+    continue without them.
+
+    Args:
+        healer: the open Healer, before its first batch.
+        engines: name of an optimizer -> state of its engine. Unknown names are ignored.
+        step: number of optimizer steps that the trainer has taken, or None if the Healer counts
+            from 0.
+    """
+    healings = healings_of(healer)
+    known = {name: state for name, state in engines.items() if name in healings}
+    problem = ""
+    if not known:
+        problem = "it has none"
     try:
-        hooks_of(healer).load_engines(known)
+        hooks_of(healer).adopt_trainer_checkpoint(known, step=step)
     except StateError as error:
         problem = str(error)
     if problem:
@@ -118,7 +198,16 @@ def load_engines(healer: Healer[Any], engines: Mapping[str, Any]) -> None:
 
 @contextmanager
 def patched(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Sets an attribute for the block, then restores it, unless other code has replaced it."""
+    """Sets an attribute for the block, then restores it, unless other code has replaced it.
+
+    Trainers are healed by replaced methods of one object, so that no class and no argument of the
+    user changes. A method of the class is restored by deleting the attribute of the object.
+
+    Args:
+        owner: the object, or a module.
+        name: the attribute.
+        new: its value within the block.
+    """
     attributes = vars(owner)
     on_instance, original = name in attributes, attributes.get(name)
     setattr(owner, name, new)

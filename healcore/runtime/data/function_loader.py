@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from healcore.runtime.data.loader_adapters import (
-    DataError,
-    LoaderAdapter,
-    UnusableLoader,
-    adapter_for,
-)
-from healcore.runtime.data.random_states import random_states, set_random_states
+from healcore.runtime.data.loader_adapters import Batches, LoaderAdapter, adapter_for
+from healcore.runtime.data.loader_protocols import AnyBatch, AnyLoader, LoaderState
+from healcore.runtime.data.positions import DataError, UnusableLoader
+from healcore.runtime.data.random_states import RandomStates, random_states, set_random_states
 from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 
 
-def is_function(loader: Any) -> bool:
+def is_function(loader: AnyLoader) -> bool:
     """Whether a loader is a function that makes what is iterated over.
+
+    A class is no such function, and neither is an object that can be iterated over itself.
 
     Raises:
         UnusableLoader: the function needs arguments.
@@ -44,12 +42,12 @@ def is_function(loader: Any) -> bool:
     return True
 
 
-def function_name(function: Any) -> str:
-    """The name of a function for messages."""
+def function_name(function: object) -> str:
+    """The name of a function for messages; the name of the class for other callable objects."""
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-class FunctionLoader(LoaderAdapter, Iterator[Any]):
+class FunctionLoader(LoaderAdapter, Iterator[AnyBatch]):
     """Reads what a function makes, and calls the function for each epoch and each rewind.
 
     The function is called with the random states of the first time, so that an order which it draws
@@ -63,38 +61,57 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
     kind = "function"
     begins_again = True
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], AnyLoader]) -> None:
         super().__init__(make)
-        self._made: Any = None
+        self._made: AnyLoader = None
         self._inner = LoaderAdapter(None)
         """The adapter of what the function has made for this epoch."""
-        self._batches: Iterator[Any] | None = None  # the rest of the epoch, once it has begun
-        self._read = 0  # number of batches read from this epoch
-        self._random: dict[str, Any] = {}
+        self._batches: Batches | None = None
+        """The rest of the epoch, or None before it has begun."""
+        self._read = 0
+        """Number of batches read from this epoch."""
+        self._random: RandomStates = {}
         """The random states before the function was called for this epoch."""
 
-    def start(self, epoch: int) -> Iterator[Any]:
-        """Calls the function, and begins an epoch of what it returns."""
+    def start(self, epoch: int) -> Batches:
+        """Calls the function, and begins an epoch of what it returns.
+
+        Keeps the random states of before the call, so that a rewind can call the function with the
+        same states.
+        """
         self._random = random_states()
         self._make()
-        self._batches, self._read = self._inner.start(epoch), 0
+        self._batches = self._inner.start(epoch)
+        self._read = 0
         return self
 
-    def state(self, *, ended: bool) -> dict[str, Any] | None:
+    def state(self, *, ended: bool) -> LoaderState | None:
         """The position in the stream, or None before it was made."""
         if ended or self._batches is None:
             return None
-        own = None if self._inner.why_not else self._inner.state(ended=False)
-        return {"read": self._read, "random": self._random, "kind": self._inner.kind, "own": own}
-
-    def state_before(self, index: int) -> dict[str, Any] | None:
-        """The state before a batch of this epoch that was read. Always known without an own one."""
         own = None
-        if not self._inner.why_not and (own := self._inner.state_before(index)) is None:
-            return None
-        return {"read": index, "random": self._random, "kind": self._inner.kind, "own": own}
+        if not self._inner.why_not:
+            own = self._inner.state(ended=False)
+        return self._state(self._read, own)
 
-    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
+    def state_before(self, index: int) -> LoaderState | None:
+        """The state before a batch of this epoch that was read.
+
+        It is always known if the stream has no state of its own: the number of batches to drop says
+        it all. Otherwise it is known if the stream knows its own state before the batch.
+        """
+        own = None
+        if not self._inner.why_not:
+            own = self._inner.state_before(index)
+            if own is None:
+                return None
+        return self._state(index, own)
+
+    def _state(self, read: int, own: LoaderState | None) -> LoaderState:
+        """The state after `read` batches; `own` is the stream's state there, or None."""
+        return {"read": read, "random": self._random, "kind": self._inner.kind, "own": own}
+
+    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
         """Calls the function again. Returns the new stream and the number of batches to drop.
 
         Raises:
@@ -126,7 +143,7 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
         """The dataset's indices of the batch that was read last, or None if they are unknown."""
         return self._inner.rows()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> AnyBatch:
         assert self._batches is not None
         try:
             batch = next(self._batches)
@@ -139,7 +156,11 @@ class FunctionLoader(LoaderAdapter, Iterator[Any]):
         return batch
 
     def _make(self) -> None:
+        """Calls the function, and chooses the adapter of what it returns."""
         made = self._loader()
         self._made = made
-        self._inner = TorchLoader(made) if is_replayable(made) else adapter_for(made)
+        if is_replayable(made):
+            self._inner = TorchLoader(made)
+        else:
+            self._inner = adapter_for(made)
         self.draws = self._inner.draws

@@ -1,189 +1,72 @@
-"""Positions in the data, and how the state of any loader is saved and restored.
+"""How the state of any loader is saved and restored: one adapter for each kind of loader.
 
-A position is the loader's state at its last capture, and the number of batches since, as Python
-values that any checkpoint can hold. The loader's own state is text of `runtime.store.values`,
-because a JAX run may read from a torch loader, and a store of JAX cannot save torch tensors.
-Classes of torch are recognized by name.
+`adapter_for` chooses the adapter. The attributes of a loader that it examines are in
+`loader_protocols`. Two more adapters are in `torch_loader` and `function_loader`.
+
+    kind of loader                                   adapter            state
+    -----------------------------------------------  -----------------  ---------------------------
+    `state_dict` and `load_state_dict`               `_StatefulLoader`  of the loader, generators
+    an iterator with `get_state` or `state_dict`     `_StatefulIterator`  of the iterator
+    a sequence, or `__getitem__` without `__iter__`  `_IndexedLoader`   number of the next batch
+    a DataLoader of a stream                         `_TorchStream`     none
+    anything else to iterate over                    `LoaderAdapter`    none
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any
 
-from healcore.core.errors import HealcoreError
-from healcore.events.schema import rows_text
-from healcore.runtime.store import values
+from healcore.runtime.data.loader_parts import (
+    GET_STATE,
+    STATE_DICT,
+    class_name,
+    connects_again,
+    generators_of,
+    has_methods,
+    has_shuffle_buffer,
+    is_type,
+    samplers_of,
+)
+from healcore.runtime.data.loader_protocols import (
+    AnyBatch,
+    AnyLoader,
+    Indexed,
+    LoaderState,
+    StatefulLoader,
+)
 
-POSITION_VERSION = 2
-"""Version of the format of positions."""
-_STATE_PATH = ("the loader's state",)
-
-
-class DataError(HealcoreError, RuntimeError):
-    """The data cursor cannot do what was requested. Exceptions of the loader stay unchanged."""
-
-
-class UnusableLoader(DataError, TypeError):
-    """The object is no loader, or has fewer epochs than requested."""
-
-
-@dataclass(eq=False, repr=False)
-class EmptyLoader(DataError):
-    """The loader gave no batch in a whole epoch."""
-
-    epoch: int
-    loader: str
-
-    def _message(self) -> str:
-        hint = "is the dataset empty, or smaller than one batch with drop_last=True?"
-        if self.epoch > 0:
-            hint = (
-                "it can be iterated over only once: pass something that starts again with every "
-                "iter(), or epochs=1"
-            )
-        return f"{self.loader} gave no batch in epoch {self.epoch}: {hint}"
-
-
-class _Place(NamedTuple):
-    epoch: int
-    index: int
-    """Number of the batch in its epoch; skipped batches count too."""
-
-
-class BatchId(_Place):
-    """Identifies a batch of the whole run by numbers from 0. A rewind does not change it."""
-
-    rows: list[int] | None = None
-    """The first rows of the dataset in a batch that was read, at most
-    `healcore.events.schema.MAX_ROWS`, or None if unknown. They are no part of the id."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        """How pydantic reads an id in a checkpoint: as its two numbers.
-
-        Pydantic before 2.8 takes `rows` for a third field.
-        """
-        from pydantic_core.core_schema import no_info_after_validator_function
-
-        del source
-        return no_info_after_validator_function(lambda place: cls(*place), handler(_Place))
-
-    def __str__(self) -> str:
-        rows = "" if self.rows is None else f" (rows {rows_text(self.rows)})"
-        return f"batch {self.index} of epoch {self.epoch}{rows}"
-
-
-class Position(NamedTuple):
-    """A decoded position."""
-
-    kind: str  # `LoaderAdapter.kind` of the adapter that took the state
-    batch: BatchId  # the next batch
-    state: Any  # the adapter's, or None if the epoch has not begun or the adapter has no state
-    sampler_epoch: int | None  # argument of `set_epoch` for this epoch, or None if unknown
-    behind: int  # number of batches between the state and the next batch, to pass again
-
-
-def encode_position(
-    kind: str, batch: BatchId, state: Any, sampler_epoch: int | None, division: Any
-) -> dict[str, Any]:
-    """A position as dictionaries, lists, numbers and strings; see `Position`.
-
-    The text of the state is also a copy: loaders return live objects.
-    """
-    text = None if state is None else values.dumps(state, _STATE_PATH)
-    names = ("version", "kind", "epoch", "index", "state", "told_epoch", "behind", "division")
-    parts = (POSITION_VERSION, kind, *batch, text, sampler_epoch, 0, division)
-    return dict(zip(names, parts, strict=True))
-
-
-def position_of_other_ranks(value: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Converts a position of a run with `ranks` ranks for a run with another number of ranks.
-
-    The loader's state belongs to one rank's part of the data and is not used. The epoch begins
-    again, and the batches before the position are read and dropped.
-    """
-    return {**value, "state": None, "behind": value["index"], "ranks": ranks}
-
-
-def check_division(value: Mapping[str, Any], division: list[Any] | None, loader: str) -> None:
-    """Raises DataError if a position of another number of ranks would select different data."""
-    ranks, before = value.get("ranks"), value.get("division")
-    if ranks is None or (before is not None and before == division):
-        return
-    if before is None:
-        problem = "how the loader divided the data among the ranks is unknown"
-    else:
-        now = "an unknown number" if division is None else f"{division[1]} {division[0]}"
-        problem = f"the loader had {before[1]} {before[0]}, and {loader} has {now}"
-    raise DataError(
-        f"the position in the data was saved by {ranks} ranks, and with this number of ranks batch "
-        f"{value['index']} has other rows: {problem}. Start the run with {ranks} ranks, or keep "
-        "the global batch: with a DistributedSampler keep (batch size) x (number of ranks), or "
-        "pass a list of global batches and let every rank take its rows"
-    )
-
-
-def decode_position(value: Any) -> Position:
-    """Decodes a position of a checkpoint or a user; DataError if it cannot be read."""
-    if not isinstance(value, Mapping) or value.get("version") != POSITION_VERSION:
-        raise DataError(
-            f"a position is a result of Cursor.position() of version {POSITION_VERSION}, "
-            f"not {value!r:.80}"
-        )
-    try:
-        behind = int(value["behind"])
-        batch = BatchId(value["epoch"], value["index"])
-        if not all(type(part) is int and part >= 0 for part in batch):
-            raise DataError(f"epoch and index of a batch are whole numbers >= 0, not {(*batch,)}")
-        if not 0 <= behind <= batch.index:
-            raise DataError(f"batch {batch.index} has no {behind} batches before it in its epoch")
-        number = None if value["told_epoch"] is None else int(value["told_epoch"])
-        state = None if value["state"] is None else values.loads(value["state"], _STATE_PATH)
-        return Position(str(value["kind"]), batch, state, number, behind)
-    except DataError:
-        raise
-    except Exception as error:  # the value may be crafted or damaged
-        raise DataError(f"the position cannot be read: {type(error).__name__}: {error}") from error
-
-
-# -- the state of a loader ------------------------------------------------------------------------
-
-_STATE_DICT = ("state_dict", "load_state_dict")
-_GET_STATE = ("get_state", "set_state")
 # These samplers draw a new order in every epoch and do not record it. A restored torchdata loader
 # then skips forward through a different order, without a warning.
 _UNRECORDED = ("RandomSampler", "WeightedRandomSampler", "SubsetRandomSampler")
 
-Batch = TypeVar("Batch", covariant=True)
-
-
-class Indexed(Protocol[Batch]):
-    """Batches by index, as in a torch Dataset."""
-
-    def __getitem__(self, index: int, /) -> Batch:
-        """The batch at an index; IndexError after the last one."""
-        ...
-
-
-Loader = Iterable[Batch] | Indexed[Batch]
+Batches = Iterator[AnyBatch]
+"""The rest of an epoch."""
 
 
 class LoaderAdapter:
     """Saves and restores a loader's state. This base class is for loaders without a state.
 
+    An adapter begins the epochs of its loader (`start`), says where the reading is (`state`), and
+    returns to a state (`resume`). It counts no batches and knows no ids: the `Cursor` does.
+
+    Args:
+        loader: the user's loader.
+        why_not: why the loader has no state, or None for a loader that has one.
+        first: the batches of the first epoch, if it has begun already because the iterator had to
+            be examined. Otherwise None.
+
     Attributes:
         kind: name in positions, because a state fits only loaders of the same kind.
         why_not: why the loader has no state and cannot be rewound, or None.
         draws: whether reading a batch may draw from the global random generators of this process.
+            Their states are kept before each read then, so that a repeated read draws the same.
         begins_again: whether `start_again` begins an epoch that has begun already.
         reads_again: whether this rank reads a batch again while other ranks wait for it, so that
-            nothing may be exchanged with them.
+            nothing may be exchanged with them. The `Cursor` sets it.
     """
 
     kind = "forward"
@@ -192,35 +75,68 @@ class LoaderAdapter:
     reads_again = False
 
     def __init__(
-        self, loader: Any, *, why_not: str | None = None, first: Iterator[Any] | None = None
+        self, loader: AnyLoader, *, why_not: str | None = None, first: Batches | None = None
     ) -> None:
         self._loader = loader
         self.why_not = why_not
         self._first = first
 
-    def start(self, epoch: int) -> Iterator[Any]:
-        """Begins an epoch; returns its batches."""
-        first, self._first = self._first, None
-        return iter(self._loader) if first is None else first
+    def start(self, epoch: int) -> Batches:
+        """Begins an epoch.
 
-    def start_again(self, epoch: int) -> Iterator[Any]:
-        """Begins an epoch from its first batch that `start` has begun, if `begins_again`."""
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Returns:
+            The batches of the epoch.
+        """
+        first, self._first = self._first, None
+        if first is not None:
+            return first
+        return iter(self._loader)
+
+    def start_again(self, epoch: int) -> Batches:
+        """Begins an epoch from its first batch that `start` has begun, if `begins_again`.
+
+        Called after a failure in the network at the first batch. The order of the epoch must be the
+        order of the first begin.
+        """
         return self.start(epoch)
 
-    def state_before(self, index: int) -> Any:
-        """The state before a batch of this epoch that was read, or None if it is not known."""
+    def state_before(self, index: int) -> LoaderState | None:
+        """The state before a batch of this epoch that was read, or None if it is not known.
+
+        For loaders that record what they have read. A rollback to the first batch of a step then
+        needs no state that was taken at that moment.
+
+        Args:
+            index: number of the batch in the epoch, below the number of batches read.
+        """
         return None
 
-    def state(self, *, ended: bool) -> Any:
-        """The state after the batch that was read last, or after the epoch that has `ended`.
+    def state(self, *, ended: bool) -> LoaderState | None:
+        """The state after the batch that was read last, or after the epoch that has ended.
 
-        None at the beginning of an epoch, if no state depends on the epoch.
+        Args:
+            ended: whether the epoch has ended, and the next epoch has not begun.
+
+        Returns:
+            The state, or None at the beginning of an epoch, if no state depends on the epoch.
         """
 
-    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
         """Restores a state, and passes the next `skip` batches if they need not be read.
 
-        Returns the rest of the epoch, or the next epoch, and the number of batches left to pass.
+        Args:
+            state: result of `state` or `state_before` in this or in an earlier process, not None.
+            skip: number of batches to pass after the state.
+
+        Returns:
+            The rest of the epoch, or the next epoch; and the number of batches left to pass, which
+            the caller reads and drops.
+
+        Raises:
+            NotImplementedError: the loader has no state.
         """
         raise NotImplementedError(self.why_not)
 
@@ -229,32 +145,24 @@ class LoaderAdapter:
         return None
 
     def can_read_again(self, index: int) -> bool:
-        """Whether a rank alone can read this batch of the epoch again, if it can be rewound."""
+        """Whether a rank alone can read this batch of the epoch again, if it can be rewound.
+
+        False where reading exchanges messages with ranks that do not read again.
+        """
         return True
 
-    def stay(self, batches: Iterator[Any]) -> bool:
+    def stay(self, batches: Batches) -> bool:
         """Whether the next `next` of an epoch's batches reads the batch that has just raised.
 
         Only for loaders that cannot be rewound. Most iterators have passed that batch, or have
         ended, and what a wrapper around another iterator does is unknown. An iterator of the
         program's own class that holds no other iterator is asked again: a stream that connects
         again continues where it was.
+
+        Args:
+            batches: the rest of the epoch.
         """
         return connects_again(batches)
-
-
-def connects_again(batches: Iterator[Any]) -> bool:
-    """Whether an iterator is of a class in Python that holds no other iterator.
-
-    Open files and responses of a server are iterators too, and belong to the connection.
-    """
-    if not inspect.isfunction(getattr(type(batches), "__next__", None)):
-        return False  # a generator, a `zip`, a `map`
-    held = getattr(batches, "__dict__", {}).values()
-    return not any(
-        isinstance(each, Iterator) and each is not batches and not isinstance(each, io.IOBase)
-        for each in held
-    )
 
 
 class _StatefulLoader(LoaderAdapter):
@@ -268,36 +176,41 @@ class _StatefulLoader(LoaderAdapter):
 
     kind = "loader"
     begins_again = True
+    _loader: StatefulLoader
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: AnyLoader) -> None:
         super().__init__(loader)
         self._generators = generators_of(samplers_of(loader))
-        self._at_start: list[Any] = []  # states of the generators before the epoch has begun
+        self._at_start: list[Any] = []
+        """The states of the generators before the epoch has begun."""
         self.draws = not getattr(loader, "num_workers", 0)
 
-    def start(self, epoch: int) -> Iterator[Any]:
+    def start(self, epoch: int) -> Batches:
         self._at_start = [generator.get_state() for generator in self._generators]
         return super().start(epoch)
 
-    def start_again(self, epoch: int) -> Iterator[Any]:
+    def start_again(self, epoch: int) -> Batches:
         for generator, state in zip(self._generators, self._at_start, strict=True):
             generator.set_state(state)
         return self.start(epoch)
 
-    def state(self, *, ended: bool) -> Any:
+    def state(self, *, ended: bool) -> LoaderState:
         return {
             "loader": self._loader.state_dict(),
             "generators": [generator.get_state() for generator in self._generators],
             "ended": ended,
         }
 
-    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
-        self._loader.load_state_dict(state["loader"])
-        batches = iter(self._loader)
+    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
+        loader: Any = self._loader
+        loader.load_state_dict(state["loader"])
+        batches = iter(loader)
         for generator, saved in zip(self._generators, state["generators"], strict=True):
             generator.set_state(saved)
-        # `iter` has drawn the order of the next epoch before the generators were set.
-        return iter(self._loader) if self._generators and state["ended"] else batches, skip
+        if self._generators and state["ended"]:
+            # `iter` has drawn the order of the next epoch before the generators were set.
+            batches = iter(loader)
+        return batches, skip
 
 
 class _StatefulIterator(LoaderAdapter):
@@ -311,60 +224,71 @@ class _StatefulIterator(LoaderAdapter):
     draws = True
     begins_again = True
 
-    def __init__(self, loader: Any, first: Iterator[Any], names: tuple[str, str]) -> None:
+    def __init__(self, loader: AnyLoader, first: Batches, names: tuple[str, str]) -> None:
         super().__init__(loader, first=first)
         self._current = first
         self._get, self._set = names
-        self._beginnings: dict[int, Any] = {}
+        self._beginnings: dict[int, LoaderState] = {}
+        """Epoch -> state of the iterator before its first batch."""
 
-    def start(self, epoch: int) -> Iterator[Any]:
-        if (state := self._beginnings.get(epoch)) is not None:
-            return self.resume(copy.deepcopy(state), 0)[0]
+    def start(self, epoch: int) -> Batches:
+        state = self._beginnings.get(epoch)
+        if state is not None:
+            batches, _ = self.resume(copy.deepcopy(state), 0)
+            return batches
         self._current = super().start(epoch)
         with suppress(Exception):  # `state` raises it again
             self._beginnings[epoch] = copy.deepcopy(self.state(ended=False))
         return self._current
 
-    def state(self, *, ended: bool) -> Any:
-        return None if ended else getattr(self._current, self._get)()
+    def state(self, *, ended: bool) -> LoaderState | None:
+        if ended:
+            return None
+        get_state = getattr(self._current, self._get)
+        return get_state()
 
-    def resume(self, state: Any, skip: int) -> tuple[Iterator[Any], int]:
+    def resume(self, state: LoaderState, skip: int) -> tuple[Batches, int]:
         # Reuses the existing iterator: a new iterator could change how the loader shuffles.
         if self._first is not None:
             self._current = super().start(0)
-        getattr(self._current, self._set)(state)
+        set_state = getattr(self._current, self._set)
+        set_state(state)
         return self._current, skip
 
 
-class _IndexedLoader(LoaderAdapter, Iterator[Any]):
+class _IndexedLoader(LoaderAdapter, Iterator[AnyBatch]):
     """A sequence, or an object with `__getitem__` only, which is read by index."""
 
     kind = "sequence"
     begins_again = True
+    _loader: Indexed[AnyBatch]
     _next = 0
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: AnyLoader) -> None:
         super().__init__(loader)
         self.draws = not isinstance(loader, list | tuple | range)
 
-    def start(self, epoch: int) -> Iterator[Any]:
+    def start(self, epoch: int) -> Batches:
         self._next = 0
         return self
 
     def state(self, *, ended: bool) -> int | None:
-        return None if ended else self._next
+        if ended:
+            return None
+        return self._next
 
-    def resume(self, state: int, skip: int) -> tuple[Iterator[Any], int]:
+    def resume(self, state: int, skip: int) -> tuple[Batches, int]:
         self._next = state + skip
         return self, 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> AnyBatch:
+        loader: Any = self._loader
         at = self._next
-        has_length = hasattr(self._loader, "__len__")
-        if has_length and at >= len(self._loader):
+        has_length = hasattr(loader, "__len__")
+        if has_length and at >= len(loader):
             raise StopIteration
         try:
-            batch = self._loader[at]
+            batch = loader[at]
         except Exception as error:  # an unreadable item counts as read, an interrupted one does not
             if isinstance(error, IndexError) and not has_length:
                 raise StopIteration from None
@@ -377,32 +301,41 @@ class _IndexedLoader(LoaderAdapter, Iterator[Any]):
 class _Replayed(Iterator[Any]):
     """The samples of a dataset, of which those of the current batch can be read again.
 
-    If a sample of a batch raises, torch drops the samples of the batch before it.
+    If a sample of a batch raises, torch drops the samples of the batch before it. A stream that
+    connects again would continue after the sample that has raised, and the dropped samples would
+    never be trained on.
     """
 
     def __init__(self, samples: Iterator[Any]) -> None:
         self.samples = samples
-        self.failure: Exception | None = None  # of the last sample
+        self.failure: Exception | None = None
+        """The exception of the last sample, or None if it could be read."""
         self._of_batch: list[Any] = []
-        self._again: list[Any] = []  # samples to yield again, the last one first
+        """The samples of the current batch."""
+        self._again: list[Any] = []
+        """Samples to yield again, the last one first."""
 
     def __next__(self) -> Any:
         if self._again:
             sample = self._again.pop()
         else:
-            failure, self.failure = self.failure, None
-            try:
-                sample = next(self.samples)
-            except StopIteration:
-                if failure is None:
-                    raise
-                self.failure = failure  # the stream has ended with it, and not with its data
-                raise failure from None
-            except Exception as error:
-                self.failure = error
-                raise
+            sample = self._read()
         self._of_batch.append(sample)
         return sample
+
+    def _read(self) -> Any:
+        """Reads a new sample. If the stream has ended with a failure, raises it again."""
+        failure, self.failure = self.failure, None
+        try:
+            return next(self.samples)
+        except StopIteration:
+            if failure is None:
+                raise
+            self.failure = failure  # the stream has ended with it, and not with its data
+            raise failure from None
+        except Exception as error:
+            self.failure = error
+            raise
 
     def end_batch(self) -> None:
         """Forgets the samples of a batch that was read."""
@@ -414,16 +347,17 @@ class _Replayed(Iterator[Any]):
         self._of_batch.clear()
 
 
-class _TorchStream(LoaderAdapter, Iterator[Any]):
+class _TorchStream(LoaderAdapter, Iterator[AnyBatch]):
     """A torch DataLoader that cannot be rewound, such as one of an IterableDataset.
 
     Without workers, a dataset that connects again after an exception loses no sample.
     """
 
-    _batches: Iterator[Any]
+    _batches: Batches
     _samples: _Replayed | None = None
+    """The samples of this process, or None if workers read them or the stream cannot connect."""
 
-    def start(self, epoch: int) -> Iterator[Any]:
+    def start(self, epoch: int) -> Batches:
         self._batches, self._samples = super().start(epoch), None
         fetcher = getattr(self._batches, "_dataset_fetcher", None)  # in a worker, if there are any
         samples = getattr(fetcher, "dataset_iter", None)
@@ -431,13 +365,13 @@ class _TorchStream(LoaderAdapter, Iterator[Any]):
             self._samples = fetcher.dataset_iter = _Replayed(samples)
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> AnyBatch:
         batch = next(self._batches)
         if self._samples is not None:
             self._samples.end_batch()
         return batch
 
-    def stay(self, batches: Iterator[Any]) -> bool:
+    def stay(self, batches: Batches) -> bool:
         if self._samples is None:
             return False
         self._samples.begin_batch_again()
@@ -453,10 +387,15 @@ class UnreadableBatch:
     """
 
     error: Exception
+    """The exception of the loader."""
 
 
-def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches, and an `UnreadableBatch` where reading raises."""
+def catch_unreadable(batches: Batches) -> Batches:
+    """Yields batches, and an `UnreadableBatch` where reading raises.
+
+    Args:
+        batches: the batches of an epoch, which can continue after an exception.
+    """
     while True:
         try:
             batch = next(batches)
@@ -467,31 +406,39 @@ def catch_unreadable(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def adapter_for(loader: Any) -> LoaderAdapter:
-    """The adapter for a loader. Begins an epoch if the loader's iterator must be examined.
+def adapter_for(loader: AnyLoader) -> LoaderAdapter:
+    """Chooses the adapter for a loader that is no DataLoader of a map-style dataset.
 
-    A loader can have an attribute `why_not`: the reason why it cannot be rewound. A loader of
-    healcore's own, such as `ScanBlocks`, is its own adapter.
+    A loader can have an attribute `why_not`, see `ExplainsWhyNot`. A loader of healcore's own, such
+    as `ScanBlocks`, is its own adapter.
+
+    Args:
+        loader: something to iterate over, or with `__getitem__`. If only its iterator can have a
+            state, the first epoch begins here, which may draw random numbers.
     """
     if isinstance(loader, LoaderAdapter):
         return loader
-    why_not = loader.why_not if hasattr(loader, "why_not") else _why_no_state(loader)
+    explains = hasattr(loader, "why_not")
+    if explains:
+        why_not = loader.why_not
+    else:
+        why_not = _why_no_state(loader)
     if why_not is None:
         return _StatefulLoader(loader)
-    if hasattr(loader, "why_not") or _has_methods(loader, _STATE_DICT):
+    if explains or has_methods(loader, STATE_DICT):
         return LoaderAdapter(loader, why_not=why_not)
     if isinstance(loader, Sequence) or not hasattr(loader, "__iter__"):
         return _IndexedLoader(loader)
     first = iter(loader)
-    for names in (_GET_STATE, _STATE_DICT):
-        if _has_methods(first, names):
+    for names in (GET_STATE, STATE_DICT):
+        if has_methods(first, names):
             return _StatefulIterator(loader, first, names)
     if is_type(first, "torch.utils.data", "_BaseDataLoaderIter"):
         return _TorchStream(loader, why_not=why_not, first=first)
     return LoaderAdapter(loader, why_not=why_not, first=first)
 
 
-def _why_no_state(loader: Any) -> str | None:
+def _why_no_state(loader: AnyLoader) -> str | None:
     """Why a loader has no exact `state_dict`, and what to use instead, or None if it has one."""
     name = class_name(loader)
     if is_type(loader, "accelerate.data_loader", "DataLoaderDispatcher"):
@@ -504,15 +451,22 @@ def _why_no_state(loader: Any) -> str | None:
             f"{name} does not record the position in an IterableDataset: use a map-style dataset, "
             "or pass torchdata's StatefulDataLoader to the Healer without preparing it"
         )
-    if not _has_methods(loader, _STATE_DICT):
-        article = "an" if name[0].lower() in "aeiou" else "a"
+    if not has_methods(loader, STATE_DICT):
+        article = "a"
+        if name[0].lower() in "aeiou":
+            article = "an"
         return (
             f"{article} {name} cannot be rewound: it has no state_dict and load_state_dict (or "
             "get_state and set_state). Pass a list, a torch DataLoader of a map-style dataset, "
             "torchdata's StatefulDataLoader, a Grain dataset, a loader whose iterator has these "
             "methods, or a function that makes the stream again: lambda: zip(a, b)"
         )
-    if _has_shuffle_buffer(loader):
+    return _why_inexact_state(loader, name)
+
+
+def _why_inexact_state(loader: AnyLoader, name: str) -> str | None:
+    """Why the `state_dict` of a loader does not determine what follows, or None if it does."""
+    if has_shuffle_buffer(loader):
         return f"{name} does not record its shuffle buffer: use a map-style dataset, with shuffle"
     if is_type(loader, "torchdata.nodes", "Loader"):
         return f"{name} reads ahead into the next epoch: use StatefulDataLoader"
@@ -526,49 +480,3 @@ def _why_no_state(loader: Any) -> str | None:
                 "a sampler that records the order in its state_dict"
             )
     return None
-
-
-def _has_shuffle_buffer(loader: Any) -> bool:
-    """Whether a stream of Hugging Face shuffles in a buffer, which its state does not have."""
-    parts = [getattr(loader, "dataset", loader)]
-    for part in parts:
-        inner = (getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable"))
-        parts += filter(None, (*inner, *getattr(part, "ex_iterables", ())))
-    return any(is_type(part, "datasets", "BufferShuffledExamplesIterable") for part in parts)
-
-
-def class_name(thing: Any) -> str:
-    """Name of an object's class, with its module except for builtins."""
-    return values.class_name(type(thing)).removeprefix("builtins.")
-
-
-def is_type(thing: Any, package: str, *names: str) -> bool:
-    """Whether a class of one of these names, in a module of the package, is a base of `thing`."""
-    return any(
-        kind.__name__ in names and kind.__module__.startswith(package)
-        for kind in type(thing).__mro__
-    )
-
-
-def _has_methods(thing: Any, names: tuple[str, str]) -> bool:
-    return all(callable(getattr(thing, name, None)) for name in names)
-
-
-# -- samplers of torch loaders --------------------------------------------------------------------
-
-
-def samplers_of(loader: Any) -> list[Any]:
-    """The samplers and batch samplers of a torch loader, including samplers inside samplers."""
-    parts = [loader]
-    for part in parts:
-        for name in ("sampler", "batch_sampler"):
-            inner = getattr(part, name, None)
-            if inner is not None and all(inner is not other for other in parts):
-                parts.append(inner)
-    return parts[1:]
-
-
-def generators_of(parts: Iterable[Any]) -> list[Any]:
-    """The random generators of loaders and samplers, each once."""
-    found = [getattr(part, "generator", None) for part in parts]
-    return [*{id(each): each for each in found if _has_methods(each, _GET_STATE)}.values()]

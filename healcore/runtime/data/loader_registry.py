@@ -10,9 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from healcore.runtime.data.cursor import Cursor, ReadRetries
-from healcore.runtime.data.loader_adapters import BatchId, DataError, decode_position
-from healcore.runtime.data.scan_blocks import ScanBlocks
+from healcore.runtime.data.earlier_loaders import (
+    COUNT,
+    EarlierLoaders,
+    check_positions,
+    has_begun,
+)
+from healcore.runtime.data.epoch_loop import EPOCH, EpochLoop
+from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.loader_protocols import AnyLoader
+from healcore.runtime.data.positions import BatchId, SavedPosition
+from healcore.runtime.data.run_loader import RunLoader
 
 MODEL_CHANGED = (
     "the program would change the structure of its model again at the begin of that epoch"
@@ -21,75 +29,21 @@ MODEL_CHANGED = (
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
 """Reason of a rollback after which only the steps of the current loader are repeated."""
 
-_MAX_LOADERS = 8  # to keep; a loop may make a new loader for every epoch
-# Keys next to the positions: the number of loaders so far, and the epoch of the program's own loop
-# that begins or continues here.
-_COUNT, _EPOCH = "count", "epoch"
+_MAX_LOADERS = 8
+"""Number of loaders to keep; a loop may make a new loader for every epoch."""
+
+Positions = dict[str, Any]
+"""Number of a loader, as text -> `SavedPosition`; and `COUNT` and `EPOCH`."""
+Limit = Callable[[int], int] | None
+"""Takes the number of an epoch and returns its largest number of batches; None for no limit."""
 
 
-class RunLoader(Cursor):
-    """The cursor of a run's loader, and the use of its batches.
-
-    Attributes:
-        number: number of the loader, in the order of first use.
-        start: the position before the first batch, for checkpoints older than the first use.
-        first_epoch: the epoch of the program's loop in which the loader was first used.
-        order: number of loaders that were first used before it in that epoch.
-        exhausted_before: whether an earlier process has read all epochs.
-        in_loop: whether a loop reads the loader. A `break` drops the rest of the epoch.
-        left_by_break: whether a `break` has followed the last batch.
-        trains: whether a step has used its batches. Others are read from the start after a restart.
-        in_use: whether the loop is still using the last batch.
-        pending_ids: ids of the batches since the last step.
-        contents: the batches since the last step, if weights are compared.
-        substitute: the batch that replaces an unreadable batch, with several ranks.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        loader: Any,
-        epochs: int | None,
-        skipped_batch_ids: set[BatchId],
-        limit: Callable[[int], int] | None,
-        retries: ReadRetries | None = None,
-    ) -> None:
-        super().__init__(loader, epochs=epochs, retries=retries)
-        self.number = number
-        self.limit = limit
-        self.skipped_batch_ids = skipped_batch_ids
-        self.start = self.position()
-        self.first_epoch = self.order = 0
-        self.exhausted_before = self.in_use = self.trains = self.left_by_break = False
-        self.in_loop = True
-        self.pending_ids: list[BatchId] = []
-        self.contents: list[Any] = []
-        self.substitute: Any = None
-
-    @property
-    def is_scan(self) -> bool:
-        """Whether the batches are blocks of `Healer.scan`, of which a rollback skips none."""
-        return isinstance(self.loader, ScanBlocks)
-
-    @property
-    def first_pending(self) -> BatchId | None:
-        """The first batch that was read since the last step, also if reading it has raised."""
-        return self.pending_ids[0] if self.pending_ids else self.unreadable
-
-    def next(self) -> tuple[Any, BatchId]:
-        """See `Cursor.next`. Raises StopIteration if an earlier process has read all epochs.
-
-        After its last block a scan does not begin another epoch, so that a restart with more
-        updates continues there.
-        """
-        if self.exhausted_before or (self.is_scan and self.loader.is_finished):
-            raise StopIteration
-        self.in_loop, self.left_by_break = True, False
-        return super().next()
-
-
-class LoaderRegistry:
+class LoaderRegistry(EpochLoop):
     """All loaders of a run.
+
+    A checkpoint has the position of every loader (`position`). A restart stores them (`resume`),
+    and each loader takes over its own at its first use (`begin`). A rollback moves the loaders of
+    the steps back, and marks batches to skip (`rewind`).
 
     Attributes:
         notices: sentences for the log; the Healer clears them.
@@ -97,39 +51,26 @@ class LoaderRegistry:
         retries: the attempts to read a batch after failures in the network, or None for one.
         last_trained: the loader of the last step, or the first loader. Rollbacks rewind it, and the
             other loaders that a loop reads for steps, but not the loader of an evaluation.
-        next_epoch: epoch at which the program's own loop continues after a restart. While the code
-            after an epoch runs, still that epoch, which has no batch left.
-        names_epochs: whether the program's loop passes the number of its epoch.
-        can_return: whether a loop over `Healer.epochs` runs, which can return to an earlier epoch.
-        returns_to: epoch to which this loop returns because of a rollback, or None. Until then the
-            passes of the loaders that were rewound have no further batch.
-        crossed: epoch that a loop was in when the last rewind has led it into an earlier epoch, to
-            which it does not return, or None.
-        changed_in: epoch in which the program has last changed the structure of its model, or -1. A
-            loop over `Healer.epochs` returns to later epochs only.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.notices: list[str] = []
         self.inform: Callable[[str], object] = lambda line: None
         self.retries: ReadRetries | None = None
         self.last_trained: RunLoader | None = None
-        self.next_epoch = 0
-        self.names_epochs = self.can_return = False
-        self.returns_to: int | None = None
-        # Of the last such return the positions, and the new loaders since the epoch has begun.
-        self._returned: Mapping[str, Any] = {}
-        self._new_in_epoch = 0
-        self.crossed: int | None = None
-        self.changed_in = -1
-        self._loaders: list[RunLoader] = []  # in the order of their last use
-        self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)  # by number
-        self._count = 0
-        self._saved: dict[str, Any] = {}
-        self._saved_count = 0
-        self._completed: list[Any] = []  # loaders of a completed run, which are not read again
-        self._is_short = False  # whether a loader ends before its saved position
+        self._loaders: list[RunLoader] = []
+        """The loaders in the order of their last use."""
+        self._skipped: defaultdict[int, set[BatchId]] = defaultdict(set)
+        """Number of a loader -> its batches to skip."""
+        self._next_number = 0
+        self._earlier = EarlierLoaders()
+        self._completed: list[AnyLoader] = []
+        """Loaders of a completed run, which are not read again."""
+        self._is_short = False
+        """Whether a loader ends before its saved position."""
         self._noticed: set[str] = set()
+        """The notices so far: each is written once."""
 
     def __iter__(self) -> Iterator[RunLoader]:
         return iter(self._loaders)
@@ -137,7 +78,7 @@ class LoaderRegistry:
     @property
     def is_empty(self) -> bool:
         """Whether the run has used no loader, in this and in earlier processes."""
-        return self.last_trained is None and not self._saved_count
+        return self.last_trained is None and not self._earlier.count
 
     @property
     def place(self) -> BatchId:
@@ -146,48 +87,84 @@ class LoaderRegistry:
         In a loop over `Healer.epochs` the epoch is that of the loop, also after its last batch.
         """
         loader = self.last_trained
-        if loader is not None and loader.in_use and loader.last_id is not None:
+        if loader is None:
+            place = self._earlier.furthest_place(default=BatchId(self.next_epoch, 0))
+        elif loader.in_use and loader.last_id is not None:
             place = loader.last_id
-        elif loader is not None:
-            place = loader.next_id
         else:
-            saved = [BatchId(at["epoch"], at["index"]) for at in self._saved.values()]
-            place = max(saved, default=BatchId(self.next_epoch, 0))
+            place = loader.next_id
         if not self.can_return:
             return place
-        epoch = self.next_epoch if self.returns_to is None else self.returns_to
-        return BatchId(epoch, place.index if place.epoch == epoch else 0)
+        epoch = self.next_epoch
+        if self.returns_to is not None:
+            epoch = self.returns_to
+        if place.epoch == epoch:
+            return BatchId(epoch, place.index)
+        return BatchId(epoch, 0)
 
-    def find(self, loader: Any) -> RunLoader | None:
-        """The cursor of a loader, or None before its first use."""
-        return next((known for known in self._loaders if known.loader is loader), None)
+    def find(self, loader: AnyLoader) -> RunLoader | None:
+        """Finds the cursor of a loader.
+
+        Args:
+            loader: the user's loader, which is compared by identity.
+
+        Returns:
+            The cursor, or None before its first use in this process.
+        """
+        for known in self._loaders:
+            if known.loader is loader:
+                return known
+        return None
 
     def count_from(self, number: int) -> None:
-        """Sets the next new loader's number, if no loader of an earlier epoch is made again."""
-        self._count = max(self._count, number)
-        self._saved = {key: place for key, place in self._saved.items() if int(key) >= number}
+        """Sets the number of the next new loader.
 
-    def saved_position(self, loader: Any, epoch: int | None = None) -> dict[str, Any] | None:
-        """The position that an earlier process has saved for this loader in `epoch`, or None."""
+        For a loop that begins at a later epoch after a restart, and makes no loader of an earlier
+        epoch again. A number is never lowered.
+
+        Args:
+            number: the least number of the next new loader.
+        """
+        self._next_number = max(self._next_number, number)
+        self._earlier.forget_before(number)
+
+    def saved_position(self, loader: AnyLoader, epoch: int | None = None) -> SavedPosition | None:
+        """The position that an earlier process has saved for a loader.
+
+        Args:
+            loader: the user's loader.
+            epoch: the epoch of the program's own loop, or None if the loop does not name it.
+
+        Returns:
+            The position, or None for a new loader, and for one that has taken over its position.
+        """
         known = self.find(loader)
-        return self._saved.get(str(self._number_in(epoch) if known is None else known.number))
+        if known is None:
+            number = self._number_in(epoch)
+        else:
+            number = known.number
+        return self._earlier.positions.get(str(number))
 
-    def is_of_completed_run(self, loader: Any, epoch: int | None = None) -> bool:
-        """Whether a completed run has trained with this loader, which is numbered as in `begin`."""
+    def is_of_completed_run(self, loader: AnyLoader, epoch: int | None = None) -> bool:
+        """Whether a completed run has trained with this loader.
+
+        A program that is started again after its end then skips the loop over the loader, but not
+        a loop that evaluates. The loader gets its number here, as in `begin`.
+
+        Args:
+            loader: the user's loader.
+            epoch: the epoch of the program's own loop, or None if the loop does not name it.
+        """
         known = self.find(loader)
         if known is not None:
             return known.trains
         if any(loader is each for each in self._completed):
             return True
         number = self._number_in(epoch)
-        saved = self._saved.get(str(number))
-        if saved is None:  # an earlier process has read all of its batches, or it is new
-            has_trained = number < self._saved_count
-        else:
-            has_trained = (saved["epoch"], saved["index"]) > (0, 0)
+        has_trained = self._earlier.has_trained(number)
         if has_trained:
             self._completed.append(loader)
-            self._count = max(self._count, number + 1)
+            self._next_number = max(self._next_number, number + 1)
         return has_trained
 
     def pass_over_completed(self) -> None:
@@ -195,21 +172,32 @@ class LoaderRegistry:
 
         Call it where the program's loop is left out, so that it does not name its loaders.
         """
-        for number, saved in self._saved.items():
-            if (saved["epoch"], saved["index"]) > (0, 0):
-                self._count = max(self._count, int(number) + 1)
+        for number, saved in self._earlier.positions.items():
+            if has_begun(saved):
+                self._next_number = max(self._next_number, int(number) + 1)
+
+    # -- the begin of a pass --------------------------------------------------------------------
 
     def begin(
         self,
-        loader: Any,
+        loader: AnyLoader,
         epochs: int | None,
         epoch: int | None = None,
-        limit: Callable[[int], int] | None = None,
+        limit: Limit = None,
     ) -> RunLoader:
-        """Begins to iterate over a loader for `epochs` more epochs of `limit` batches at most.
+        """Begins to iterate over a loader.
 
         After a restart the loader continues at its saved position. After a `break` it begins the
-        next epoch, as any loader does. With `epoch`, it reads this epoch only (`read_only`).
+        next epoch, as any loader does.
+
+        Args:
+            loader: the user's loader.
+            epochs: number of further epochs, or None for no end.
+            epoch: the only epoch to read, which is the epoch of the program's own loop; or None.
+            limit: see `Limit`.
+
+        Returns:
+            The loader's cursor.
         """
         begun = self.find(loader)
         if begun is None:
@@ -219,10 +207,11 @@ class LoaderRegistry:
             begun.extend(epochs)
             if begun.in_loop:
                 begun.abandon()
-            begun.exhausted_before, begun.in_loop = False, True
+            begun.exhausted_before = False
+            begun.in_loop = True
         self._loaders.append(begun)
         self.last_trained = self.last_trained or begun
-        saved = self._saved.pop(str(begun.number), None)
+        saved = self._earlier.positions.pop(str(begun.number), None)
         if saved is not None:
             self._continue_at(begun, saved)
         if epoch is not None:
@@ -238,61 +227,83 @@ class LoaderRegistry:
                 "healer.epochs(n)` with batches(loader, epoch=epoch) begins at the right epoch; a "
                 "loop without epochs needs batches(loader, epochs=None)"
             )
-        while len(self._loaders) > _MAX_LOADERS:
-            others = (each for each in self._loaders if each is not self.last_trained)
-            self._loaders.remove(min(others, key=lambda each: each.trains))  # the oldest of these
+        self._forget_surplus()
         return begun
 
+    def _forget_surplus(self) -> None:
+        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first those that train nothing."""
+        while len(self._loaders) > _MAX_LOADERS:
+            others = [each for each in self._loaders if each is not self.last_trained]
+            oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
+            self._loaders.remove(oldest)
+
     def _new(
-        self, loader: Any, epochs: int | None, epoch: int | None, limit: Callable[[int], int] | None
+        self, loader: AnyLoader, epochs: int | None, epoch: int | None, limit: Limit
     ) -> RunLoader:
         """The cursor of a loader at its first use, numbered."""
         number = self._number_in(epoch)
-        if epoch is not None and (old := self._made_before(epoch)) is not None:
-            self._skipped[number] = self._skipped[old.number]
-            if epoch == self.next_epoch and str(old.number) in self._returned:
-                self._saved[str(number)] = self._returned[str(old.number)]
+        if epoch is not None:
+            self._take_over_return(number, epoch)
         new = RunLoader(number, loader, epochs, self._skipped[number], limit, self.retries)
         new.inform = self.inform
-        new.first_epoch, new.order = epoch or 0, self._new_in_epoch
+        new.first_epoch = epoch or 0
+        new.order = self._new_in_epoch
         self._new_in_epoch += 1
-        new.exhausted_before = self._saved_count > number and str(number) not in self._saved
-        self._count = number + 1
+        new.exhausted_before = self._earlier.has_ended(number)
+        self._next_number = number + 1
         notice = f"after rollbacks the data continues forward: {new.why_not}"
         if not new.can_rewind and notice not in self._noticed:
             self._noticed.add(notice)
             self.notices.append(notice)
         return new
 
+    def _take_over_return(self, number: int, epoch: int) -> None:
+        """Gives a new loader what the loader had in whose place it stands after a return.
+
+        A program that makes its loader in each epoch makes it again when the loop returns to the
+        epoch. Then the new loader continues where the old one was, and skips the same batches.
+        """
+        old = self._made_before(epoch)
+        if old is None:
+            return
+        self._skipped[number] = self._skipped[old.number]
+        returned = self._returned.get(str(old.number))
+        if epoch == self.next_epoch and returned is not None:
+            self._earlier.positions[str(number)] = returned
+
     def _made_before(self, epoch: int) -> RunLoader | None:
         """The loader in whose place the program makes a new one, after a return to its epoch."""
-        place = epoch, self._new_in_epoch
-        return next((each for each in self if (each.first_epoch, each.order) == place), None)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Begins an epoch of a loop over `Healer.epochs`."""
-        self.next_epoch = epoch
-        self.can_return = True
-        if epoch != self._returned.get(_EPOCH):  # the positions are of that epoch only
-            self._returned = {}
-        self._new_in_epoch = 0
+        for each in self:
+            if each.first_epoch == epoch and each.order == self._new_in_epoch:
+                return each
+        return None
 
     def return_to_epoch(self) -> int:
-        """Ends the passes of the loaders, and returns the epoch to which the loop returns."""
-        assert self.returns_to is not None
-        epoch, self.returns_to = self.returns_to, None
+        """Ends the passes of the loaders in a loop that returns to an earlier epoch.
+
+        Call it when the body of the current epoch has ended.
+
+        Returns:
+            The epoch that the loop yields next.
+        """
+        epoch = self._end_return()
         for loader in self:
             if loader.trains:
                 loader.end_before(epoch)
         return epoch
 
-    def _continue_at(self, begun: RunLoader, saved: dict[str, Any]) -> None:
+    def _continue_at(self, begun: RunLoader, saved: SavedPosition) -> None:
         """Moves a loader to its position in an earlier process."""
-        begun.trains = (saved["epoch"], saved["index"]) > (0, 0)
-        begun.start = begun.start if begun.trains else saved
+        begun.trains = has_begun(saved)
+        if not begun.trains:
+            begun.start = saved
         if not begun.rewind(saved) and begun.trains:
-            self.notices += filter(None, [begun.fast_forward(saved)])
-        self._is_short |= begun.next_id.index > (begun.length or begun.next_id.index)
+            notice = begun.fast_forward(saved)
+            if notice:
+                self.notices.append(notice)
+        length = begun.length
+        if length and begun.next_id.index > length:
+            self._is_short = True
 
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
@@ -300,20 +311,19 @@ class LoaderRegistry:
         Loaders of earlier epochs are not made again, so their numbers are left out.
         """
         if epoch is None:
-            return self._count
-        saved = {int(key): BatchId(at["epoch"], at["index"]) for key, at in self._saved.items()}
-        low, high = BatchId(epoch - 1, 0), BatchId(epoch + 1, 0)
-        begun = {number: place for number, place in saved.items() if low < place <= high}
-        furthest = max(begun.values(), default=None)
-        own = begun.get(self._count)
-        if own == furthest or (own is not None and own.index > 0):
-            return self._count
-        return max(number for number, place in begun.items() if place == furthest)
+            return self._next_number
+        return self._earlier.number_in(epoch, self._next_number)
 
     @property
     def at_epochs(self) -> bool:
-        """Whether all saved positions are in use, and no loader stands within a later epoch."""
-        return not (self._saved or self._is_short or any(n.beyond_last_epoch for n in self))
+        """Whether the loop has caught up with the loops of earlier processes.
+
+        It has if all saved positions are in use, and no loader stands within an epoch that the
+        loop does not reach. Only then do random states of the end of a pass apply.
+        """
+        if self._earlier.positions or self._is_short:
+            return False
+        return not any(each.beyond_last_epoch for each in self)
 
     # -- positions ------------------------------------------------------------------------------
 
@@ -323,21 +333,46 @@ class LoaderRegistry:
         loaders = self._of_steps()
         return bool(loaders) and all(loader.can_rewind for loader in loaders)
 
-    def position(self) -> dict[str, Any]:
-        """The positions of all loaders, for a checkpoint."""
-        read = [loader for loader in self if not loader.exhausted_before]
-        unfinished = {str(n.number): n.position() if n.trains else n.start for n in read}
-        return {**unfinished, _COUNT: self._count, _EPOCH: self.next_epoch}
+    def position(self) -> Positions:
+        """The positions of all loaders, for a checkpoint.
 
-    def position_after_step(self) -> dict[str, Any] | None:
-        """The positions after the last step, or None if a loader cannot be rewound to it."""
-        first = {loader: loader.first_pending for loader in self if loader.trains}
-        before = {str(n.number): n.position_before(b) for n, b in first.items() if b is not None}
-        return None if None in before.values() else {**self.position(), **before}
+        A loader that trains nothing has the position of its start: an evaluation reads it from its
+        first batch again.
+        """
+        positions: Positions = {}
+        for loader in self:
+            if loader.exhausted_before:
+                continue
+            if loader.trains:
+                positions[str(loader.number)] = loader.position()
+            else:
+                positions[str(loader.number)] = loader.start
+        positions[COUNT] = self._next_number
+        positions[EPOCH] = self.next_epoch
+        return positions
 
-    def forward_positions(self) -> dict[str, Any]:
-        """The positions of loaders that cannot be rewound, JSON-safe. A rollback keeps them."""
-        return {str(n.number): n.position() for n in self if n.trains and not n.can_rewind}
+    def position_after_step(self) -> Positions | None:
+        """The positions after the last step, or None if a loader cannot be rewound to it.
+
+        Batches since that step belong to the next one. A restart has to read them again.
+        """
+        pending = [each for each in self if each.trains and each.first_pending is not None]
+        before: Positions = {}
+        for loader in pending:
+            assert loader.first_pending is not None
+            before[str(loader.number)] = loader.position_before(loader.first_pending)
+        if None in before.values():
+            return None
+        return {**self.position(), **before}
+
+    def forward_positions(self) -> Positions:
+        """The positions of loaders that cannot be rewound, JSON-safe.
+
+        A rollback keeps them, while it moves all other loaders back: a restart after it has to
+        continue where such a loader really is.
+        """
+        forward = [each for each in self if each.trains and not each.can_rewind]
+        return {str(loader.number): loader.position() for loader in forward}
 
     def skipped_by_loader(self) -> dict[str, list[list[int]]]:
         """Ids of all skipped batches, by number of the loader, JSON-safe."""
@@ -348,22 +383,27 @@ class LoaderRegistry:
         return frozenset().union(*self._skipped.values())
 
     def check(self, position: Mapping[str, Any]) -> None:
-        """Checks positions of an earlier process before `resume`. Raises DataError."""
-        for key, value in position.items():
-            if key not in (_COUNT, _EPOCH):
-                decode_position(value)
-            elif type(value) is not int or value < 0:
-                raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
+        """Checks positions of an earlier process before `resume`.
+
+        Raises:
+            DataError: a part of them cannot be read. Nothing was changed.
+        """
+        check_positions(position)
 
     def resume(
         self, position: Mapping[str, Any], skipped: Mapping[str, Iterable[Iterable[int]]] = {}
     ) -> None:
-        """Stores positions and skipped batches of an earlier process for later calls of `begin`."""
-        self._saved = dict(position)
-        self._saved_count = int(self._saved.pop(_COUNT, 0))
-        self.next_epoch = int(self._saved.pop(_EPOCH, 0))
+        """Stores positions and skipped batches of an earlier process for later calls of `begin`.
+
+        Args:
+            position: result of `position`.
+            skipped: result of `skipped_by_loader`.
+        """
+        self.next_epoch = self._earlier.load(position)
         for number, ids in skipped.items():
             self._skipped[int(number)] = {BatchId(*pair) for pair in ids}
+
+    # -- rollbacks ------------------------------------------------------------------------------
 
     def rewind(
         self,
@@ -372,11 +412,16 @@ class LoaderRegistry:
         more: int,
         again: Sequence[BatchId] = (),
     ) -> str:
-        """Rewinds the loaders of the steps and skips the `bad` batches and `more` after them.
+        """Rewinds the loaders of the steps and skips some batches.
 
-        Batches to read `again` are no longer skipped. Loaders of which one cannot be rewound
-        continue forward, past the bad batches. `position` is None if the checkpoint has none.
-        The ids apply to the last trained loader, and to loaders at the same batch, as in a `zip`.
+        Loaders of which one cannot be rewound continue forward, past the bad batches. The ids apply
+        to the last trained loader, and to loaders at the same batch, as in a `zip`.
+
+        Args:
+            position: positions of the checkpoint, or None if the checkpoint has none.
+            bad: batches to skip.
+            more: number of batches to skip after them.
+            again: batches to read again, which are skipped no longer.
 
         Returns:
             Reason why the loaders were not rewound, or an empty string.
@@ -387,35 +432,50 @@ class LoaderRegistry:
         trained, self.crossed = loaders[0], None
         before = trained.last_id
         returns = self.can_return and position is not None and self._returns_with(position)
-        last = max(bad, default=None)
-        after = {BatchId(last.epoch, last.index + 1 + i) for i in range(more) if last}
-        for loader in (loader for loader in loaders if loader.next_id == trained.next_id):
-            # Earlier bad batches stay skipped, because a deeper rollback reads them again.
-            end = loader.length
-            loader.skipped_batch_ids.update(bad, (b for b in after if end is None or b.index < end))
-            loader.skipped_batch_ids.difference_update(again)
+        at_same_batch = [each for each in loaders if each.next_id == trained.next_id]
+        for loader in at_same_batch:
+            _skip(loader, bad, more, again)
         if position is None:
             return "the checkpoint has no position of this loader"
-        if returns and position[_EPOCH] <= self.changed_in:
-            return MODEL_CHANGED
-        if returns:  # also the loaders of earlier passes, which the loop will read again
+        if returns:
+            if position[EPOCH] <= self.changed_in:
+                return MODEL_CHANGED
+            # Also the loaders of earlier passes, which the loop will read again.
             loaders += [each for each in self if each.trains and each not in loaders]
+        why_not = self._rewind_each(loaders, position)
+        if why_not:
+            return why_not
+        if returns:
+            self._begin_return(position)
+            return ""
+        if before is not None and trained.next_id.epoch < before.epoch:
+            self.crossed = before.epoch
+        if str(trained.number) not in position and self._ended_within(position, loaders):
+            return EPOCH_LOST
+        return ""
+
+    def _rewind_each(self, loaders: list[RunLoader], position: Mapping[str, Any]) -> str:
+        """Rewinds some loaders. Returns the reason why one could not be rewound, or "".
+
+        Those that cannot be rewound come first, so that in this case no loader has moved.
+        """
         for loader in sorted(loaders, key=lambda loader: loader.can_rewind):
             saved = position.get(str(loader.number))
             if not loader.rewind(saved or loader.start):
                 return loader.why_not or "it could not be rewound"
             if saved is None:
                 loader.next_id = BatchId(loader.first_epoch, 0)
-            loader.in_loop = False  # a `break` came after this position
-        if returns:
-            self._returned, self.returns_to = position, int(position[_EPOCH])
-            return ""
-        if before is not None and trained.next_id.epoch < before.epoch:
-            self.crossed = before.epoch
-        ended = (position.get(str(loader.number)) for loader in self if loader not in loaders)
-        if str(trained.number) not in position and any(at and at["index"] for at in ended):
-            return EPOCH_LOST
+            loader.leave_loop()  # a `break` came after this position
         return ""
+
+    def _ended_within(self, position: Mapping[str, Any], loaders: list[RunLoader]) -> bool:
+        """Whether a loader that was not rewound stands within an epoch at a position."""
+        for loader in self:
+            if loader not in loaders:
+                saved = position.get(str(loader.number))
+                if saved and saved["index"]:
+                    return True
+        return False
 
     def _returns_with(self, position: Mapping[str, Any]) -> bool:
         """Whether a loop over `Healer.epochs` has to return after a rewind to this position.
@@ -425,7 +485,7 @@ class LoaderRegistry:
         program would count more batches than the loader has, and many programs divide by, index
         with or compare with this length. A stream without a length just continues.
         """
-        epoch = position.get(_EPOCH, self.next_epoch)
+        epoch = position.get(EPOCH, self.next_epoch)
         trained = self.last_trained
         if epoch < self.next_epoch:
             return True
@@ -437,5 +497,22 @@ class LoaderRegistry:
     def _of_steps(self) -> list[RunLoader]:
         """The last trained loader, and the other loaders that a loop reads for steps."""
         last = self.last_trained
+        if last is None:
+            return []
         others = [each for each in self if each is not last and each.trains and each.in_loop]
-        return [] if last is None else [last, *others]
+        return [last, *others]
+
+
+def _skip(loader: RunLoader, bad: Collection[BatchId], more: int, again: Sequence[BatchId]) -> None:
+    """Marks the `bad` batches and `more` after them to be skipped, except those to read `again`.
+
+    Earlier bad batches stay marked, because a deeper rollback reads them again.
+    """
+    loader.skipped_batch_ids.update(bad)
+    last = max(bad, default=None)
+    if last is not None:
+        end = loader.length
+        for index in range(last.index + 1, last.index + 1 + more):
+            if end is None or index < end:
+                loader.skipped_batch_ids.add(BatchId(last.epoch, index))
+    loader.skipped_batch_ids.difference_update(again)

@@ -23,8 +23,22 @@ def _view_at(address: int) -> Any:
     return (ctypes.c_char * _MT19937_BYTES).from_address(address)
 
 
-def random_states() -> dict[str, Any]:
-    """The states of the global generators of Python, NumPy and torch."""
+RandomStates = dict[str, Any]
+"""The states of the global generators: "python", "numpy", and "framework", see `torch_states`.
+
+Each is what the generator's own function returns, and None or empty for no state.
+"""
+
+
+def random_states() -> RandomStates:
+    """The states of the global generators of Python, NumPy and torch.
+
+    Takes a few microseconds if no number was drawn since the last call, because it is called after
+    each step.
+
+    Returns:
+        The states, for `set_random_states`. They are not copied: change none of them.
+    """
     return {"python": _python.read(), "numpy": _numpy.read(), "framework": torch_states()}
 
 
@@ -107,7 +121,11 @@ _numpy = _NumpyState()
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Sets the global generators, except those whose state is None."""
+    """Sets the global generators.
+
+    Args:
+        states: result of `random_states`. A generator whose state is None or empty stays as it is.
+    """
     if states["python"] is not None:
         random.setstate(states["python"])
     if states["numpy"] is not None:

@@ -192,7 +192,7 @@ class RunBatches:
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.pending_ids) <= self._most_per_step:
             loader.contents.append(ObservedBatch(batch))
-        loader.in_use = True
+        loader.use_batch()
         return batch
 
     def end(self, loader: RunLoader, *, evaluates: bool) -> None:
@@ -210,7 +210,7 @@ class RunBatches:
             loader.contents.clear()
         if not evaluates:
             self.begin_pass(ended=True)
-        loader.in_loop = False
+        loader.leave_loop()
 
     def log_skipped(self, loader: RunLoader) -> None:
         """Logs the batches that the loader has skipped since the last call."""

@@ -210,7 +210,7 @@ class Loop:
         while True:
             if self.returns_to_epoch and begun.trains:
                 guard.pause()
-                begun.in_loop = False
+                begun.leave_loop()
                 return
             try:
                 guard.watch()
@@ -230,12 +230,12 @@ class Loop:
                 self.in_body = in_outer_body
             except GeneratorExit:  # the loop was left by `break`
                 guard.pause()
-                begun.left_by_break = True
+                begun.leave_by_break()
                 if self.run.data.step > self._yielded_step and not begun.trains:
                     begun.pending_ids = []  # an evaluation: no step uses its batches
                 raise
             finally:
-                begun.in_use = False
+                begun.end_use()
             steps = data.step
             self.queue_dispatch()
             counted = data.step > steps

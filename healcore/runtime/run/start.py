@@ -23,7 +23,8 @@ from healcore.events import Log
 from healcore.events.log import Metrics, metrics_path
 from healcore.policy import PolicyError
 from healcore.policy.tables import Problem
-from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, driver_for
+from healcore.runtime.driver import STEPPED, WEIGHTS, Driver
+from healcore.runtime.driver_choice import driver_for
 from healcore.runtime.hang_guard import HangGuard
 from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts

@@ -11,34 +11,52 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from healcore.console import first_of
 from healcore.core.errors import HealcoreError
 
 
 class StoreError(HealcoreError, RuntimeError):
-    """Base class of all errors of checkpoint stores."""
+    """Base class of all errors of checkpoint stores.
+
+    A store raises it before it changes anything that is live. So the training can go on, or can use
+    another checkpoint.
+    """
 
 
 class NoGoodCheckpoint(StoreError):
-    """There is no checkpoint to roll back to."""
+    """There is no checkpoint to roll back to.
+
+    The run stops then: to go on with weights that are known to be bad would waste the time.
+    """
 
 
 class UnsavableState(StoreError, TypeError):
-    """The state holds a value that a checkpoint cannot hold."""
+    """The state holds a value that a checkpoint cannot hold.
+
+    Raised before anything is written, at the first save, so that a long run does not find out later
+    that a part of its state was missing.
+    """
 
 
 @dataclass(eq=False, repr=False)
 class CheckpointDamaged(StoreError):
-    """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint."""
+    """The bytes of a checkpoint differ from the saved bytes. Use an older checkpoint.
+
+    A disk may return other bytes than were written, and a file may be cut off. Without digests, the
+    run would continue with wrong weights. A restore tries the other directories of the run and then
+    older checkpoints.
+    """
 
     step: int
+    """Step of the checkpoint."""
     path: str
     """Directory of the checkpoint, or "memory"."""
     file: str
     """The file (or array) that differs, relative to `path`."""
     difference: str
+    """What is wrong, as the end of a sentence that begins with the file."""
 
     def _message(self) -> str:
         return (
@@ -49,25 +67,40 @@ class CheckpointDamaged(StoreError):
 
 @dataclass(eq=False, repr=False)
 class CheckpointNotFound(StoreError):
-    """The store has no complete checkpoint of the requested step."""
+    """The store has no complete checkpoint of the requested step.
+
+    A directory that has the name of a checkpoint but is not complete raises `CheckpointDamaged`.
+    """
 
     step: int
+    """The requested step."""
     existing: Sequence[int]
+    """Steps of the checkpoints that the store has, ascending."""
     location: str
+    """Directory of the store, or "memory"."""
 
     def _message(self) -> str:
-        newest = ", ".join(str(step) for step in self.existing[-5:]) or "none"
-        more = "..., " if len(self.existing) > 5 else ""
+        newest = ", ".join(map(str, self.existing[-5:])) or "none"
+        more = ""
+        if len(self.existing) > 5:
+            more = "..., "
         return f"{self.location} has no checkpoint of step {self.step}; it has: {more}{newest}"
 
 
 @dataclass(eq=False, repr=False)
 class SaveFailed(StoreError):
-    """A checkpoint could not be copied or written. Earlier checkpoints are unchanged."""
+    """A checkpoint could not be copied or written. Earlier checkpoints are unchanged.
+
+    The cause is mostly a full disk or a lost file system. The run reports the error and tries again
+    at the next save; you lose at most the steps since the newest checkpoint.
+    """
 
     step: int
+    """Step of the checkpoint."""
     doing: str
+    """What the store was doing, such as "while writing to runs/1"."""
     error: BaseException
+    """The exception of the copy or of the system."""
     elsewhere: str = ""
     """Another directory of the run, which has the checkpoint, or an empty string."""
 
@@ -76,31 +109,44 @@ class SaveFailed(StoreError):
         system: BaseException | None = self.error
         while system is not None and not isinstance(system, OSError):
             system = system.__cause__ or system.__context__
-        reason = f" ({system})" if system not in (None, self.error) else ""
         error = f"{type(self.error).__name__}: {self.error}"
-        but = f"; {self.elsewhere} has this checkpoint" if self.elsewhere else ""
-        return f"step {self.step} was not saved, {self.doing}: {error}{reason}{but}"
+        message = f"step {self.step} was not saved, {self.doing}: {error}"
+        if system not in (None, self.error):
+            message += f" ({system})"
+        if self.elsewhere:
+            message += f"; {self.elsewhere} has this checkpoint"
+        return message
 
 
 @dataclass(eq=False, repr=False)
 class StateMismatch(StoreError):
-    """The saved state does not fit the live state."""
+    """The saved state does not fit the live state.
+
+    The program has changed since the save: another model, another optimizer, or a parameter that is
+    added during the run and not yet here. The live state is unchanged.
+    """
 
     step: int | None
+    """Step of the checkpoint, or None for a state that is not of a checkpoint."""
     differences: Sequence[str]
+    """What differs, a text for each value. The message shows the first of them."""
     where: str = ""
+    """Directory of the run, or an empty string."""
     advice: str = ""
     """What to do instead, or an empty string for the general advice."""
 
     def _message(self) -> str:
         shown = first_of(self.differences, separator="; ")
-        which = "the saved state" if self.step is None else f"the checkpoint of step {self.step}"
-        place = f" in {self.where}" if self.where else ""
-        otherwise = ", or an empty directory to begin a new run" if self.where else ""
+        which = f"the checkpoint of step {self.step}"
+        if self.step is None:
+            which = "the saved state"
         advice = self.advice or (
             "Pass the state as it was saved, with all parameters that the run had added by then"
         )
-        return f"{which}{place} does not fit: {shown}. {advice}{otherwise}"
+        if self.where:
+            which += f" in {self.where}"
+            advice += ", or an empty directory to begin a new run"
+        return f"{which} does not fit: {shown}. {advice}"
 
 
 # -- the list of checkpoints -----------------------------------------------------------------------
@@ -110,12 +156,50 @@ Status = Literal["candidate", "good", "abandoned"]
 rollback to an older step, and never restored. Computed, see `AttemptHistory`."""
 
 
+class SavedState(Protocol):
+    """What `CheckpointInfo` needs to know of a `Manifest` or of a `HostCopy`."""
+
+    @property
+    def step(self) -> int:
+        """Number of the optimizer step."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def created(self) -> float:
+        """Wall-clock seconds since 1970."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt that saved the state, from 1."""
+        ...
+
+    @property
+    def nonfinite(self) -> tuple[str, ...]:
+        """Names of the arrays with NaN or Inf, allowed or not."""
+        ...
+
+
 class CheckpointInfo(NamedTuple):
-    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it."""
+    """One complete checkpoint, as `CheckpointStore.checkpoints` lists it.
+
+        for saved in store.checkpoints():
+            print(saved.step, saved.status, saved.finite)
+
+    The list says what a rollback may restore; nothing of the arrays is read for it.
+    """
 
     step: int
+    """Number of optimizer steps that the saved state has had."""
     status: Status
+    """Whether a rollback may restore it."""
     bytes: int
+    """Size of its files, or of its copy in memory."""
     created: float
     """Wall-clock seconds since 1970. Clocks jump: order checkpoints by `step`."""
     attempt: int
@@ -131,21 +215,47 @@ class CheckpointInfo(NamedTuple):
         return not self.nonfinite
 
     @classmethod
-    def of(cls, saved: Any, path: str | None, nonfinite_ok: Collection[str]) -> CheckpointInfo:
-        """The entry of a manifest or a copy in memory. `AttemptHistory` sets the status."""
-        bad = disallowed(saved.nonfinite, nonfinite_ok)
-        numbers = saved.nbytes, saved.created, saved.attempt
-        return cls(saved.step, "candidate", *numbers, path, bad)
+    def of(
+        cls, saved: SavedState, path: str | None, nonfinite_ok: Collection[str]
+    ) -> CheckpointInfo:
+        """The entry of a saved state in a list. `AttemptHistory.with_status` sets the status.
+
+        Args:
+            saved: a manifest or a copy in memory.
+            path: directory of the checkpoint, or None for a copy in memory only.
+            nonfinite_ok: patterns of array names where NaN and Inf are allowed.
+        """
+        return cls(
+            step=saved.step,
+            status="candidate",
+            bytes=saved.nbytes,
+            created=saved.created,
+            attempt=saved.attempt,
+            path=path,
+            nonfinite=disallowed(saved.nonfinite, nonfinite_ok),
+        )
 
 
 def disallowed(names: Collection[str], nonfinite_ok: Collection[str]) -> tuple[str, ...]:
-    """The names that no pattern of `nonfinite_ok` (`model.*.mask`) matches."""
-    allowed = {n for n in names for each in nonfinite_ok if n == each or fnmatchcase(n, each)}
-    return tuple(name for name in names if name not in allowed)
+    """The names of arrays in which NaN and Inf are not allowed.
+
+    Args:
+        names: names of arrays with NaN or Inf.
+        nonfinite_ok: names, or patterns such as `model.*.mask`, of arrays that may have them. A
+            mask of an attention, for example, is full of -inf.
+    """
+    found: list[str] = []
+    for name in names:
+        if not any(name == each or fnmatchcase(name, each) for each in nonfinite_ok):
+            found.append(name)
+    return tuple(found)
 
 
 class Restored(NamedTuple):
-    """The result of `restore`, in fresh memory."""
+    """The result of `restore`, in fresh memory.
+
+    Changing it changes no checkpoint, not even one in memory. `Driver.load` takes `state`.
+    """
 
     state: dict[str, Any]
     """Name in `like` -> a tree, or the argument of `load_state_dict` for an object with
@@ -164,7 +274,15 @@ class CommonState(NamedTuple):
 
 
 class AttemptHistory(NamedTuple):
-    """The attempts of a run, and the step up to which its checkpoints are known-good."""
+    """The attempts of a run, and the step up to which its checkpoints are known-good.
+
+        step      0 ──────── 100 ─────── 200 ─── 230   attempt 1 begins at step 0
+                              └───────────────────── 250   a rollback: attempt 2 begins at 100
+
+    The checkpoint of step 200 of attempt 1 is abandoned, and the one of step 100 is not. A
+    checkpoint of step 200 that attempt 2 saves is not abandoned either, because no later attempt
+    began below it.
+    """
 
     starts: tuple[int, ...] = ()
     """First step of each attempt, oldest first. Attempts are numbered from 1."""
@@ -173,30 +291,59 @@ class AttemptHistory(NamedTuple):
 
     @classmethod
     def of(cls, record: Mapping[str, Any] | None) -> AttemptHistory:
-        """The attempts in a record. Empty if the record has none."""
-        starts, known_good = (record or {}).get("attempts"), (record or {}).get("known_good_up_to")
+        """The attempts in a record.
+
+        Args:
+            record: the record of a run, or None. Another program may have written it.
+
+        Returns:
+            The attempts. Empty if the record has none, or none of the right form.
+        """
+        if record is None:
+            return cls()
+        starts, known_good = record.get("attempts"), record.get("known_good_up_to")
         if not isinstance(starts, list | tuple) or type(known_good) is not int:
             return cls()
         return cls(tuple(each for each in starts if type(each) is int), known_good)
 
     @classmethod
     def newest(cls, records: Mapping[int, Mapping[str, Any]]) -> AttemptHistory:
-        """The attempts in the newest of some records of the run, by step."""
-        found = [(cls.of(record), step) for step, record in records.items()]
-        return max(found, key=lambda each: (len(each[0].starts), each[1]), default=(cls(),))[0]
+        """The attempts in the newest of some records of the run.
+
+        The newest record has the most attempts, and among equal ones the largest step.
+
+        Args:
+            records: step of the checkpoint -> its record.
+        """
+        newest = cls()
+        newest_key = (-1, -1)
+        for step, record in records.items():
+            history = cls.of(record)
+            key = (len(history.starts), step)
+            if key > newest_key:
+                newest, newest_key = history, key
+        return newest
 
     def abandons(self, step: int, attempt: int) -> bool:
-        """Whether an attempt after `attempt` began below `step`."""
+        """Whether a rollback has gone back to before a checkpoint, after it was saved.
+
+        Args:
+            step: step of the checkpoint.
+            attempt: number of the attempt that saved it. Its own start does not abandon it.
+        """
         return any(start < step for start in self.starts[attempt:])
 
     def with_status(self, saves: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-        """The checkpoints with their statuses."""
+        """The checkpoints with the statuses that these attempts give them."""
         return [saved._replace(status=self._status(saved)) for saved in saves]
 
     def _status(self, saved: CheckpointInfo) -> Status:
+        """The status of a checkpoint."""
         if self.abandons(saved.step, saved.attempt):
             return "abandoned"
-        return "good" if saved.finite and saved.step <= self.known_good_up_to else "candidate"
+        if saved.finite and saved.step <= self.known_good_up_to:
+            return "good"
+        return "candidate"
 
 
 def choose_checkpoints(
@@ -230,19 +377,36 @@ def choose_checkpoints(
     usable = [save for save in saves if save.finite and save.step <= onset]
     known_good = {save.step for save in usable if save.status == "good"}
     candidates = {save.step for save in usable if save.status == "candidate"}
-    good = sorted(known_good | candidates if sound_until_onset else known_good, reverse=True)
-    choices = good + sorted(candidates & {*initial} - {*good}, reverse=True)
+    if sound_until_onset:
+        known_good |= candidates
+    good = sorted(known_good, reverse=True)
+    last_resorts = candidates & set(initial) - known_good
+    choices = good + sorted(last_resorts, reverse=True)
     if not choices:
-        listed = [f"{s.step} ({s.status if s.finite else 'not finite'})" for s in saves[-5:]]
         raise NoGoodCheckpoint(
             f"no known-good checkpoint from before the onset at step {onset}, and no initial "
-            f"snapshot; there: {', '.join(listed) or 'none, and a rollback needs a store'}"
+            f"snapshot; there: {_listed(saves)}"
         )
-    older = [step for step in choices if step < min(tried, default=onset + 1)]
-    chosen = choices[min(max(depth, 1), len(good) or 1) - 1]
+    deepest = max(len(good), 1)
+    chosen = choices[min(max(depth, 1), deepest) - 1]
     if tried and chosen >= min(tried):
-        chosen = older[0] if older else min(choices)
+        older = [step for step in choices if step < min(tried)]
+        if older:
+            chosen = older[0]
+        else:
+            chosen = min(choices)
     return tuple(step for step in choices if step <= chosen)
+
+
+def _listed(saves: Sequence[CheckpointInfo]) -> str:
+    """The newest checkpoints with their statuses, for a message."""
+    texts = []
+    for saved in saves[-5:]:
+        status: str = saved.status
+        if not saved.finite:
+            status = "not finite"
+        texts.append(f"{saved.step} ({status})")
+    return ", ".join(texts) or "none, and a rollback needs a store"
 
 
 class Keep(NamedTuple):
@@ -269,7 +433,11 @@ class Keep(NamedTuple):
         return self.good + self.candidates
 
     def checked(self) -> Keep:
-        """Itself. Raises StoreError for an invalid number."""
+        """Returns these numbers if they are valid.
+
+        Raises:
+            StoreError: a number is not whole or too small, or `older` is no bool.
+        """
         for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)
             if type(value) is not int or value < least:
@@ -286,23 +454,32 @@ IN_MEMORY = Keep(good=1, candidates=2)
 def superfluous(
     saves: Iterable[CheckpointInfo], keep: Keep, *, nonfinite: int = 2, stay: Collection[int] = ()
 ) -> list[int]:
-    """The steps to delete, ascending; `saves` are all checkpoints of a store, in any order.
+    """Chooses the checkpoints to delete.
 
     The newest known-good checkpoint always stays. While there is none, the oldest finite candidate
-    stays, because it is the first that can become known-good. The newest `nonfinite` checkpoints
-    with NaN or Inf stay: a run may end in such a state. The steps in `stay` stay in any case.
+    stays, because it is the first that can become known-good. Abandoned checkpoints are deleted.
+
+    Args:
+        saves: all checkpoints of a store, in any order.
+        keep: how many of each kind stay.
+        nonfinite: how many of the newest checkpoints with NaN or Inf stay: a run may end in such a
+            state.
+        stay: steps that stay in any case.
+
+    Returns:
+        The steps to delete, ascending.
     """
     ordered = sorted(saves, key=lambda save: save.step)
     good = [s.step for s in ordered if s.status == "good"]
     candidates = [s.step for s in ordered if s.status == "candidate" and s.finite]
     bad = [s.step for s in ordered if s.status == "candidate" and not s.finite]
-    dropped = {
-        *({*good[: -keep.good]} - (_one_per_doubling(good, keep.good) if keep.older else set())),
-        *(s.step for s in ordered if s.status == "abandoned"),
-        *bad[: max(0, len(bad) - nonfinite)],
-        *_surplus_candidates(candidates, keep.candidates),
-    }
-    return sorted(dropped - {*stay})
+    abandoned = [s.step for s in ordered if s.status == "abandoned"]
+    older_good = set(good[: -keep.good])
+    if keep.older:
+        older_good -= _one_per_doubling(good, keep.good)
+    older_bad = bad[: max(0, len(bad) - nonfinite)]
+    surplus = _surplus_candidates(candidates, keep.candidates)
+    return sorted({*older_good, *abandoned, *older_bad, *surplus} - set(stay))
 
 
 def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
@@ -310,7 +487,10 @@ def _one_per_doubling(good: Sequence[int], newest: int) -> set[int]:
 
     The oldest step of each doubling stays, because the newest would never reach the next doubling.
     """
-    by_doubling = {(good[-1] - step).bit_length(): step for step in reversed(good[:-newest])}
+    by_doubling: dict[int, int] = {}
+    for step in reversed(good[:-newest]):
+        distance = good[-1] - step
+        by_doubling[distance.bit_length()] = step  # the older steps replace the newer ones
     return set(by_doubling.values())
 
 
@@ -324,6 +504,8 @@ def _surplus_candidates(steps: Sequence[int], most: int) -> list[int]:
     remaining = list(steps)
     surplus = []
     while len(remaining) > most:
-        gaps = [remaining[i + 1] - remaining[i - 1] for i in range(1, len(remaining) - 1)]
-        surplus.append(remaining.pop(1 + gaps.index(min(gaps))))
+        # A gap is the distance between the two neighbours of a step, and is found at its place.
+        gaps = [after - before for before, after in zip(remaining, remaining[2:], strict=False)]
+        narrowest = 1 + gaps.index(min(gaps))
+        surplus.append(remaining.pop(narrowest))
     return surplus

@@ -32,9 +32,14 @@ _LENGTH = 300
 
 @dataclass(eq=False, repr=False)
 class StoreInUse(StoreError):
-    """Another run uses the directory."""
+    """Another run uses the directory.
+
+    The kernel says so, not the file: a lock file that a killed process has left behind locks
+    nothing. So this error is never wrong after a crash.
+    """
 
     root: Path
+    """The directory."""
     holder: str
     """The process of the other run, as its lock file names it."""
 
@@ -43,20 +48,27 @@ class StoreInUse(StoreError):
             f"{self.root} is in use by another run, {self.holder}. Two runs would delete each "
             "other's checkpoints: end the other run first, or pass another directory"
         )
-        if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        ranks = os.environ.get("WORLD_SIZE", "1")
+        if ranks != "1":
             message += f". If that is another rank of this run (WORLD_SIZE={ranks}): call "
             message += "torch.distributed.init_process_group() before the Healer is entered"
         return message
 
 
 class Claim:
-    """Reserves a directory until `release`, garbage collection or the end of the process."""
+    """Reserves a directory until `release`, garbage collection or the end of the process.
+
+    Args:
+        handle: the open lock file, or None if it could not be opened.
+        warning: why another run could use the directory unnoticed, or None.
+    """
 
     def __init__(self, handle: int | None, warning: str | None = None) -> None:
         self.warning = warning
         """Why another run could use the directory unnoticed, or None."""
-        # Closing the file also releases the lock.
-        self._end = weakref.finalize(self, os.close, handle) if handle is not None else None
+        self._end = None
+        if handle is not None:  # closing the file also releases the lock
+            self._end = weakref.finalize(self, os.close, handle)
         watch_forks(self)
 
     def release(self) -> None:
@@ -73,16 +85,23 @@ def claim(root: str | os.PathLike[str]) -> Claim:
     The claim has a `warning` if another run may use the directory without being noticed: the file
     system has no locks, or `healcore.lock` cannot be written.
 
+    Args:
+        root: the directory, which exists.
+
     Raises:
         StoreInUse: another run uses the directory.
         StoreError: `healcore.lock` exists but is not a regular file.
     """
-    root, handle = Path(root).resolve(), None
+    root = Path(root).resolve()
+    handle = None
     lock = root / LOCK
-    if os.path.lexists(lock) and not stat.S_ISREG(mode := lock.lstat().st_mode):
-        raise StoreError(
-            f"{lock} is no regular file ({stat.filemode(mode)}): remove it, or pass another path"
-        )
+    if os.path.lexists(lock):
+        mode = lock.lstat().st_mode
+        if not stat.S_ISREG(mode):
+            raise StoreError(
+                f"{lock} is no regular file ({stat.filemode(mode)}): remove it, or pass another "
+                "path"
+            )
     name = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         # Opened for writing, because network disks lock only writable files.

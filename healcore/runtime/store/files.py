@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -42,7 +43,15 @@ B = TypeVar("B")
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a new file, never an existing file or a link, and waits until it is on disk."""
+    """Writes a new file, and waits until its content is on disk.
+
+    Args:
+        path: path of the file, which must not exist, not even as a link.
+        data: its content.
+
+    Raises:
+        OSError: the file exists, or cannot be written.
+    """
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -50,7 +59,15 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file in an existing directory. A crash leaves the old or the new content."""
+    """Replaces a file in an existing directory. A crash leaves the old or the new content.
+
+    Args:
+        path: path of the file, which may not exist yet.
+        data: the new content.
+
+    Raises:
+        OSError: the file cannot be written. The old content is unchanged.
+    """
     temporary = path.with_name(new_temporary())
     try:
         write_new(temporary, data)
@@ -62,13 +79,21 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Renames a directory within its parent, durably. `new` must not exist."""
+    """Renames a directory within its parent, and waits until the new name is on disk.
+
+    Args:
+        old: the directory.
+        new: its new path, which must not exist.
+    """
     old.rename(new)
     sync_directory(new.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk."""
+    """Waits until the names in a directory are on disk.
+
+    A file whose content is on disk is lost if its name is not.
+    """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(handle)
@@ -110,7 +135,11 @@ def discard(path: Path) -> bool:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """The sorted entries of a directory; empty if it cannot be read."""
+    """The sorted entries of a directory.
+
+    Returns:
+        Paths, or an empty list if the directory cannot be read. For work that can be left undone.
+    """
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -126,11 +155,21 @@ class Digest(NamedTuple):
     """The size and digest of a file."""
 
     bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
+    """Size in bytes."""
     xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    """The digest, hexadecimal."""
 
 
 def digest_of(path: Path, *, sync: bool = False) -> Digest:
-    """The digest of a file's content; `sync` also waits until the content is on disk."""
+    """Computes the digest of a file's content.
+
+    Args:
+        path: a regular file.
+        sync: whether to wait until the content is on disk too.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+    """
     with open(path, "rb", buffering=0, opener=regular_file.opener) as file:
         state = hashlib.file_digest(file, xxhash.xxh3_128)
         if sync:
@@ -139,36 +178,59 @@ def digest_of(path: Path, *, sync: bool = False) -> Digest:
 
 
 def sync_and_digest(folder: Path) -> dict[str, Digest]:
-    """Waits until all files below a folder are on disk; returns relative path -> digest."""
-    inner = [(Path(parent), names) for parent, _, names in os.walk(folder)]
-    found = [path / name for path, names in inner for name in names]
-    paths = sorted(path.relative_to(folder).as_posix() for path in found)
+    """Waits until all files below a folder are on disk, with their names.
+
+    Returns:
+        Relative path of each file, with "/" -> its digest, sorted by path.
+    """
+    folders: list[Path] = []
+    paths: list[str] = []
+    for parent, _, names in os.walk(folder):
+        folders.append(Path(parent))
+        for name in names:
+            path = Path(parent) / name
+            paths.append(path.relative_to(folder).as_posix())
+    paths.sort()
     # Concurrently: a file system flushes simultaneous requests together.
     with ThreadPoolExecutor(threads()) as pool:
         digests = pool.map(lambda path: digest_of(folder / path, sync=True), paths)
-        list(pool.map(sync_directory, [path for path, _ in inner]))
+        list(pool.map(sync_directory, folders))
         return dict(zip(paths, digests, strict=True))
 
 
 def map_in_threads(action: Callable[[A], B], items: Iterable[A], nbytes: int) -> list[B]:
-    """Applies an action that releases the interpreter's lock, in threads if `nbytes` is large.
+    """Applies an action to each item, in threads if there is much to do.
 
-    The results are in no particular order.
+    Args:
+        action: function that releases the interpreter's lock, such as one that computes digests.
+        items: its arguments.
+        nbytes: number of bytes that the action works on, in all items together.
+
+    Returns:
+        The results, in no particular order.
     """
     items = list(items)
-    workers = threads() if nbytes >= _WORTH_THREADS else 1
+    workers = 1
+    if nbytes >= _WORTH_THREADS:
+        workers = threads()
     if workers == 1:
         return list(map(action, items))
-    # Not one task per item: submitting a task takes as long as a small item.
+
+    def apply_to_share(first: int) -> list[B]:
+        # Not one task per item: submitting a task takes as long as a small item.
+        return list(map(action, items[first::workers]))
+
     with ThreadPoolExecutor(workers) as pool:
-        shares = pool.map(lambda first: [*map(action, items[first::workers])], range(workers))
-        return [result for share in shares for result in share]
+        return list(chain.from_iterable(pool.map(apply_to_share, range(workers))))
 
 
 def threads() -> int:
     """Number of threads to read with, at most four: more make neither disk nor memory faster."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(4, cores or 1))
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min(4, cores))
 
 
 class ChecksumError(ValueError):
@@ -176,15 +238,35 @@ class ChecksumError(ValueError):
 
 
 def seal(content: Mapping[str, Any]) -> bytes:
-    """Canonical JSON with a digest of the content; ValueError for NaN and Inf."""
+    """Writes JSON with a digest of itself, so that a reader notices any changed bit.
+
+    Args:
+        content: JSON-safe values, without a key "digest".
+
+    Returns:
+        Canonical JSON and a line break.
+
+    Raises:
+        ValueError: a number is NaN or Inf.
+        TypeError: a value is not JSON-safe.
+    """
     return _sealed(json.loads(_canonical(content)))
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """The content of the output of `seal`; ChecksumError if a bit has changed.
+    """Reads what `seal` has written.
 
     The bytes must be canonical, because JSON ignores a flipped bit in white space or in the case of
     an exponent.
+
+    Args:
+        data: bytes of a file, written by anybody.
+
+    Returns:
+        The content, without the digest.
+
+    Raises:
+        ChecksumError: a bit has changed, or `seal` has not written the bytes.
     """
     try:
         content = json.loads(data)
@@ -198,7 +280,12 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """The content of a file; OSError if it cannot be read, ChecksumError if it has changed."""
+    """The content of a file that `seal` has written.
+
+    Raises:
+        OSError: the file cannot be read, or is too large.
+        ChecksumError: the file has changed.
+    """
     return unseal(regular_file.read(path, _MAX_SEALED))
 
 

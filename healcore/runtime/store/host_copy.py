@@ -1,12 +1,22 @@
-"""Copies of a state in host memory, which stores inspect, write and restore from."""
+"""Copies of a state in host memory, which stores inspect, write and restore from.
+
+    live state ── flatten ──► FlatState ── copy ──► HostCopy ── inspect ──► digests, NaN and Inf
+    (of the framework)        structures,           arrays in              │
+                              arrays not copied     host memory            ├── ring (memory)
+                                                                           └── write (directory)
+
+`ArrayFormat` does each of these steps for one framework. Everything that does not depend on the
+framework is in the base class; a new format implements the abstract methods.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,17 +26,32 @@ from healcore.runtime.store import files, host_memory, single_file, values
 from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
-    CheckpointInfo,
-    Keep,
     SaveFailed,
     StateMismatch,
     StoreError,
-    superfluous,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
+from healcore.runtime.store.structure import is_stateful, mismatches
 
 MEMORY = "memory"
 """Place of a copy in messages, where a file has a path."""
+
+Part = Any
+"""The part of an array in this process: an array of the framework, or of NumPy in host memory. It
+has `shape`, `dtype` and `nbytes`."""
+Place = Any
+"""Where a part lies in its array. It is hashable; the format chooses what it is."""
+Layout = Any
+"""The framework's description of how an array is sharded, or None for a whole array."""
+FrameworkArray = Any
+"""An array of the framework: a tensor of torch, an array of JAX."""
+Value = Any
+"""A value of the user's state: a tree of arrays and Python values, or an object with `state_dict`.
+"""
+LiveState = Mapping[str, Value]
+"""Name -> value."""
+Copied = Callable[[], object]
+"""Waits for copies from an accelerator, which are asynchronous."""
 
 Record = Mapping[str, Any]
 """The record of a run, JSON-safe."""
@@ -38,21 +63,30 @@ for an object with `state_dict`, {"leaves": [[path, node], …]} for a pytree.""
 
 @dataclass(eq=False)
 class Leaf:
-    """One array of a state."""
+    """One array of a state.
+
+    A sharded array has a part for each shard that this process has. A process saves only its own
+    parts, and the ranks together save the whole array.
+    """
 
     name: str
+    """Name of the array in the whole state, such as `optimizer.state.0.exp_avg`."""
     dtype: str
     """Name of the dtype, such as "bfloat16"."""
-    parts: dict[Any, Any]
+    parts: dict[Place, Part]
     """Place -> the part of the array in this process. A whole array has one part."""
-    layout: Any = None
+    layout: Layout = None
     """The framework's description of the sharding."""
-    digests: dict[Any, str] = field(default_factory=dict)
+    digests: dict[Place, str] = field(default_factory=dict)
     """Place -> xxh3 of the part, hexadecimal, once the copy of the array is inspected."""
 
 
 class FlatState:
-    """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects."""
+    """A state as JSON-safe structures and named arrays, which `ArrayFormat.flatten` collects.
+
+    The structures go into a JSON file, and the arrays into files of the framework. A name connects
+    the two: the structure has it in place of the array.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[str, dict[str, Any]] = {}
@@ -62,10 +96,20 @@ class FlatState:
         self.treedefs: dict[str, Any] = {}
         """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
 
-    def add(self, path: values.Path, dtype: str, parts: dict[Any, Any], layout: Any = None) -> str:
-        """Adds an array; returns its name, such as `optimizer.state.0.exp_avg`.
+    def add(
+        self, path: values.Path, dtype: str, parts: dict[Place, Part], layout: Layout = None
+    ) -> str:
+        """Adds an array.
 
-        If two paths give the same name, because a key has a dot, the second name gets a number.
+        Args:
+            path: its place in the state.
+            dtype: name of the dtype, such as "bfloat16".
+            parts: its parts in this process, not copied.
+            layout: how it is sharded, or None.
+
+        Returns:
+            Its name, such as `optimizer.state.0.exp_avg`. If two paths give the same name, because
+            a key has a dot, the second name gets a number.
         """
         plain = ".".join(map(str, path))
         name, number = plain, 1
@@ -76,29 +120,44 @@ class FlatState:
         return name
 
 
-def parts_of(flat: FlatState | None) -> list[Any]:
-    """The parts of all arrays, in order."""
-    return [part for leaf in flat.leaves.values() for part in leaf.parts.values()] if flat else []
+def parts_of(flat: FlatState | None) -> list[Part]:
+    """The parts of all arrays, in order. Empty for None."""
+    parts: list[Part] = []
+    if flat is not None:
+        for leaf in flat.leaves.values():
+            parts += leaf.parts.values()
+    return parts
 
 
-def raw(part: Any) -> np.ndarray:
-    """The bytes of a part in host memory, uint8 (n,), not copied."""
+def raw(part: Part) -> np.ndarray:
+    """The bytes of a part in host memory.
+
+    Returns:
+        The bytes, uint8 (n,). They share the memory of the part if its elements are in order.
+    """
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
 @dataclass(eq=False)
 class HostCopy:
-    """A copy of the state after one step in host memory."""
+    """A copy of the state after one step in host memory.
+
+    The training changes its arrays at the next step, while the copy is inspected and written in the
+    background. With the copy, a save costs the training only the time of one copy.
+    """
 
     step: int
+    """Number of optimizer steps that the state has had."""
     flat: FlatState
     """The state, with its arrays in host memory."""
-    copied: Callable[[], object]
+    copied: Copied
     """Waits for the copies from an accelerator, which are asynchronous."""
     record: bytes | None
     """The sealed record of the run, or None."""
     attempt: int
+    """Number of the attempt that saves the state, from 1."""
     created: float = field(default_factory=time.time)
+    """Wall-clock seconds since 1970."""
     nonfinite: tuple[str, ...] = ()
     """Names of the arrays with NaN or Inf on any rank, allowed or not."""
     path: str | None = None
@@ -111,28 +170,50 @@ class HostCopy:
 
     @property
     def unsealed_record(self) -> dict[str, Any] | None:
-        """A fresh copy of the record."""
-        return None if self.record is None else files.unseal(self.record)
+        """A fresh copy of the record, or None without one."""
+        if self.record is None:
+            return None
+        return files.unseal(self.record)
 
-    def verify(self, leaf: Leaf, place: Any, digest: str) -> None:
-        """Raises CheckpointDamaged if the digest of a part differs from the inspected digest."""
+    def verify(self, leaf: Leaf, place: Place, digest: str) -> None:
+        """Compares the digest of a part with the digest of its inspection.
+
+        Memory may change too: by a bit that flips, or by a program that writes through a pointer.
+
+        Args:
+            leaf: the array.
+            place: place of the part.
+            digest: its digest now.
+
+        Raises:
+            CheckpointDamaged: the digests differ.
+        """
         if digest != leaf.digests[place]:
             raise CheckpointDamaged(self.step, MEMORY, f"{leaf.name}{place}", files.DIFFERS)
 
 
 class Target(NamedTuple):
-    """Saved entries, and the live values that they are restored into."""
+    """Saved entries, and the live values that they are restored into.
+
+    The saved side says what to read, and the live side says where the arrays belong: on which
+    device, and how they are sharded. Both may differ from what they were at the save.
+    """
 
     entries: dict[str, Any]
-    live: dict[str, Any]
+    """Name -> saved structure, see `Entries`."""
+    live: dict[str, Value]
+    """Name -> live value. The same names."""
     flat: FlatState
     """The live values, flattened; gives shapes, dtypes, shardings and devices."""
 
     @property
     def arrays(self) -> dict[str, dict[str, Any]]:
         """Name -> node of every saved array."""
-        nodes = (node for entry in self.entries.values() for node in values.arrays_of(entry))
-        return {node["name"]: node for node in nodes}
+        found: dict[str, dict[str, Any]] = {}
+        for entry in self.entries.values():
+            for node in values.arrays_of(entry):
+                found[node["name"]] = node
+        return found
 
 
 class ArrayFormat(ABC):
@@ -151,8 +232,13 @@ class ArrayFormat(ABC):
     _spare: FlatState | None = None
 
     @abstractmethod
-    def add(self, flat: FlatState, name: str, value: Any) -> None:
-        """Adds the entry of a value and its arrays, not copied, to `flat`.
+    def add(self, flat: FlatState, name: str, value: Value) -> None:
+        """Adds the entry of a value and its arrays, not copied, to a flat state.
+
+        Args:
+            flat: the flat state to extend.
+            name: name of the value in the state.
+            value: the value.
 
         Raises:
             UnsavableState: the value cannot be saved.
@@ -160,23 +246,38 @@ class ArrayFormat(ABC):
 
     @abstractmethod
     def copy_parts(
-        self, parts: Sequence[Any], old: Sequence[Any]
-    ) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Copies parts to arrays in host memory, in the memory of `old` if it has the same layout.
+        self, parts: Sequence[Part], old: Sequence[Part]
+    ) -> tuple[Sequence[Part], Copied]:
+        """Copies parts to arrays in host memory.
 
-        Also returns a function that waits for the copies: those from an accelerator are
-        asynchronous.
+        Args:
+            parts: the parts, on any device.
+            old: parts in host memory that are not needed any more. Where they have the same layout,
+                the copies are made in their memory.
+
+        Returns:
+            The copies in the order of `parts`, and a function that waits for them.
         """
 
     @abstractmethod
-    def array(self, leaf: Leaf, live: Leaf | None) -> Any:
-        """The framework's array of a leaf in host memory, sharded like the live array."""
+    def array(self, leaf: Leaf, live: Leaf | None) -> FrameworkArray:
+        """The framework's array of a leaf in host memory.
+
+        Args:
+            leaf: the array. Its memory is fresh, so it may become that of the result.
+            live: the live array, which gives sharding and device, or None if there is none.
+        """
 
     @abstractmethod
-    def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
+    def decode_array(
+        self, node: Mapping[str, Any], array: FrameworkArray, live: Leaf | None
+    ) -> Value:
         """The value of an array node whose array has been read.
 
-        `live` gives the device. It is None if `load_state_dict` moves the value.
+        Args:
+            node: the content of the node, with the kind of the value.
+            array: the array that was read.
+            live: the live array, which gives the device. None if `load_state_dict` moves the value.
         """
 
     @abstractmethod
@@ -185,14 +286,35 @@ class ArrayFormat(ABC):
 
     @abstractmethod
     def write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes the arrays below the new `folder`. Runs in the background, on every rank."""
+        """Writes the arrays of a copy. Runs in the background, on every rank.
+
+        Args:
+            copy: the inspected copy.
+            folder: a directory that does not exist yet. All ranks write below it.
+        """
 
     @abstractmethod
-    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
-        """Reads the arrays of verified files into fresh memory, on every rank; name -> array."""
+    def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, FrameworkArray]:
+        """Reads the arrays of verified files into fresh memory, on every rank.
 
-    def flatten(self, state: Mapping[str, Any]) -> FlatState:
-        """The structure and arrays of a state, not copied; StoreError if it cannot be saved."""
+        Args:
+            checkpoint: the checkpoint, whose digests are right.
+            target: the entries to read, and the live values with their shardings.
+
+        Returns:
+            Name -> array, for each of `target.arrays`.
+        """
+
+    def flatten(self, state: LiveState) -> FlatState:
+        """Separates a state into its structure and its arrays, which are not copied.
+
+        Args:
+            state: name -> value.
+
+        Raises:
+            StoreError: the state is empty or no mapping, or a name is no string.
+            UnsavableState: a value cannot be saved.
+        """
         if not isinstance(state, Mapping) or not state:
             raise StoreError(
                 "the state to save is a non-empty mapping of names to values, as in "
@@ -205,8 +327,11 @@ class ArrayFormat(ABC):
             self.add(flat, name, value)
         return flat
 
-    def sizes(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Bytes of a state's arrays: of all ranks together, and in the memory of this process.
+    def sizes(self, state: LiveState) -> tuple[int, int]:
+        """The size of a state's arrays in bytes, before it is copied.
+
+        Returns:
+            Bytes of all ranks together, and bytes in the memory of this process.
 
         Raises:
             StoreError: the state cannot be saved.
@@ -220,13 +345,21 @@ class ArrayFormat(ABC):
                 local += own
                 elements = sum(math.prod(part.shape) for part in parts)
                 size = math.prod(node["shape"])
-                whole += own * size // elements if 0 < elements < size else own
+                if 0 < elements < size:  # this process has a part of the array
+                    own = own * size // elements
+                whole += own
         return whole, local
 
-    def copy(self, step: int, state: Mapping[str, Any], record: Record | None) -> HostCopy:
-        """Copies a state. Arguments and errors as for `CheckpointStore.save`."""
+    def copy(self, step: int, state: LiveState, record: Record | None) -> HostCopy:
+        """Copies a state to host memory, in the memory of the last released copy if that fits.
+
+        The copies from an accelerator are still running when it returns; `inspect` waits for them.
+        Arguments and errors are those of `CheckpointStore.save`.
+        """
         step = checked_step(step)
-        sealed = None if record is None else sealed_record(record)
+        sealed = None
+        if record is not None:
+            sealed = sealed_record(record)
         spare, self._spare = self._spare, None
         try:
             flat = self.flatten(state)
@@ -260,26 +393,38 @@ class ArrayFormat(ABC):
         return single_file.Content(arrays, state, copy.record)
 
     def release(self, copy: HostCopy) -> None:
-        """Makes the memory of a copy available to the next copy."""
+        """Makes the memory of a copy available to the next copy. The copy is not used any more."""
         self._spare = copy.flat
 
     def inspect(self, copy: HostCopy) -> tuple[str, ...]:
-        """Computes the digests of a copy; returns the names of all arrays with NaN or Inf."""
+        """Computes the digests of a copy, and looks for NaN and Inf in the same pass.
+
+        Waits for the copies from an accelerator first.
+
+        Returns:
+            The names of all arrays with NaN or Inf, allowed or not.
+        """
         copy.copied()
-        nonfinite = {}
+        nonfinite: dict[str, None] = {}  # in order, each name once
         for leaf in copy.flat.leaves.values():
             for place, part in leaf.parts.items():
                 leaf.digests[place], is_finite = host_memory.digest(raw(part), leaf.dtype)
-                nonfinite |= {} if is_finite else {leaf.name: True}
+                if not is_finite:
+                    nonfinite[leaf.name] = None
         return tuple(nonfinite)
 
     def check(self, copy: HostCopy) -> None:
-        """Recomputes the digests of an inspected copy; CheckpointDamaged if one differs."""
+        """Recomputes the digests of an inspected copy in memory.
+
+        Raises:
+            CheckpointDamaged: a digest differs from the one of the inspection.
+        """
         for leaf in copy.flat.leaves.values():
             for place, part in leaf.parts.items():
-                copy.verify(leaf, place, host_memory.digest(raw(part))[0])
+                digest, _ = host_memory.digest(raw(part))
+                copy.verify(leaf, place, digest)
 
-    def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+    def nonfinite_in(self, state: LiveState) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not."""
         copy = self.copy(0, state, None)
         try:
@@ -287,58 +432,63 @@ class ArrayFormat(ABC):
         finally:
             self.release(copy)  # the first save reuses it
 
-    def match(
-        self, step: int, saved: Entries, like: Mapping[str, Any], *, common: bool = False
-    ) -> Target:
-        """The part of the saved entries for the live values `like`.
+    def match(self, step: int, saved: Entries, like: LiveState, *, common: bool = False) -> Target:
+        """Finds what to restore of a checkpoint, and checks that it fits the live state.
 
-        Without optional values that the checkpoint lacks. JAX trees must have the same arrays. For
-        objects with `state_dict` only names and identities are compared: a fresh optimizer has no
-        moments yet, and `load_state_dict` checks the rest.
+        JAX trees must have the same arrays. For objects with `state_dict` only names and identities
+        are compared: a fresh optimizer has no moments yet, and `load_state_dict` checks the rest.
 
-        With `common`, the structures may differ: every value that both sides have by its name.
+        Args:
+            step: step of the checkpoint, for the message.
+            saved: the saved entries.
+            like: the live values. Optional values that the checkpoint lacks are left out.
+            common: whether the structures may differ. Then the result has every value that both
+                sides have by its name.
+
+        Returns:
+            The part of the saved entries for the live values.
 
         Raises:
-            StateMismatch: the checkpoint of `step` does not fit.
+            StateMismatch: the checkpoint does not fit.
         """
-        optional = [name for name in like if getattr(like[name], "optional", False) is True]
-        live = {name: like[name] for name in like if name in saved or name not in optional}
-        if common:
-            live = {name: each for name, each in live.items() if name in saved}
-        flat = self.flatten(live) if live else FlatState()
-        if common and not any("leaves" in entry for entry in flat.entries.values()):
-            return Target({name: saved[name] for name in live}, live, flat)
-        wrong = [f'"{name}" is missing in the saved state' for name in live if name not in saved]
-        for name, entry in flat.entries.items():
-            if name not in saved:
-                continue
-            if _is_stateful(entry):
-                if "identity" in entry and "identity" in saved[name]:
-                    wrong += _differences(saved[name]["identity"], entry["identity"])
-            elif "leaves" in entry and "leaves" not in saved[name]:
-                wrong.append(f'"{name}" was an object with state_dict')
-            else:
-                kinds = _array_types(name, saved[name]), _array_types(name, entry)
-                if "leaves" not in entry:  # a program's dictionaries and lists may grow and shrink
-                    kinds = tuple({k: of[k] for k in kinds[0].keys() & kinds[1]} for of in kinds)
-                wrong += _differences(*kinds)
+        live: dict[str, Value] = {}
+        for name, value in like.items():
+            may_lack = common or getattr(value, "optional", False) is True
+            if name in saved or not may_lack:
+                live[name] = value
+        flat = FlatState()
+        if live:
+            flat = self.flatten(live)
+        has_pytrees = any("leaves" in entry for entry in flat.entries.values())
+        wrong: list[str] = []
+        if not common or has_pytrees:
+            wrong = [
+                f'"{name}" is missing in the saved state' for name in live if name not in saved
+            ]
+            for name, entry in flat.entries.items():
+                if name in saved:
+                    wrong += mismatches(name, saved[name], entry)
         if wrong:
             raise StateMismatch(step, wrong)
         return Target({name: saved[name] for name in live}, live, flat)
 
-    def assemble(self, target: Target, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Builds a state from its saved entries and their arrays, by name."""
-        state = {}
+    def assemble(self, target: Target, arrays: Mapping[str, FrameworkArray]) -> dict[str, Value]:
+        """Builds a state from its saved entries and their arrays.
+
+        Args:
+            target: result of `match`.
+            arrays: name -> array, for each of `target.arrays`.
+
+        Returns:
+            Name -> value, or the argument of `load_state_dict` for an object with `state_dict`.
+        """
+        state: dict[str, Value] = {}
         for name, entry in target.entries.items():
-            stateful = _is_stateful(entry) or hasattr(target.live[name], "state_dict")
-            live = {} if stateful else target.flat.leaves
-
-            def fetch(tag: str, content: Any, live: Any = live) -> Any:
-                if tag != "array":
-                    return values.decode_other(tag, content)
-                array = content["name"]
-                return self.decode_array(content, arrays[array], live.get(array))
-
+            is_loaded = is_stateful(entry) or hasattr(target.live[name], "state_dict")
+            live: Mapping[str, Leaf] = {}
+            if not is_loaded:
+                live = target.flat.leaves
+            fetch = partial(self._fetch, arrays, live)
             if "leaves" in entry:
                 leaves = [values.decode(node, fetch) for _, node in entry["leaves"]]
                 state[name] = target.flat.treedefs[name].unflatten(leaves)
@@ -346,12 +496,29 @@ class ArrayFormat(ABC):
                 state[name] = values.decode(entry["tree"], fetch)
         return state
 
-    def restore(
-        self, copy: HostCopy, like: Mapping[str, Any], *, common: bool = False
-    ) -> dict[str, Any]:
-        """The state of an inspected copy in fresh memory, on the devices of `like`.
+    def _fetch(
+        self,
+        arrays: Mapping[str, FrameworkArray],
+        live: Mapping[str, Leaf],
+        tag: str,
+        content: Any,
+    ) -> Value:
+        """Decodes a node that `values.decode` cannot decode by itself: an array, mostly."""
+        if tag != "array":
+            return values.decode_other(tag, content)
+        name = content["name"]
+        return self.decode_array(content, arrays[name], live.get(name))
 
-        `common` is as for `match`.
+    def restore(self, copy: HostCopy, like: LiveState, *, common: bool = False) -> dict[str, Value]:
+        """The state of an inspected copy in fresh memory, on the devices of the live values.
+
+        Every part is verified while it is copied. Fresh memory, because the copy stays in the ring
+        and may be restored again.
+
+        Args:
+            copy: the copy.
+            like: the live values.
+            common: as for `match`.
 
         Raises:
             StateMismatch: the state does not fit.
@@ -360,114 +527,48 @@ class ArrayFormat(ABC):
         target = self.match(copy.step, copy.flat.entries, like, common=common)
 
         def verified_copy(leaf: Leaf) -> Leaf:
-            parts = {}
+            parts: dict[Place, Part] = {}
             for place, part in leaf.parts.items():
-                bytes_of_part = host_memory.allocate(part.nbytes)
-                copy.verify(leaf, place, host_memory.digest(raw(part), into=bytes_of_part)[0])
-                parts[place] = bytes_of_part.view(part.dtype).reshape(part.shape)
+                fresh = host_memory.allocate(part.nbytes)
+                digest, _ = host_memory.digest(raw(part), into=fresh)
+                copy.verify(leaf, place, digest)
+                parts[place] = fresh.view(part.dtype).reshape(part.shape)
             return replace(leaf, parts=parts)
 
         saved = [copy.flat.leaves[name] for name in target.arrays]
-        leaves = files.map_in_threads(verified_copy, saved, copy.nbytes)
-        live = target.flat.leaves
-        return self.assemble(target, {x.name: self.array(x, live.get(x.name)) for x in leaves})
-
-
-class Ring:
-    """Inspected copies by step, as many as `keep` allows, for a rollback within milliseconds.
-
-    With `keep` None it stays empty. The dictionary is replaced, never changed, because the
-    background replaces it too.
-    """
-
-    def __init__(self, keep: Keep | None) -> None:
-        self.keep = keep and keep.checked()
-        self.protected: frozenset[int] = frozenset()
-        """Steps that never leave the ring by themselves."""
-        self.copies: dict[int, HostCopy] = {}
-
-    def has_room(self, copy: HostCopy, world: int) -> bool:
-        """Whether the copies that follow `copy` fit into half of the free host memory.
-
-        Assumes that all ranks share this machine: a slow rollback is better than an OOM kill.
-        """
-        following = self.keep.most - len(self.copies) if self.keep else 0
-        # The other half is for data loaders, the page cache and the next allocation.
-        return following * copy.nbytes * world <= host_memory.free() / 2
-
-    def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
-        """Adds a copy. Returns a copy that is not in the ring any more, possibly this copy."""
-        held = [copy, *self.copies.values()]
-        if self.keep is not None:
-            self.copies = {**self.copies, copy.step: copy}
-            self.prune(nonfinite_ok)
-        return next((each for each in held if each not in self.copies.values()), None)
-
-    def prune(self, nonfinite_ok: Collection[str]) -> None:
-        """Removes superfluous copies."""
-        saves = AttemptHistory.newest(self.records()).with_status(self.listed(nonfinite_ok))
-        stay = self.protected
-        for step in superfluous(saves, self.keep, nonfinite=0, stay=stay) if self.keep else ():
-            self.forget(step)
-
-    def forget(self, step: int) -> None:
-        """Removes the copy of a step, if there is one."""
-        self.copies = {at: copy for at, copy in self.copies.items() if at != step}
-
-    def listed(self, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
-        """The entries of the copies in a list of checkpoints, without a status."""
-        return [CheckpointInfo.of(copy, None, nonfinite_ok) for copy in self.copies.values()]
-
-    def records(self) -> dict[int, dict[str, Any]]:
-        """The records of the run by step."""
-        found = {step: copy.unsealed_record for step, copy in self.copies.items()}
-        return {step: record for step, record in found.items() if record is not None}
+        arrays: dict[str, FrameworkArray] = {}
+        for leaf in files.map_in_threads(verified_copy, saved, copy.nbytes):
+            arrays[leaf.name] = self.array(leaf, target.flat.leaves.get(leaf.name))
+        return self.assemble(target, arrays)
 
 
 def checked_step(step: Any) -> int:
-    """The step as an int; StoreError if it is not a whole number >= 0."""
-    if isinstance(step, bool) or not hasattr(step, "__index__") or (number := int(step)) < 0:
+    """Checks the number of a step.
+
+    Args:
+        step: a whole number, also of NumPy.
+
+    Returns:
+        The number as an int.
+
+    Raises:
+        StoreError: it is not a whole number >= 0.
+    """
+    is_whole = hasattr(step, "__index__") and not isinstance(step, bool)
+    if not is_whole or int(step) < 0:
         raise StoreError(f"step is a whole number >= 0, not {step!r}: pass the optimizer step")
-    return number
+    return int(step)
 
 
 def sealed_record(record: Record) -> bytes:
-    """The record as JSON bytes with a digest; StoreError if it is not JSON-safe."""
+    """The record of a run as bytes for a file, see `files.seal`.
+
+    Raises:
+        StoreError: the record is not JSON-safe.
+    """
     try:
         return files.seal(record)
     except (TypeError, ValueError) as error:
         raise StoreError(
             f"the record must be JSON-safe ({error}): pass the adapter's to_dict()"
         ) from None
-
-
-def _is_stateful(entry: Mapping[str, Any]) -> bool:
-    """Whether an entry is the state of an object with `state_dict`."""
-    return entry.get("stateful", "tree" in entry)
-
-
-def _array_types(name: str, entry: Mapping[str, Any]) -> dict[str, str]:
-    """Place -> dtype and shape, which must be equal in a saved and a live entry.
-
-    JAX and NumPy arrays may replace each other; random keys may not.
-    """
-    if "leaves" in entry:
-        return {f"{name}{path}": _array_type(node) for path, node in entry["leaves"]}
-    return {node["name"]: _array_type({"array": node}) for node in values.arrays_of(entry)}
-
-
-def _array_type(node: values.Node) -> str:
-    array = node.get("array") if isinstance(node, dict) else None
-    if array is None:
-        return "no array"
-    kind = f" {array['impl']} key" if array["kind"] == "key" else ""
-    return f"{array['dtype']}{tuple(array['shape'])}{kind}"
-
-
-def _differences(saved: Mapping[str, str], live: Mapping[str, str]) -> list[str]:
-    wrong = [f"{key} is missing in the saved state" for key in live if key not in saved]
-    wrong += [f"{key} is missing in the live state" for key in saved if key not in live]
-    for key in live.keys() & saved.keys():
-        if saved[key] != live[key]:
-            wrong.append(f"{key} is {saved[key]} in the saved and {live[key]} in the live state")
-    return sorted(wrong)

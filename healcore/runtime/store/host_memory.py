@@ -19,7 +19,14 @@ _HUGE_PAGE = 2 << 20
 
 
 def allocate(nbytes: int) -> np.ndarray:
-    """Fresh aligned memory for an array, uint8 (nbytes,). A large array begins with a huge page."""
+    """Allocates aligned memory for an array. A large array begins with a huge page.
+
+    Args:
+        nbytes: number of bytes.
+
+    Returns:
+        Fresh memory, uint8 (nbytes,), not set to anything.
+    """
     alignment = _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE else _CACHE_LINE
     whole = np.empty(nbytes + alignment, np.uint8)
     start = -whole.ctypes.data % alignment
@@ -27,7 +34,14 @@ def allocate(nbytes: int) -> np.ndarray:
 
 
 def free() -> float:
-    """Free memory in bytes, of the machine or of its container; infinite if unknown."""
+    """Free memory of the machine or of its container.
+
+    In a container the limit of the container counts: the kernel kills a process that exceeds it,
+    however much memory the machine has.
+
+    Returns:
+        Bytes, or infinity if it is unknown.
+    """
     found: float = math.inf
     with suppress(AttributeError, OSError, ValueError):  # all memory, an upper bound
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -27,7 +27,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -38,6 +38,7 @@ from healcore.runtime.store.checkpoints import (
     AttemptHistory,
     CheckpointDamaged,
     CheckpointInfo,
+    SavedState,
     StoreError,
 )
 from healcore.runtime.store.files import ChecksumError, Digest
@@ -71,6 +72,7 @@ class Manifest(NamedTuple):
     """What is read of a manifest. Digests are no signature: anybody may have written the file."""
 
     step: _Count
+    """Number of optimizer steps that the state has had."""
     created: Annotated[float, Field(gt=-(1 << 40), lt=1 << 40)]
     """Wall-clock seconds since 1970."""
     attempt: Annotated[_Count, Field(ge=1)]
@@ -92,38 +94,66 @@ _MANIFEST = TypeAdapter(Manifest)
 
 
 class StoredCheckpoint(NamedTuple):
-    """A complete checkpoint on disk."""
+    """A complete checkpoint on disk.
+
+    Complete means: the digests of manifest and record are right, and every file has its size. That
+    the content of the files is right is checked before a restore, by `find_damage`.
+    """
 
     folder: Path
+    """Its directory."""
     manifest: Manifest
+    """Step, attempt, and the digests of its files."""
     record: dict[str, Any] | None
     """The record of the run, or None if the checkpoint has none."""
 
     def damaged(self, file: str, difference: str) -> CheckpointDamaged:
-        """Makes the error for a damaged file of this checkpoint."""
+        """Makes the error for a damaged file of this checkpoint.
+
+        Args:
+            file: path of the file, relative to `folder`.
+            difference: what is wrong with it, such as "is missing".
+        """
         return _damaged(self.folder, difference, file)
 
     @property
     def only_file(self) -> Path | None:
         """The only file of a small checkpoint, or None. See the module `single_file`."""
-        name = single_file.FILE
-        return self.folder / name if name in self.manifest.files else None
+        if single_file.FILE not in self.manifest.files:
+            return None
+        return self.folder / single_file.FILE
 
     def entries(self, rank: int) -> dict[str, Any]:
-        """Structure and Python values of the state, for a rank, from verified files."""
-        sizes = self.manifest.files
-        if self.only_file is not None:  # of one process: rank 0
+        """Structure and Python values of the state, for a rank, from verified files.
+
+        Args:
+            rank: number of the rank. It gets the shared values and its own per-rank values.
+
+        Returns:
+            See `host_copy.Entries`.
+        """
+        if self.only_file is not None:
             entries: dict[str, Any] = json.loads(single_file.read_header(self.only_file).state)
-            return {n: e for n, e in entries.items() if rank == 0 or not e.get("per_rank")}
-        found = {}
-        own = _rank_file(rank)
-        for name in [STATE, own] if own in sizes else [STATE]:
-            found |= {**json.loads(regular_file.read(self.folder / name, sizes[name].bytes))}
+            if rank == 0:  # the process that saved alone
+                return entries
+            return {name: entry for name, entry in entries.items() if not entry.get("per_rank")}
+        digests = self.manifest.files
+        names = [STATE]
+        if _rank_file(rank) in digests:
+            names.append(_rank_file(rank))
+        found: dict[str, Any] = {}
+        for name in names:
+            data = regular_file.read(self.folder / name, digests[name].bytes)
+            found |= {**json.loads(data)}
         return found
 
     @contextmanager
     def only_written_by_healcore(self) -> Iterator[None]:
-        """Raises CheckpointDamaged for content with the right digests that no store has written."""
+        """Raises CheckpointDamaged for content with the right digests that no store has written.
+
+        Digests are no signature: another program may have written the files. Whatever reading such
+        a file raises becomes one error with the name of the file.
+        """
         try:
             yield
         except StoreError:
@@ -131,12 +161,29 @@ class StoredCheckpoint(NamedTuple):
         except _CRAFTED as error:
             reason = f"{type(error).__name__}: {error!s:.200}"
             why = f"holds a state that healcore does not write ({reason})"
-            file = STATE if self.only_file is None else single_file.FILE
+            file = single_file.FILE
+            if self.only_file is None:
+                file = STATE
             raise self.damaged(file, why) from error
 
 
+class SealedState(SavedState, Protocol):
+    """What a manifest needs to know of a `HostCopy`."""
+
+    @property
+    def record(self) -> bytes | None:
+        """The sealed record of the run, or None."""
+        ...
+
+
 def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: int) -> None:
-    """Writes the per-rank entries of this rank, and on rank 0 also the shared entries."""
+    """Writes the structure of a state: the shared values once, the per-rank values on each rank.
+
+    Args:
+        folder: the new directory of the checkpoint.
+        entries: see `host_copy.Entries`.
+        rank: number of this rank. Rank 0 writes the shared entries too.
+    """
     own = {name: entry for name, entry in entries.items() if entry.get("per_rank")}
     if own:
         files.write_new(folder / _rank_file(rank), values.to_json(own))
@@ -145,14 +192,33 @@ def write_entries(folder: Path, entries: Mapping[str, Mapping[str, Any]], rank: 
         files.write_new(folder / STATE, values.to_json(shared))
 
 
-def write_only_file(folder: Path, copy: Any, content: single_file.Content) -> None:
-    """Writes a small `HostCopy` with its manifest as one file."""
+def write_only_file(folder: Path, copy: SealedState, content: single_file.Content) -> None:
+    """Writes a small checkpoint with its manifest as one file.
+
+    Args:
+        folder: the new directory of the checkpoint.
+        copy: the inspected `HostCopy`.
+        content: what `ArrayFormat.content` has made of it.
+    """
     manifest = _sealed_manifest(copy, "safetensors", {single_file.FILE: content.digest()})
     files.write_new(folder / single_file.FILE, content.with_manifest(manifest))
 
 
-def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
-    """Completes the save of a `HostCopy`: writes the manifest, and sets the final name."""
+def complete(root: Path, folder: Path, copy: SealedState, format: str) -> Path:
+    """Completes a save: writes the manifest, and sets the final name.
+
+    Before the final name is set, the checkpoint does not exist. An older save of the same step is
+    removed only after it.
+
+    Args:
+        root: directory of the run.
+        folder: the temporary directory, in which all ranks have written their files.
+        copy: the `HostCopy` that was written.
+        format: name of the format of the files.
+
+    Returns:
+        The final directory.
+    """
     if not (folder / single_file.FILE).exists():
         digests = files.sync_and_digest(folder)
         if copy.record is not None:
@@ -169,7 +235,7 @@ def complete(root: Path, folder: Path, copy: Any, format: str) -> Path:
     return final
 
 
-def _sealed_manifest(copy: Any, format: str, digests: Mapping[str, Digest]) -> bytes:
+def _sealed_manifest(copy: SealedState, format: str, digests: Mapping[str, Digest]) -> bytes:
     """The manifest of a `HostCopy`, from the digests of its files."""
     found: dict[str, Any] = {name: digest._asdict() for name, digest in digests.items()}
     has_record = copy.record is not None
@@ -179,7 +245,10 @@ def _sealed_manifest(copy: Any, format: str, digests: Mapping[str, Digest]) -> b
 
 
 def remove(folder: Path) -> None:
-    """Renames a checkpoint to a temporary name, atomically, then deletes its files."""
+    """Renames a checkpoint to a temporary name, atomically, then deletes its files.
+
+    Without the rename, a crash in between would leave half a checkpoint under a final name.
+    """
     temporary = folder.with_name(files.new_temporary())
     try:
         files.rename(folder, temporary)
@@ -189,27 +258,47 @@ def remove(folder: Path) -> None:
 
 
 def sweep(root: Path) -> list[str]:
-    """Removes the temporary files of killed processes; returns their names.
+    """Removes the temporary files of killed processes.
 
     The caller has claimed the directory, and nothing is being written.
+
+    Args:
+        root: directory of the run.
+
+    Returns:
+        The paths of what was removed, relative to the directory.
     """
-    folders = [root, *(path for path in files.entries_of(root) if step_of(path) is not None)]
-    return [
-        path.relative_to(root).as_posix()
-        for folder in folders
-        for path in files.entries_of(folder)
-        if files.TEMPORARY.fullmatch(path.name) and files.discard(path)
-    ]
+    folders = [root]
+    folders += [path for path in files.entries_of(root) if step_of(path) is not None]
+    removed: list[str] = []
+    for folder in folders:
+        for path in files.entries_of(folder):
+            if files.TEMPORARY.fullmatch(path.name) and files.discard(path):
+                removed.append(path.relative_to(root).as_posix())
+    return removed
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a directory's name, or None for any other name."""
+    """The step in the name of a checkpoint's directory.
+
+    Args:
+        folder: any path. Nothing is read.
+
+    Returns:
+        The step, or None for any other name.
+    """
     match = _STEP.fullmatch(folder.name)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 class Scan(NamedTuple):
-    """What a directory of checkpoints holds. The content of the files is not read."""
+    """What a directory of checkpoints holds. The content of the files is not read.
+
+    A scan is made for each list and each restore, because other programs may change the directory.
+    It reads the manifests and the records, which are small, and the sizes of the files.
+    """
 
     complete: dict[int, StoredCheckpoint]
     """Complete checkpoints by step, ascending; of each step the save of the latest attempt. The
@@ -223,12 +312,21 @@ class Scan(NamedTuple):
     """The same saves as in `complete` in other directories of the run; see `merge`."""
 
     def copies_of(self, step: int) -> list[StoredCheckpoint]:
-        """The save of a step in each directory that has it, in the order in which to try them."""
-        return [self.complete[step], *self.twins.get(step, ())] if step in self.complete else []
+        """The save of a step in each directory that has it.
+
+        Returns:
+            The equal saves, in the order in which to try them. Empty without a complete checkpoint.
+        """
+        if step not in self.complete:
+            return []
+        return [self.complete[step], *self.twins.get(step, ())]
 
     def without(self, folders: Collection[Path]) -> Scan:
         """The scan without the checkpoints in some folders."""
-        left = {at: each for at, each in self.complete.items() if each.folder not in folders}
+        left: dict[int, StoredCheckpoint] = {}
+        for step, stored in self.complete.items():
+            if stored.folder not in folders:
+                left[step] = stored
         return self._replace(complete=left)
 
 
@@ -239,11 +337,16 @@ def scan(root: Path | None, step: int | None = None) -> Scan:
         root: the directory, or None for a store in memory only.
         step: the step, or None for all steps.
 
+    Returns:
+        What the directory holds. Empty without a directory.
+
     Raises:
         StoreError: the directory cannot be read.
     """
+    folders: list[Path] = []
     try:
-        folders = sorted(root.iterdir(), key=lambda each: (len(each.name), each)) if root else []
+        if root is not None:
+            folders = sorted(root.iterdir(), key=lambda each: (len(each.name), each))
     except OSError as error:  # an empty list would look like a run without checkpoints
         raise StoreError(f"{root} cannot be read: {error.strerror}") from error
     found: list[StoredCheckpoint] = []
@@ -267,6 +370,9 @@ def merge(scans: Sequence[Scan]) -> Scan:
     A directory may have missed saves and replacements of records, because its disk was full or
     away. So the save of the latest attempt counts, and of equal saves first the one whose record is
     the newest. A step is damaged only if no directory has a complete checkpoint of it.
+
+    Args:
+        scans: the scans of the directories, in the order of preference.
     """
     found: dict[int, list[StoredCheckpoint]] = {}
     records: dict[int, dict[str, Any]] = {}
@@ -275,12 +381,15 @@ def merge(scans: Sequence[Scan]) -> Scan:
             found.setdefault(step, []).append(stored)
         for step, record in scan.records.items():
             records[step] = max(records.get(step, record), record, key=_age)
-    complete, twins = {}, {}
+    complete: dict[int, StoredCheckpoint] = {}
+    twins: dict[int, list[StoredCheckpoint]] = {}
     for step in sorted(found):
-        found[step].sort(key=lambda each: (each.manifest.attempt, _age(each.record)), reverse=True)
-        complete[step], *others = found[step]
-        attempt = complete[step].manifest.attempt
-        twins[step] = [each for each in others if each.manifest.attempt == attempt]
+        newest_first = sorted(
+            found[step], key=lambda each: (each.manifest.attempt, _age(each.record)), reverse=True
+        )
+        complete[step] = newest_first[0]
+        attempt = newest_first[0].manifest.attempt
+        twins[step] = [each for each in newest_first[1:] if each.manifest.attempt == attempt]
     damaged = [error for scan in scans for error in scan.damaged if error.step not in complete]
     return Scan(complete, records, damaged, twins)
 
@@ -292,15 +401,32 @@ def _age(record: Mapping[str, Any] | None) -> tuple[int, int, bool]:
 
 
 def listed(found: Scan, nonfinite_ok: Collection[str]) -> list[CheckpointInfo]:
-    """The entries of the complete checkpoints; `nonfinite_ok` has patterns of names."""
-    saves = found.complete.values()
-    entries = [CheckpointInfo.of(each.manifest, str(each.folder), nonfinite_ok) for each in saves]
+    """The complete checkpoints of a scan with their statuses.
+
+    Args:
+        found: the scan.
+        nonfinite_ok: patterns of array names where NaN and Inf are allowed.
+    """
+    entries: list[CheckpointInfo] = []
+    for stored in found.complete.values():
+        entries.append(CheckpointInfo.of(stored.manifest, str(stored.folder), nonfinite_ok))
     return AttemptHistory.newest(found.records).with_status(entries)
 
 
 def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list[CheckpointDamaged]:
-    """Recomputes the digests of a rank's share of the files; returns an error for each damage."""
-    digest_of = files.digest_of if stored.only_file is None else single_file.digest_of
+    """Recomputes the digests of a rank's share of the files.
+
+    Args:
+        stored: the checkpoint.
+        rank: number of this rank.
+        world: number of ranks, which share the files.
+
+    Returns:
+        An error for each damaged file, sorted by name.
+    """
+    digest_of = single_file.digest_of
+    if stored.only_file is None:
+        digest_of = files.digest_of
 
     def compare(name: str) -> CheckpointDamaged | None:
         try:
@@ -309,11 +435,14 @@ def find_damage(stored: StoredCheckpoint, rank: int = 0, world: int = 1) -> list
             return stored.damaged(name, f"cannot be read ({error.strerror})")
         except ChecksumError as error:
             return stored.damaged(name, str(error))
-        return None if same else stored.damaged(name, files.DIFFERS)
+        if same:
+            return None
+        return stored.damaged(name, files.DIFFERS)
 
     names = sorted(stored.manifest.files)[rank::world]
-    errors = files.map_in_threads(compare, names, stored.manifest.nbytes)
-    return sorted((error for error in errors if error), key=lambda error: error.file)
+    results = files.map_in_threads(compare, names, stored.manifest.nbytes)
+    errors = [error for error in results if error is not None]
+    return sorted(errors, key=lambda error: error.file)
 
 
 def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
@@ -340,6 +469,12 @@ def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
         raise _damaged(folder, "has the manifest of other files", file)
     if manifest.healing and record is None:
         raise _damaged(folder, "is missing", record_file)
+    _check_sizes(folder, sizes)
+    return StoredCheckpoint(folder, manifest, record)
+
+
+def _check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Checks that each file is there, with its size. Reads no file."""
     for name, size in sizes.items():
         try:
             status = (folder / name).lstat()
@@ -349,7 +484,6 @@ def _open(folder: Path, records: dict[int, dict[str, Any]]) -> StoredCheckpoint:
             raise _damaged(folder, "is no regular file", name)
         if status.st_size != size:
             raise _damaged(folder, f"has {status.st_size} bytes instead of {size}", name)
-    return StoredCheckpoint(folder, manifest, record)
 
 
 def _checked_manifest(folder: Path, content: dict[str, Any], file: str) -> Manifest:
@@ -367,6 +501,7 @@ def _checked_manifest(folder: Path, content: dict[str, Any], file: str) -> Manif
 
 
 def _read_header(folder: Path) -> single_file.Header:
+    """The header of the only file of a small checkpoint; CheckpointDamaged if it is damaged."""
     try:
         return single_file.read_header(folder / single_file.FILE)
     except OSError as error:
@@ -385,6 +520,7 @@ def _unsealed(folder: Path, text: str) -> dict[str, Any]:
 
 
 def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
+    """The content of a sealed file of a checkpoint; CheckpointDamaged if it is damaged."""
     try:
         return files.read_sealed(folder / file)
     except OSError as error:
@@ -394,12 +530,15 @@ def _read_sealed(folder: Path, file: str) -> dict[str, Any]:
 
 
 def _damaged(folder: Path, difference: str, file: str = MANIFEST) -> CheckpointDamaged:
+    """The error for a damaged file in a directory with the name of a checkpoint."""
     return CheckpointDamaged(step_of(folder) or 0, str(folder), file, difference)
 
 
 def _directory_name(step: int, attempt: int) -> str:
+    """Name of a checkpoint's directory. Ten digits sort as numbers."""
     return f"step-{step:010d}.{attempt}"
 
 
 def _rank_file(rank: int) -> str:
+    """Name of the file with the per-rank values of a rank."""
     return f"state-rank-{rank:05d}.json"

@@ -42,9 +42,15 @@ class PackedValues:
         return number in self._texts
 
     def add(self, number: int, value: Any, path: values.Path) -> bool:
-        """Adds a value of arrays, numbers, texts and containers. Returns whether it did.
+        """Adds a value of arrays, numbers, texts and containers.
 
-        False for a value without a plain form, and where no room is left.
+        Args:
+            number: the number of the value.
+            value: the value. Its arrays are not copied before `state`.
+            path: place of the value in the state, for error messages.
+
+        Returns:
+            False for a value without a plain form, and where no room is left.
         """
         parts: list[np.ndarray] = []
         size = self._size
@@ -67,7 +73,12 @@ class PackedValues:
         return True
 
     def state(self) -> dict[str, Any]:
-        """The values for a checkpoint: their texts, and one uint8 array (n,)."""
+        """The values for a checkpoint.
+
+        Returns:
+            "texts", number -> text; and "bytes", one uint8 array (n,) with the bytes of all arrays.
+            Its size is a power of two, so that it mostly stays the same from save to save.
+        """
         capacity = _SMALLEST
         while capacity < self._size:
             capacity *= 2
@@ -78,7 +89,14 @@ class PackedValues:
 
     @staticmethod
     def read(state: Mapping[str, Any], path: values.Path = ("values",)) -> dict[int, Any]:
-        """The values of a `state`, by number.
+        """Reads the values of a `state`.
+
+        Args:
+            state: result of `state`, from a checkpoint that anybody may have written.
+            path: place of the values in the state, for error messages.
+
+        Returns:
+            Number -> value.
 
         Raises:
             StoreError: healcore has not written this state.

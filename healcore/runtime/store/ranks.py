@@ -15,7 +15,11 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The processes of a run, which exchange small items."""
+    """The processes of a run, which exchange small items.
+
+    Implemented by the adapters, over a process group of torch or the coordination service of JAX;
+    `Alone` is the implementation for one process. Used by one thread at a time.
+    """
 
     rank: int
     """Number of this process. Rank 0 names directories and writes the manifest."""
@@ -23,15 +27,21 @@ class Ranks(Protocol):
     """Number of processes."""
 
     def gather(self, item: Any) -> list[Any]:
-        """The items of all ranks in rank order; items are small and picklable.
+        """Exchanges an item of each rank.
 
         Collective: every rank calls it, in the same order, from one thread at a time.
+
+        Args:
+            item: small and picklable.
+
+        Returns:
+            The items of all ranks in rank order.
         """
         ...
 
 
 class Alone:
-    """A run of one process."""
+    """A run of one process, which exchanges nothing."""
 
     rank = 0
     world = 1
@@ -46,7 +56,15 @@ class RankFailed(HealcoreError, OSError):
 
 
 def broadcast(ranks: Ranks, mine: Any) -> Any:
-    """Rank 0's item, on every rank."""
+    """Sends the item of rank 0 to every rank. Collective.
+
+    Args:
+        ranks: the ranks.
+        mine: the item of this rank, which is used on rank 0 only.
+
+    Returns:
+        Rank 0's item.
+    """
     return ranks.gather(mine)[0]
 
 
@@ -57,6 +75,13 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     raise the same StoreError. For any other error the failed rank raises the error itself and the
     others raise RankFailed. CheckpointDamaged is raised only if every error is CheckpointDamaged,
     because the caller then tries another copy.
+
+    Args:
+        ranks: the ranks, all of which call this function.
+        action: what to do on this rank. It does not exchange anything itself.
+
+    Returns:
+        The results in rank order.
     """
     result, failure = None, None
     try:
@@ -64,8 +89,10 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure = error
     outcomes = ranks.gather((result, _picklable(failure, ranks.rank)))
-    failures = [failure, *(error for _, error in outcomes)]
-    failures = [error for error in failures if error is not None]
+    failures: list[Exception] = []
+    if failure is not None:  # first: the error itself, and not its copy for the other ranks
+        failures.append(failure)
+    failures += [error for _, error in outcomes if error is not None]
     if failures:
         raise min(failures, key=lambda error: isinstance(error, CheckpointDamaged))
     return [result for result, _ in outcomes]
@@ -73,19 +100,43 @@ def gather_results(ranks: Ranks, action: Callable[[], T]) -> list[T]:
 
 def _picklable(failure: Exception | None, rank: int) -> Exception | None:
     """The error for the other ranks to raise. Only a StoreError can certainly be pickled."""
-    if failure is None or (isinstance(failure, StoreError) and not isinstance(failure, SaveFailed)):
+    if failure is None:
+        return None
+    if isinstance(failure, StoreError) and not isinstance(failure, SaveFailed):
         return failure
     return RankFailed(f"rank {rank}: {type(failure).__name__}: {failure}")
 
 
 def run_on_each(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on every rank; returns this rank's result, or raises on all ranks."""
+    """Runs an action on every rank, whose result need not be exchanged. Collective.
+
+    Args:
+        ranks: the ranks.
+        action: what to do on this rank. It does not exchange anything itself.
+
+    Returns:
+        This rank's result. If a rank fails, all ranks raise, see `gather_results`.
+    """
     results: list[T] = []
     gather_results(ranks, lambda: results.append(action()))
     return results[0]
 
 
 def run_on_first(ranks: Ranks, action: Callable[[], T]) -> T:
-    """Runs an action on rank 0; returns its result, or raises its error, on every rank."""
-    results: list[Any] = gather_results(ranks, lambda: action() if ranks.rank == 0 else None)
+    """Runs an action on rank 0 only, such as a change of the directory. Collective.
+
+    Args:
+        ranks: the ranks.
+        action: what to do on rank 0. Its result is picklable.
+
+    Returns:
+        Its result, on every rank. If it fails, all ranks raise, see `gather_results`.
+    """
+
+    def act() -> T | None:
+        if ranks.rank == 0:
+            return action()
+        return None
+
+    results: list[Any] = gather_results(ranks, act)
     return results[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ Places = Place | Sequence[Place] | None
 
 
 def checked_places(given: Any) -> Any:
-    """The `store` argument: a place, None, or a tuple of at least two places.
+    """Checks the `store` argument of a Healer.
+
+    Args:
+        given: what the user has passed.
+
+    Returns:
+        A place, None, or a tuple of at least two places.
 
     Raises:
         ValueError: the argument is neither, or names a directory twice or a store without one.
@@ -53,7 +60,9 @@ def checked_places(given: Any) -> Any:
             raise ValueError(
                 f"the stores of a list are different directories, not twice {twice[0]}"
             )
-        return places[0] if len(places) == 1 else places
+        if len(places) == 1:
+            return places[0]
+        return places
     is_path = isinstance(given, str | os.PathLike) and os.fspath(given)
     if given is None or is_path or isinstance(given, CheckpointStore):
         return given
@@ -61,11 +70,31 @@ def checked_places(given: Any) -> Any:
 
 
 def root_of(place: Any) -> Path | None:
-    """The real path of a place, or of the first place of a list. None without a directory."""
+    """The directory of a place, to compare places with each other.
+
+    Args:
+        place: a path, a store, a list of these, or None.
+
+    Returns:
+        The real path, of the first place of a list. None without a directory.
+    """
     if isinstance(place, list | tuple) and place:
         place = place[0]
-    root = place.root if isinstance(place, CheckpointStore) else place
-    return Path(root).resolve() if isinstance(root, str | os.PathLike) else None
+    root = place
+    if isinstance(place, CheckpointStore):
+        root = place.root
+    if isinstance(root, str | os.PathLike):
+        return Path(root).resolve()
+    return None
+
+
+def _newest_of(records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The record with the most attempts, and among equal ones the one of the largest step."""
+
+    def key(step: int) -> tuple[int, int]:
+        return len(AttemptHistory.of(records[step]).starts), step
+
+    return records[max(records, key=key)]
 
 
 class SeveralStores(CheckpointStore):
@@ -97,8 +126,13 @@ class SeveralStores(CheckpointStore):
                     "of one framework"
                 )
         super().__init__(first.format, first.root, keep=None, ranks=first.ranks)
-        self.ring = next((each.ring for each in stores if each.ring.keep), first.ring)
-        self.nonfinite_ok = tuple({name: 0 for each in stores for name in each.nonfinite_ok})
+        self.ring = first.ring
+        for each in stores:
+            if each.ring.keep:
+                self.ring = each.ring
+                break
+        patterns = chain.from_iterable(each.nonfinite_ok for each in stores)
+        self.nonfinite_ok = tuple(dict.fromkeys(patterns))
         self.stores = tuple(stores)
         self._undeletable: set[Path] = set()
         """Checkpoints that could not be deleted. They are not listed: otherwise they would count
@@ -115,7 +149,13 @@ class SeveralStores(CheckpointStore):
         return " and ".join(str(each.root) for each in self.stores)
 
     def check_run(self) -> None:
-        """Raises StoreError if two directories have checkpoints of different runs."""
+        """Checks that all directories are of one run, before any is read or written.
+
+        A restore would otherwise mix the checkpoints of two runs, and a save would delete some.
+
+        Raises:
+            StoreError: two directories have checkpoints of different runs.
+        """
         runs: dict[str, Path | None] = {}
         for store in self.stores:
             records: Mapping[int, Mapping[str, Any]] = {}
@@ -124,9 +164,8 @@ class SeveralStores(CheckpointStore):
             except StoreError as error:
                 self._report_scan(error, "the other directories are used")
             if records:
-                attempts = {at: len(AttemptHistory.of(each).starts) for at, each in records.items()}
-                newest = max(records, key=lambda at: (attempts[at], at))
-                runs.setdefault(str(records[newest].get("run", "")), store.root)
+                run = str(_newest_of(records).get("run", ""))
+                runs.setdefault(run, store.root)
         if len(runs) > 1:
             named = ", ".join(f"{root} has run {run}" for run, root in runs.items())
             raise StoreError(

@@ -68,11 +68,18 @@ class ArrayType(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a file, parsed."""
+    """The header of a file, parsed.
+
+    Reading it tells step, attempt and record of a checkpoint without reading the arrays. A list of
+    checkpoints needs no more.
+    """
 
     manifest: str
+    """The sealed manifest."""
     state: str
+    """The structure of the state, as JSON."""
     record: str | None
+    """The sealed record at the save, or None."""
     table: dict[str, Any]
     """Name of an array -> "dtype", "shape" and "data_offsets"."""
     start: int
@@ -86,7 +93,11 @@ class Header(NamedTuple):
 
 
 def can_hold(names: Sequence[str]) -> bool:
-    """Whether a file can hold arrays of these names."""
+    """Whether a file can hold arrays of these names.
+
+    Not if a name is no valid text, or is the key of the metadata. Such a state is saved as several
+    files.
+    """
     try:
         "".join(names).encode()
     except UnicodeEncodeError:  # half of a surrogate pair: no JSON
@@ -124,11 +135,19 @@ class Content:
             self._parts.append(raw.data)
 
     def digest(self) -> Digest:
-        """The size and the digest of everything but the manifest."""
+        """The size and the digest of everything but the manifest.
+
+        The manifest holds this digest, so it cannot be part of what is digested. It has a digest
+        of its own, see `files.seal`.
+        """
         return _digest(self._header, self._parts)
 
     def with_manifest(self, manifest: bytes) -> bytes:
-        """The bytes of the file."""
+        """The bytes of the file.
+
+        Args:
+            manifest: the sealed manifest, which has the `digest` of everything else.
+        """
         texts = {**self._header[_METADATA], "manifest": manifest.decode()}
         header = _header_bytes({**self._header, _METADATA: texts})
         return b"".join([struct.pack("<Q", len(header)), header, *self._parts])
@@ -191,11 +210,13 @@ def read_arrays(path: Path, wanted: Mapping[str, ArrayType]) -> dict[str, np.nda
 
 
 def _header_bytes(header: Mapping[str, Any]) -> bytes:
+    """The header as canonical JSON, filled up with spaces as the library does it."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return text + b" " * (-len(text) % _ALIGNMENT)
 
 
 def _digest(header: Mapping[str, Any], parts: Sequence[Any]) -> Digest:
+    """The size and the digest of a header and of what follows it."""
     state, size = xxhash.xxh3_128(), 0
     for part in (_header_bytes(header), *parts):
         state.update(part)
@@ -204,7 +225,10 @@ def _digest(header: Mapping[str, Any], parts: Sequence[Any]) -> Digest:
 
 
 def _header_length(start: bytes | memoryview) -> int:
-    length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_BYTES + 1
+    """The length of the header, from the first 8 bytes of a file."""
+    if len(start) != 8:
+        raise ChecksumError(DIFFERS)
+    (length,) = struct.unpack("<Q", start)
     if length > _MAX_BYTES:
         raise ChecksumError(DIFFERS)
     return length

@@ -36,13 +36,13 @@ from healcore.runtime.store.host_copy import (
     ArrayFormat,
     HostCopy,
     Record,
-    Ring,
     Target,
     checked_step,
     sealed_record,
 )
 from healcore.runtime.store.manifest import StoredCheckpoint
 from healcore.runtime.store.ranks import Alone, Ranks
+from healcore.runtime.store.ring import Ring
 from healcore.runtime.store.writer import Writer
 
 
@@ -91,14 +91,20 @@ class CheckpointStore(Writer):
         """Saves a checkpoint that the policy orders, if a trainer saves in place of the run."""
         self.ranks = ranks or Alone()
         """The ranks that save together. Exchange over them only while nothing is being written."""
-        self._inspected, self._written = Event(), Event()
-        """Set when the last copy is inspected and in the ring, or written, or has failed."""
+        self._inspected = Event()
+        """Set when the last copy is inspected and in the ring, or has failed."""
+        self._written = Event()
+        """Set when the last copy is written, or has failed."""
         self._inspected.set()
         self._written.set()
         self._nonfinite: deque[tuple[int, tuple[str, ...]]] = deque()
-        self._last_step = -1  # of the last copy
-        self._reported: set[str] = set()  # keys of `_report_once`
-        self._failed: list[Path] = []  # folders of failed saves; a thread may still write there
+        """Step and array names of each save with disallowed NaN or Inf, for `take_nonfinite`."""
+        self._last_step = -1
+        """Step of the last copy, or -1."""
+        self._reported: set[str] = set()
+        """Keys of `_report_once`."""
+        self._failed: list[Path] = []
+        """Folders of failed saves. A thread of the framework may still write there."""
         if root is None:
             return
         self.root = Path(root).absolute()  # the program may change its working directory
@@ -113,7 +119,10 @@ class CheckpointStore(Writer):
 
     @property
     def durable(self) -> bool:
-        """Whether the checkpoints outlive the process."""
+        """Whether the checkpoints outlive the process.
+
+        False for a store in memory only: a restart then begins a new run.
+        """
         return self.root is not None
 
     @property
@@ -152,21 +161,28 @@ class CheckpointStore(Writer):
             SaveFailed: the state could not be copied. `wait` raises later failures.
         """
         if self.busy:  # never in a forked child
-            self._written.wait()  # at most one copy is pending; deletions may be
+            self._written.wait()  # at most one copy is pending; several deletions may be
         try:
             copy = self.format.copy(step, state, record)
         except Exception as error:
             if self.ranks.world > 1:  # the other ranks would wait for this rank
                 self.submit(step, partial(self._fail_on_others, error))
             raise
-        self._inspected, self._written = inspected, written = Event(), Event()
+        inspected, written = Event(), Event()
+        self._inspected, self._written = inspected, written
         self._last_step = step
         self.submit(copy.step, partial(self._complete, copy, inspected, written))
 
     def take_nonfinite(self, up_to: float = math.inf) -> list[tuple[int, tuple[str, ...]]]:
-        """Step and array names of each save up to a step with disallowed NaN or Inf, once each.
+        """The saves with disallowed NaN or Inf since the last call.
 
         Waits until these saves are inspected. All saves but the last one are already.
+
+        Args:
+            up_to: the last step to look at.
+
+        Returns:
+            Step and array names of each such save, oldest first.
         """
         if up_to >= self._last_step:
             self._wait_for_inspection()
@@ -177,6 +193,12 @@ class CheckpointStore(Writer):
 
     def nonfinite_in(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the arrays in a state that hold NaN or Inf, allowed or not; saves nothing.
+
+        Args:
+            state: as for `save`.
+
+        Returns:
+            The names on any rank, sorted.
 
         Raises:
             UnsavableState: the state holds something that cannot be saved.
@@ -206,16 +228,30 @@ class CheckpointStore(Writer):
         return attempts.with_status(saves[step] for step in sorted(saves))
 
     def steps_on_disk(self) -> list[int]:
-        """The steps of the checkpoints in the directory; StoreError if it cannot be read."""
+        """The steps of the complete checkpoints in the directory, ascending.
+
+        Raises:
+            StoreError: the directory cannot be read.
+        """
         return [*self._scan().complete]
 
     def records(self) -> dict[int, dict[str, Any]]:
-        """The intact records by step, also of checkpoints whose arrays are damaged."""
+        """The intact records of the run, also of checkpoints whose arrays are damaged.
+
+        Returns:
+            Step -> record.
+
+        Raises:
+            StoreError: the directory cannot be read.
+        """
         self._wait_for_inspection()
         return self._scan().records | self.ring.records()
 
     def verify(self, step: int) -> None:
         """Recomputes every digest of the files, or of the copy in memory if there are no files.
+
+        Args:
+            step: step of the checkpoint.
 
         Raises:
             CheckpointDamaged: a digest differs.
@@ -247,11 +283,14 @@ class CheckpointStore(Writer):
     def restore_common(self, step: int, like: Mapping[str, Any]) -> CommonState:
         """Verifies a checkpoint and reads what has the names of `like`, whatever its structure.
 
-        For a live state whose structure has changed since the save. Errors are those of `restore`;
-        StateMismatch only for pytrees of JAX, which cannot be read in part.
+        For a live state whose structure has changed since the save. Arguments and errors are those
+        of `restore`; StateMismatch only for pytrees of JAX, which cannot be read in part.
         """
         state, _, entries = self._restore(step, like, common=True)
-        identities = {n: e["identity"] for n, e in entries.items() if "identity" in e}
+        identities: dict[str, Mapping[str, str]] = {}
+        for name, entry in entries.items():
+            if "identity" in entry:
+                identities[name] = entry["identity"]
         return CommonState(state, identities)
 
     def _restore(
@@ -287,13 +326,20 @@ class CheckpointStore(Writer):
     def replace_record(self, step: int, record: Record) -> None:
         """Replaces the record of a checkpoint, atomically. The arrays stay.
 
+        This commits a rollback: before it nothing has happened on disk.
+
+        Args:
+            step: step of the checkpoint.
+            record: the new record, JSON-safe.
+
         Raises:
             CheckpointNotFound: the step has no checkpoint.
             StoreError: the record could not be written.
         """
         sealed = sealed_record(record)
         _, stored = self._locate(step)
-        if (copy := self.ring.copies.get(step)) is not None:
+        copy = self.ring.copies.get(step)
+        if copy is not None:
             copy.record = sealed
             self.ring.prune(self.nonfinite_ok)
         failure = f"the record of step {step} cannot be written"
@@ -304,6 +350,9 @@ class CheckpointStore(Writer):
     def delete(self, step: int) -> None:
         """Removes a checkpoint, atomically.
 
+        Args:
+            step: step of the checkpoint.
+
         Raises:
             CheckpointNotFound: the step has no checkpoint.
         """
@@ -312,7 +361,11 @@ class CheckpointStore(Writer):
         self._change_each(f"step {step} cannot be deleted", stored, manifest.remove)
 
     def damaged(self) -> list[CheckpointDamaged]:
-        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays."""
+        """Checkpoints on disk that are too damaged for `checkpoints` to list. Reads no arrays.
+
+        For a message at the start of a run: a step that is missing in the list without a reason
+        would look like one that was never saved.
+        """
         return self._scan().damaged
 
     def _wait_for_inspection(self) -> None:
@@ -327,7 +380,8 @@ class CheckpointStore(Writer):
             found = ranks.gather_results(self.ranks, lambda: self._inspect(copy))
             names, has_room = zip(*found, strict=True)
             copy.nonfinite = tuple(sorted(set().union(*names)))
-            if nonfinite := disallowed(copy.nonfinite, self.nonfinite_ok):
+            nonfinite = disallowed(copy.nonfinite, self.nonfinite_ok)
+            if nonfinite:
                 self._nonfinite.append((copy.step, nonfinite))
             if not all(has_room):
                 self._close_ring(copy)
@@ -382,7 +436,9 @@ class CheckpointStore(Writer):
 
     def _write(self, copy: HostCopy, folder: Path) -> None:
         """Writes `data/` and `state.json`, or the only file. Every rank calls it."""
-        content = self.format.content(copy) if self.ranks.world == 1 else None
+        content = None
+        if self.ranks.world == 1:
+            content = self.format.content(copy)
         if content is not None:
             manifest.write_only_file(folder, copy, content)
             return
@@ -453,8 +509,10 @@ class CheckpointStore(Writer):
             return copy, []
         if copy is None or not in_memory:
             return None, stored
-        same = any(copy.path == str(each.folder) for each in stored)
-        return copy, stored if same else []
+        is_same_save = any(copy.path == str(each.folder) for each in stored)
+        if not is_same_save:
+            return copy, []
+        return copy, stored
 
     def _first_intact(self, stored: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
         """The first of equal saves whose digests are right; CheckpointDamaged if there is none."""

@@ -68,8 +68,9 @@ def attribute(item: object, name: str) -> Any:
 
     A `__getattr__` is not called, because `flax.nnx.Rngs` returns a value for every name.
     """
-    found = inspect.getattr_static(item, name, None) is not None
-    return getattr(item, name) if found else None
+    if inspect.getattr_static(item, name, None) is None:
+        return None
+    return getattr(item, name)
 
 
 def path_text(path: Path) -> str:
@@ -83,7 +84,14 @@ def class_name(kind: type) -> str:
 
 
 def newest_class(base: type, name: str, fields: list[str] | None = None) -> Any:
-    """The newest subclass of this name (with these fields) in this program. Imports nothing.
+    """The newest subclass of this name in this program. Imports nothing.
+
+    A notebook may define a class again, so the newest one counts.
+
+    Args:
+        base: base class.
+        name: name of the class with its module, see `class_name`.
+        fields: names of the fields of a named tuple, or None for another class.
 
     Raises:
         StoreError: this program has no such class.
@@ -92,20 +100,31 @@ def newest_class(base: type, name: str, fields: list[str] | None = None) -> Any:
     found = None
     for kind in queue:
         queue += [new for new in kind.__subclasses__() if new not in queue]
-        if class_name(kind) == name and fields in (None, [*getattr(kind, "_fields", ())]):
+        has_fields = fields is None or fields == list(getattr(kind, "_fields", ()))
+        if has_fields and class_name(kind) == name:
             found = kind
     if found is None:
-        what = "tensor class" if fields is None else "named tuple"
-        with_fields = "" if fields is None else f" with the fields {fields!s:.200}"
+        what = f"tensor class {name:.200}"
+        if fields is not None:
+            what = f"named tuple {name:.200} with the fields {fields!s:.200}"
         raise StoreError(
-            f"the checkpoint holds a {what} {name:.200}{with_fields}, but this program has no such "
+            f"the checkpoint holds a {what}, but this program has no such "
             "class: import the module that defines it, then restore"
         )
     return found
 
 
 def encode(value: Any, path: Path, special: Special) -> Node:
-    """A value as a node; UnsavableState if nothing can encode it."""
+    """Converts a value to a node.
+
+    Args:
+        value: the value.
+        path: its place in the state, for the names of arrays and for errors.
+        special: encodes a value that this module cannot, such as an array.
+
+    Raises:
+        UnsavableState: nothing can encode the value.
+    """
     # By exact type: an enum or a NumPy number, which may also be an int, would lose its type.
     kind = type(value)
     if kind in _SIMPLE or (kind is float and math.isfinite(value)):
@@ -122,7 +141,10 @@ def encode(value: Any, path: Path, special: Special) -> Node:
         return {kind.__name__: _encode_parts(value, path, special)}
     if kind is deque:
         return {"deque": {"parts": _encode_parts(value, path, special), "maxlen": value.maxlen}}
-    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+    fields = None
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", None)
+    if fields is not None:
         parts = _encode_parts(value, path, special)
         return {"named": {"class": class_name(kind), "fields": list(fields), "parts": parts}}
     node = special(path, value)
@@ -136,12 +158,14 @@ def encode(value: Any, path: Path, special: Special) -> Node:
 
 
 def _encode_parts(value: Collection[Any], path: Path, special: Special) -> list[Node]:
+    """The nodes of the items of a container."""
     if set(map(type, value)) <= _SIMPLE:
         return list(value)
     return [encode(part, (*path, i), special) for i, part in enumerate(value)]
 
 
 def _encode_dict(value: dict[Any, Any], kind: str, path: Path, special: Special) -> Node:
+    """The node of a dictionary; `kind` is a key of `_MAPPINGS`."""
     items = []
     for key, part in value.items():
         if not isinstance(key, (str, int, float, bool, tuple, bytes, type(None))):
@@ -150,8 +174,10 @@ def _encode_dict(value: dict[Any, Any], kind: str, path: Path, special: Special)
                 "keys are strings, numbers or tuples of them"
             )
         part = encode(part, (*path, key), special)
-        items.append([encode(key, path, lambda path, value: None), part])  # keys hold no arrays
-    node: dict[str, Any] = {"dict": items} | ({} if kind == "dict" else {"type": kind})
+        items.append([encode(key, path, _reject), part])  # keys hold no arrays
+    node: dict[str, Any] = {"dict": items}
+    if kind != "dict":
+        node["type"] = kind
     # torch keeps the versions of modules in an attribute of the dictionary.
     versions = getattr(value, "_metadata", None)
     if isinstance(versions, Mapping):
@@ -159,8 +185,20 @@ def _encode_dict(value: dict[Any, Any], kind: str, path: Path, special: Special)
     return node
 
 
+def _reject(path: Path, value: Any) -> None:
+    """A `Special` that encodes nothing."""
+
+
 def decode(node: Node, fetch: Fetch) -> Any:
-    """The value of a node; StoreError if this program lacks the class of a named tuple."""
+    """Converts a node back to its value.
+
+    Args:
+        node: result of `encode`. A damaged node raises any exception.
+        fetch: decodes nodes that `special` has encoded.
+
+    Raises:
+        StoreError: this program lacks the class of a named tuple.
+    """
     if not isinstance(node, dict):
         return node
     if "dict" in node:
@@ -180,11 +218,20 @@ def decode(node: Node, fetch: Fetch) -> Any:
         return tuple.__new__(kind, [decode(part, fetch) for _, part in parts])
     if tag == "deque":
         return deque((decode(part, fetch) for part in content["parts"]), content["maxlen"])
-    return _DECODERS[tag](content) if tag in _DECODERS else fetch(tag, content)
+    if tag in _DECODERS:
+        return _DECODERS[tag](content)
+    return fetch(tag, content)
 
 
 def arrays_of(node: Any) -> Iterator[dict[str, Any]]:
-    """The content of every array node in a node or in some entries, in order."""
+    """The content of every array node in a node or in some entries, in order.
+
+    Args:
+        node: a node, or a mapping or list of nodes at any depth.
+
+    Yields:
+        The content of each `{"array": content}`: name, dtype, shape and kind.
+    """
     if isinstance(node, dict):
         for tag, content in node.items():
             if tag == "array":
@@ -214,7 +261,8 @@ def base64_bytes(text: str) -> np.ndarray:
 def dumps(value: Any, path: Path, keep: Keep = base64_text) -> str:
     """Converts the state of a loader or a random generator to text, with its arrays.
 
-    The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader.
+    The arrays may be of NumPy, torch and JAX: a JAX run may read from a torch loader. The text is
+    JSON, and `loads` reads it without calling anything that it names: a pickle could run code.
 
     Args:
         value: the value.
@@ -258,24 +306,48 @@ def loads(text: str, path: Path, bytes_at: Callable[[Any], np.ndarray] = base64_
 def decode_other(tag: str, content: Any) -> Any:
     """Decodes an array or another value of NumPy, torch or JAX. For `decode`.
 
-    The bytes of an array are uint8 (n,), or text of `base64_text`.
+    Args:
+        tag: "numpy", "number", "torch" or "jax".
+        content: the content of the node. The bytes of an array are uint8 (n,), or text of
+            `base64_text`.
+
+    Raises:
+        ValueError: the tag is none of these.
     """
-    if tag in ("numpy", "number"):
-        array = unpack_array(content)
-        return array if tag == "numpy" else array[()]
+    if tag == "numpy":
+        return unpack_array(content)
+    if tag == "number":
+        return unpack_array(content)[()]
     if tag in ("torch", "jax"):
         return adapter_registry.find(tag, "plain_values").value_of(content)
     raise ValueError(f"unknown kind of value {tag!r:.40}")
 
 
 def bytes_of(content: Mapping[str, Any]) -> np.ndarray:
-    """The bytes in the content of an array's node, uint8 (n,)."""
+    """The bytes of an array in its node.
+
+    Args:
+        content: content of the node, whose bytes are an array or text of `base64_text`.
+
+    Returns:
+        The bytes, uint8 (n,), not copied if they are an array.
+    """
     data = content["bytes"]
-    return base64_bytes(data) if isinstance(data, str) else data
+    if isinstance(data, str):
+        return base64_bytes(data)
+    return data
 
 
 def pack_array(array: Any, keep: Keep = base64_text) -> dict[str, Any] | None:
-    """A NumPy array or number as JSON; None if its dtype (of objects, fields) has no name."""
+    """Converts a NumPy array or number to JSON.
+
+    Args:
+        array: the array, of any shape, or a NumPy number.
+        keep: keeps its bytes. By default they are in the JSON as text.
+
+    Returns:
+        "dtype", "shape" and "bytes". None if the dtype (of objects, of fields) has no name.
+    """
     dtype = array.dtype
     if dtype.hasobject or dtype.names is not None:
         return None
@@ -290,18 +362,27 @@ def pack_array(array: Any, keep: Keep = base64_text) -> dict[str, Any] | None:
 
 
 def unpack_array(content: Mapping[str, Any]) -> np.ndarray:
-    """The writable array of `pack_array`. Raises any exception for other JSON."""
+    """Converts JSON of `pack_array` back to the array, in writable memory.
+
+    Args:
+        content: result of `pack_array`. Raises any exception for other JSON.
+    """
     data = bytes_of(content).copy()
     return data.view(np.dtype(content["dtype"])).reshape(content["shape"])
 
 
 def _inline(value: Any, keep: Keep) -> Node | None:
     """The node of a value of NumPy, torch or JAX, or None. Imports no other framework."""
-    if type(value) is np.ndarray or isinstance(value, np.generic):
-        tag = "numpy" if isinstance(value, np.ndarray) else "number"
-        content = pack_array(value, keep)
-    elif tag := _FRAMEWORK_OF_PACKAGE.get(type(value).__module__.partition(".")[0]):
-        content = adapter_registry.find(tag, "plain_values").node_of(value, keep)
+    if type(value) is np.ndarray:
+        tag, content = "numpy", pack_array(value, keep)
+    elif isinstance(value, np.generic):
+        tag, content = "number", pack_array(value, keep)
     else:
+        package = type(value).__module__.partition(".")[0]
+        if package not in _FRAMEWORK_OF_PACKAGE:
+            return None
+        tag = _FRAMEWORK_OF_PACKAGE[package]
+        content = adapter_registry.find(tag, "plain_values").node_of(value, keep)
+    if content is None:
         return None
-    return None if content is None else {tag: content}
+    return {tag: content}

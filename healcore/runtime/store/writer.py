@@ -27,11 +27,18 @@ class Writer:
         self._newest: Future[None] | None = None
         """The last job: if it is done, all are."""
         self._worker = 0
+        """Id of the thread, or 0 before its first job."""
         self._failures: list[StoreError] = []
+        """The errors that no call has raised or returned, oldest first."""
         watch_forks(self)
 
     def submit(self, step: int, job: Callable[[], None]) -> None:
-        """Runs a job in the background, after the jobs so far. Its errors name `step`."""
+        """Runs a job in the background, after the jobs so far.
+
+        Args:
+            step: step of the checkpoint, which the job's errors name.
+            job: the function to call. If it raises SaveFailed, this error is reported as it is.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="healcore-writer")
             _call_before_exit(self._finish)
@@ -51,10 +58,16 @@ class Writer:
     def busy(self) -> bool:
         """Whether there are jobs to wait for. False for a job, which would wait for itself."""
         newest = self._newest
-        return not (newest is None or newest.done() or threading.get_ident() == self._worker)
+        if newest is None or newest.done():
+            return False
+        return threading.get_ident() != self._worker
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the background, or at most for `timeout` seconds; raises no failures."""
+        """Waits until all jobs are done. Raises no failures.
+
+        Args:
+            timeout: longest time to wait, in seconds, or None for no limit.
+        """
         if self.busy and self._newest is not None:
             wait([self._newest], timeout)
 
@@ -76,14 +89,22 @@ class Writer:
 
         After an error other than SaveFailed, another copy was used (memory or directory).
         """
-        return [self._failures.pop(0) for _ in range(len(self._failures))]
+        taken: list[StoreError] = []
+        while self._failures:  # the thread may add one at any time
+            taken.append(self._failures.pop(0))
+        return taken
 
     def forked(self) -> None:
-        """Empties the queue in a forked child, where the thread does not exist."""
+        """Empties the queue in a forked child, where the thread does not exist.
+
+        A child that waited for a job of its parent would wait for ever. Its failures are the
+        parent's to report.
+        """
         self._pool = self._newest = None
         self._failures = []
 
     def _finish(self) -> None:
+        """Waits for all jobs, and logs their failures, before the program ends."""
         self.join()
         for failure in self.take_failures():
             console.warning(str(failure))
@@ -100,4 +121,11 @@ def _call_before_exit(method: Callable[[], None]) -> None:
     # The interpreter raises RuntimeError if it is already ending. A job of another store then
     # started this queue, and that store waits for it.
     with contextlib.suppress(AttributeError, RuntimeError):
-        hooks._register_atexit(lambda: (alive := reference()) and alive())
+        hooks._register_atexit(_call_if_alive, reference)
+
+
+def _call_if_alive(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Calls a bound method, unless its object was deleted."""
+    method = reference()
+    if method is not None:
+        method()

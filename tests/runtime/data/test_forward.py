@@ -36,6 +36,17 @@ def test_a_rewind_is_refused_and_moves_nothing(kind):
     assert take(cursor) == []
 
 
+@pytest.mark.parametrize("length", [4, 5])
+def test_a_limited_iterator_continues_in_the_next_epoch(length):
+    """As in Lightning, which reads `limit_train_batches` of a stream in each epoch."""
+    cursor = Cursor(iter(range(length)), epochs=None)
+    cursor.limit = lambda epoch: 2
+    read = [cursor.next() for _ in range(length)]
+    assert read == [(i, BatchId(i // 2, i % 2)) for i in range(length)]
+    with pytest.raises(StopIteration):
+        cursor.next()
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

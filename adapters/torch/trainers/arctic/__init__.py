@@ -65,7 +65,9 @@ def arctic_callbacks(
                 "continues the run from its own store: set auto_resume to false"
             )
         folders = (Path(each.output_dir, "_healcore") for each in self.config.checkpoint)
-        where: Any = next(folders, None) if store == "auto" else store
+        where: Any = store
+        if store == "auto":
+            where = next(folders, None)
         state, engine = engine_state(self.model), self.model
         # The settings that determine the result, except DeepSpeed's.
         state["optimizer"].run_settings = {
@@ -111,19 +113,35 @@ class HealedEpochs:
         """The first batch of the next epoch, if it was read."""
         self._request: EndRequested | None = None
         """Reason to stop before the end of the training, or None."""
-        trainer.train_dataloader, trainer.epoch = self, self._epoch
+        trainer.train_dataloader = self
+        trainer.epoch = self._epoch
         trainer.need_early_exit = lambda: False  # asked between two steps, see `_must_end`
         self.set_counts()
 
     def close(self, error: BaseException | None) -> None:
-        """Ends the Healer with the exception that ends the training, or None. Once only."""
+        """Ends the Healer, which saves the last state or writes a postmortem.
+
+        A second call does nothing. A request to stop that was received before ends the run instead
+        of None.
+
+        Args:
+            error: the exception that ends the training, or None.
+        """
         error = error or self._request
-        self._exit.pop_all().__exit__(type(error) if error else None, error, None)
+        kind = None
+        if error is not None:
+            kind = type(error)
+        self._exit.pop_all().__exit__(kind, error, None)
 
     def set_counts(self) -> None:
-        """Sets the trainer's counts to the engine's, which a rollback changes."""
-        trainer, step = self._trainer, self._trainer.model.global_steps
-        trainer.global_step, trainer.train_batch_idx = step, trainer.model.micro_steps
+        """Sets the trainer's counts to those of its DeepSpeed engine, which a rollback changes.
+
+        The trainer counts by itself, and labels its checkpoints and its log with its own counts.
+        """
+        trainer = self._trainer
+        step = trainer.model.global_steps
+        trainer.global_step = step
+        trainer.train_batch_idx = trainer.model.micro_steps
         trainer.global_step_this_run = step - trainer.global_step_at_start_this_run
 
     def __len__(self) -> int:
@@ -132,11 +150,15 @@ class HealedEpochs:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of the trainer's epoch, also from an earlier epoch after a rollback."""
-        trainer, last = self._trainer, self._trainer.epoch_idx
+        trainer = self._trainer
+        last = trainer.epoch_idx
         while not self._must_end():
             self._pending = self._pending or [next(self._batches, _END)]
             batch = self._pending[0]
-            if batch is _END or (epoch := hooks_of(self._healer).pending_batches[-1].epoch) > last:
+            if batch is _END:
+                break
+            epoch = hooks_of(self._healer).read_position.pending[-1].epoch
+            if epoch > last:
                 break
             self.set_counts()
             trainer.epoch_idx = epoch
@@ -163,6 +185,7 @@ class HealedEpochs:
         return True
 
     def _epoch(self) -> None:
+        """Replaces `trainer.epoch`: ends the Healer if the epoch raises."""
         try:
             self._own_epoch()
         except BaseException as error:

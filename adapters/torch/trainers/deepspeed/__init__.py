@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Literal, TypeAlias, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from healcore.torch.engines import StepOrder
 from healcore.torch.healed_step import HealedStep
 from healcore.torch.measurement import MAX_OVERFLOWS, DroppedSteps, Measurer, Overflows, StepNorms
 from healcore.torch.trainers import patched
+
+DeepSpeedEngine: TypeAlias = Any
+"""What `deepspeed.initialize` returns first. DeepSpeed need not be installed for this module."""
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -128,7 +131,7 @@ class EngineOptimizer(Optimizer):
 
     run_settings: dict[str, Any] | None = None
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         # super().__init__() is not called, because the basic optimizer has the hooks.
         _check(engine)
         self._engine = engine
@@ -141,9 +144,25 @@ class EngineOptimizer(Optimizer):
             self.trainer_limit = float(engine.gradient_clipping() or 0.0) or None
 
     def attach_with(self, core: Engine, *, process_group: Any = "auto", **options: Any) -> Healing:
-        """Heals the engine. The Healer calls this method instead of `attach`."""
-        engine, basic, sharded = self._engine, self.optimizer, _is_sharded(self._engine)
-        limit = None if core.mode == "observe" else self.trainer_limit
+        """Heals the engine. The Healer calls this method instead of `attach`.
+
+        Args:
+            core: the policy's engine.
+            process_group: as for `attach`.
+            **options: other options of `attach`. Each has to be None.
+
+        Returns:
+            The same handle as from `attach`. `detach()` restores the DeepSpeed engine.
+
+        Raises:
+            AttachError: an option is given, or the policy needs something that this DeepSpeed
+                engine lacks.
+        """
+        engine, basic = self._engine, self.optimizer
+        sharded = _is_sharded(engine)
+        limit = self.trainer_limit
+        if core.mode == "observe":
+            limit = None
         unknown = [name for name, value in options.items() if value is not None]
         if unknown:
             raise AttachError(
@@ -151,11 +170,13 @@ class EngineOptimizer(Optimizer):
                 "follows from DeepSpeed's config; omit it"
             )
         _check_policy(engine, core, limit)
+        where: Literal["auto", "host"] = "auto"
+        if sharded and len(basic.param_groups) > 1:
+            where = "host"  # one decision for several calls of the optimizer
         healing = heal_optimizer(
             basic,
             core,
-            # A decision for several calls of the optimizer has to be on the host.
-            engine="host" if sharded and len(basic.param_groups) > 1 else "auto",
+            engine=where,
             process_group=process_group,
             measurer=partial(EngineMeasurer, engine),
             healed_step=partial(EngineStep, engine, limit),
@@ -177,31 +198,54 @@ class EngineOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of the basic optimizer."""
+        """The parameter groups of the basic optimizer.
+
+        With ZeRO each group has one parameter, which is this rank's flat piece of the group.
+        """
         return self.optimizer.param_groups
 
     @property
     def mid_accumulation(self) -> bool:
-        """Whether gradients have been accumulated since the last step."""
+        """Whether gradients have been accumulated since the last step.
+
+        The Healer does not save then: a restart would lose these gradients.
+        """
         engine = self._engine
         if not engine.managed_gradient_accumulation():
             return engine._unmanaged_backward_count > 0
         return engine.micro_steps % engine.gradient_accumulation_steps() != 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, with references to the live tensors."""
+        """The state, with references to the live tensors.
+
+        Returns:
+            The state of the basic optimizer ("state", "param_groups"); "masters": the float32
+            weights, a list of tensors; "scale": the loss scale and its counts by attribute, empty
+            without a loss scale; "counters": the DeepSpeed engine's counts by attribute.
+        """
         scale = self._scale()
+        saved_scale = {}
+        for name in _SCALE:
+            if hasattr(scale, name):
+                saved_scale[name] = getattr(scale, name)
         return {
             **self.optimizer.state_dict(),
             "masters": self._masters(),
-            "scale": {name: getattr(scale, name) for name in _SCALE if hasattr(scale, name)},
+            "scale": saved_scale,
             "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state of `store.apply`, which has the live moments. Drops gradients."""
-        self.optimizer.load_state_dict({n: state_dict[n] for n in ("state", "param_groups")})
+        """Loads a state of `store.apply`, which has the live moments. Drops gradients.
+
+        Writes into the live float32 weights, because ZeRO's flat buffers are views of each other.
+
+        Args:
+            state_dict: a result of `state_dict`.
+        """
+        basic = {"state": state_dict["state"], "param_groups": state_dict["param_groups"]}
+        self.optimizer.load_state_dict(basic)
         for live, saved in zip(self._masters(), state_dict["masters"], strict=True):
             live.copy_(saved)
         for owner, entry in ((self._scale(), "scale"), (self._engine, "counters")):
@@ -211,14 +255,20 @@ class EngineOptimizer(Optimizer):
 
     def _masters(self) -> list[Tensor]:
         """The basic optimizer's tensors that are not parameters of the module (float32 weights)."""
-        module_ids = {id(p) for p in self._engine.module.parameters()}
-        return [p.detach() for p in gradients.parameters(self.optimizer) if id(p) not in module_ids]
+        module_ids = set(map(id, self._engine.module.parameters()))
+        masters = []
+        for p in gradients.parameters(self.optimizer):
+            if id(p) not in module_ids:
+                masters.append(p.detach())
+        return masters
 
     def _scale(self) -> Any:
         """The object that holds the loss scale, or None."""
         optimizer = self._engine.optimizer
         config = getattr(optimizer, "loss_scale_config", None)
-        return getattr(optimizer, "loss_scaler", None) if config is None else config
+        if config is not None:
+            return config
+        return getattr(optimizer, "loss_scaler", None)
 
     def _drop_gradients(self) -> None:
         """Drops the gradients as DeepSpeed does after an overflow."""
@@ -236,36 +286,68 @@ class EngineOptimizer(Optimizer):
 
 
 class SkippedByDeepSpeed(DroppedSteps):
-    """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer."""
+    """Detects that DeepSpeed skipped a step after an overflow, without calling the optimizer.
 
-    def __init__(self, engine: Any) -> None:
+    The hook of the optimizer does not run in such a step. Without this check, the policy would
+    never judge the step.
+
+    Args:
+        engine: the DeepSpeed engine, which counts its skipped steps.
+
+    Attributes:
+        stepped: see `DroppedSteps`.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._skipped = engine.skipped_steps
         self.stepped = False
 
     def take(self) -> bool:
-        """Whether a step was skipped since the last call."""
-        before, self._skipped = self._skipped, self._engine.skipped_steps
-        return self._skipped > before  # a rollback lowers it
+        """Whether a step was skipped since the last call.
+
+        A rollback lowers DeepSpeed's count, which is no skipped step.
+        """
+        before = self._skipped
+        self._skipped = self._engine.skipped_steps
+        return self._skipped > before
 
 
 class EngineMeasurer(Measurer):
-    """Measures a step of the engine. With ZeRO the norm is over all groups and ranks."""
+    """Measures a step of the engine. With ZeRO the norm is over all groups and ranks.
+
+    A rank's optimizer has only a piece of each group then, and is called once for each group. No
+    call sees the gradients of the step, so that DeepSpeed's own norm is taken.
+
+    Args:
+        engine: the DeepSpeed engine.
+        *args: arguments of `Measurer`.
+    """
 
     may_clip_as_torch = False  # DeepSpeed clips by arithmetic of its own
 
-    def __init__(self, engine: Any, *args: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine, *args: Any) -> None:
         super().__init__(*args)
         self._deepspeed = engine.optimizer
         self._sharded = _is_sharded(engine)
         self.dropped = SkippedByDeepSpeed(engine)
         # Overflows are normal under a dynamic loss scale. Otherwise the gradients are not finite.
         config = getattr(engine.optimizer, "loss_scale_config", None) or engine.optimizer
-        searches = getattr(config, "dynamic_loss_scale", False)
-        self.overflows = Overflows(self.home, MAX_OVERFLOWS if searches else 0)
+        most = 0
+        if getattr(config, "dynamic_loss_scale", False):
+            most = MAX_OVERFLOWS
+        self.overflows = Overflows(self.home, most)
 
     def measure(self, *args: Any, **kwargs: Any) -> Signals:
-        """See `Measurer.measure`."""
+        """Measures a step as `Measurer.measure` does, with DeepSpeed's norm under ZeRO.
+
+        Args:
+            *args: as for `Measurer.measure`.
+            **kwargs: as for `Measurer.measure`.
+
+        Returns:
+            The signals; `grad_norm` is NaN if DeepSpeed found it not finite.
+        """
         measured = super().measure(*args, **kwargs)
         if not self._sharded:
             return measured
@@ -288,7 +370,7 @@ class EngineStep(HealedStep):
 
     may_reset_moments = False  # DeepSpeed refers to the moment tensors
 
-    def __init__(self, engine: Any, adopted_limit: float | None, *args: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine, adopted_limit: float | None, *args: Any) -> None:
         super().__init__(*args)
         self.adopted_limit = adopted_limit
         self._first = gradients.parameters(self.optimizer)[0]
@@ -306,33 +388,33 @@ class EngineStep(HealedStep):
             self.enforcer.enforce(params, self._group_order, self.enforcer.amp_flags()[0])
 
     def _report(self, norms: StepNorms) -> None:
-        # A norm of a flat piece belongs to no single parameter.
-        super()._report(StepNorms([], [], None) if self._sharded else norms)
+        if self._sharded:  # a norm of a flat piece belongs to no single parameter
+            norms = StepNorms([], [], None)
+        super()._report(norms)
 
 
 # -- what cannot be healed -------------------------------------------------------------------------
 
 
-def _is_sharded(engine: Any) -> bool:
+def _is_sharded(engine: DeepSpeedEngine) -> bool:
     """Whether each rank's optimizer holds flat pieces of all parameters (ZeRO-1, ZeRO-2, BF16)."""
     return hasattr(engine.optimizer, "partition_count")
 
 
-def _check(engine: Any) -> None:
+def _check(engine: DeepSpeedEngine) -> None:
     """Raises AttachError unless this engine can be healed."""
-    # By name: DeepSpeed need not be installed.
-    if not any(
-        kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.")
-        for kind in type(engine).__mro__
-    ):
+    if not _is_deepspeed_engine(engine):
         raise AttachError(
             f"heal_engine takes a DeepSpeed engine, got {type(engine).__name__}: pass the first "
             "result of deepspeed.initialize, or use attach(optimizer) without DeepSpeed"
         )
     stage, zero = engine.zero_optimization_stage(), engine._config.zero_config
     parallel = getattr(engine.mpu, "get_model_parallel_world_size", lambda: 1)()
-    scalers = ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler")
-    float16 = any(getattr(x, name, None) for x in (engine, engine.optimizer) for name in scalers)
+    float16 = False
+    for owner in (engine, engine.optimizer):
+        for name in ("torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"):
+            if getattr(owner, name, None):
+                float16 = True
     offloads = bool(zero.offload_optimizer or zero.offload_param or engine.zenflow)
     without_norm = stage in (1, 2) and not zero.compute_grad_norm
     scaled_norm = stage == 0 and engine.fp16_enabled()
@@ -348,11 +430,20 @@ def _check(engine: Any) -> None:
         "with model parallelism each rank has the norm of its part only": parallel > 1,
         "torch_autocast with float16 has a GradScaler per group; use bf16": float16,
     }
-    if found := [reason for reason, applies in obstacles.items() if applies]:
-        raise AttachError(f"this DeepSpeed engine cannot be healed: {found[0]}")
+    for reason, applies in obstacles.items():
+        if applies:
+            raise AttachError(f"this DeepSpeed engine cannot be healed: {reason}")
 
 
-def _check_policy(engine: Any, core: Engine, limit: float | None) -> None:
+def _is_deepspeed_engine(engine: DeepSpeedEngine) -> bool:
+    """Whether an object is a DeepSpeed engine, by its name: DeepSpeed need not be installed."""
+    for kind in type(engine).__mro__:
+        if kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed."):
+            return True
+    return False
+
+
+def _check_policy(engine: DeepSpeedEngine, core: Engine, limit: float | None) -> None:
     """Raises AttachError if the policy needs something that this engine lacks."""
     flattened = _is_sharded(engine) or hasattr(engine.optimizer, "fp32_groups_flat")
     if core.per_tensor and flattened:
@@ -361,8 +452,9 @@ def _check_policy(engine: Any, core: Engine, limit: float | None) -> None:
             'flattened groups: use clip={"kind": "zclip"}, or ZeRO stage 0'
         )
     rule, config = core.config.clip or ("none", None)
-    # adagc applies its max_norm during warm-up only.
-    max_norm = None if rule == "adagc" else getattr(config, "max_norm", None)
+    max_norm = None
+    if rule != "adagc":  # which applies its max_norm during warm-up only
+        max_norm = getattr(config, "max_norm", None)
     if limit and (max_norm is None or float(max_norm) > limit * (1 + 1e-6)):
         raise AttachError(
             f"gradient_clipping = {limit:g} clips before the policy can measure the norm, and this "

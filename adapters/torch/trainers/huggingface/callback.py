@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
 
 from healcore.console import info
+from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
 from healcore.policy import Policy, PolicyLike, from_dict, to_dict
 from healcore.policy.loader import can_apply_limit, with_limit
@@ -33,16 +32,18 @@ from healcore.torch.store import MemoryStore
 from healcore.torch.trainers import (
     TrainerCheckpoints,
     TrainerOptions,
+    adopt_trainer_checkpoint,
     healings_of,
-    load_engines,
     newest_settings,
     newest_step,
     patched,
     resolve_options,
 )
 from healcore.torch.trainers.huggingface import checkpoints, steps
+from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.dry_run import DryRun, train_copy
 from healcore.torch.trainers.huggingface.epochs import Counters, EpochFeed, found_batch_size
+from healcore.torch.trainers.huggingface.trainer_internals import HfTrainer
 
 Store = Places
 
@@ -103,8 +104,10 @@ class HealingCallback(TrainerCallback, ExportableState):
         self.policy, self._options = resolve_options(policy, options)
         self._store = store
         self._loss_fn = loss_fn
-        self.trainer: Any = None
+        self.trainer: HfTrainer = None
         self.healer: Healer[Any] | None = None
+        self._added_to: HfTrainer = None
+        """The Trainer that has this callback among its callbacks, or None before it is added."""
         self._feed: EpochFeed | None = None
         self._open_healer: Healer[Any] | None = None
         """The Healer during `train()`, otherwise None."""
@@ -113,11 +116,20 @@ class HealingCallback(TrainerCallback, ExportableState):
 
     @property
     def healing(self) -> Healing | None:
-        """The optimizer's handle in the current or last `train()`, or None before the first."""
+        """The handle of the optimizer, as `healcore.torch.attach` returns it.
+
+        Use it to read the newest decision, or to announce a change of the training.
+
+        Returns:
+            The handle of the current or last `train()`, or None before the first.
+        """
         return healings_of(self.healer).get("optimizer")
 
     def report(self) -> HealingReport:
         """The report of the run so far: incidents, rollbacks, learning rate, ending.
+
+        Returns:
+            Data for tables and tests; `str(report)` is the text for a person.
 
         Raises:
             AttachError: `train()` has not begun yet.
@@ -127,7 +139,18 @@ class HealingCallback(TrainerCallback, ExportableState):
         return self.healer.report()
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains the trainer of `heal_trainer`: `trainer.train(*args, **kwargs)`."""
+        """Trains the trainer of `heal_trainer`: `trainer.train(*args, **kwargs)`.
+
+        Args:
+            *args: as for the trainer's own `train`.
+            **kwargs: as for the trainer's own `train`.
+
+        Returns:
+            The result of the trainer's `train`: steps, mean loss, metrics.
+
+        Raises:
+            AttachError: this callback was not created by `heal_trainer`, and has not trained yet.
+        """
         return self._known_trainer().train(*args, **kwargs)
 
     def dry_run(self, steps: int = 2) -> DryRun:
@@ -149,7 +172,7 @@ class HealingCallback(TrainerCallback, ExportableState):
         observing = functools.partial(HealingCallback, attach=self._options.get("attach"))
         return train_copy(self._known_trainer(), steps, self.policy, observing)
 
-    def _known_trainer(self) -> Any:
+    def _known_trainer(self) -> HfTrainer:
         if self.trainer is None:
             raise AttachError("the callback has no Trainer yet: use heal_trainer(trainer)")
         return self.trainer
@@ -157,16 +180,25 @@ class HealingCallback(TrainerCallback, ExportableState):
     # -- the Trainer's checkpoints --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The arguments and the state of this object, which the Trainer saves."""
-        policy, store = self.policy, self._store
-        engines = {} if self.healer is None else hooks_of(self.healer).driver.engines()
-        return {
-            "args": {
-                **({"policy": to_dict(policy)} if isinstance(policy, Policy) else {}),
-                **({} if (saved := _saved_argument(store)) is None else {"store": saved}),
-            },
-            "attributes": {"engines": engines},
-        }
+        """The arguments and the state of this object, which the Trainer saves.
+
+        The Trainer calls this for its checkpoints and writes the result to `trainer_state.json`.
+        With `restore_callback_states_from_checkpoint` it creates the callback from the arguments.
+
+        Returns:
+            "args" -> the policy and the store, as far as JSON holds them; "attributes" ->
+            "engines" -> the state of the policy for each optimizer, empty before `train()`.
+        """
+        engines: Mapping[str, Any] = {}
+        if self.healer is not None:
+            engines = hooks_of(self.healer).driver.engines()
+        args: dict[str, Any] = {}
+        if isinstance(self.policy, Policy):
+            args["policy"] = to_dict(self.policy)
+        store = _saved_argument(self._store)
+        if store is not None:
+            args["store"] = store
+        return {"args": args, "attributes": {"engines": engines}}
 
     def _load_state(self, healer: Healer[Any], state: State) -> None:
         """Loads the policy's state from the checkpoint that the Trainer has resumed from.
@@ -177,15 +209,12 @@ class HealingCallback(TrainerCallback, ExportableState):
         exported: Any = state.stateful_callbacks
         # transformers 5.23 raises KeyError at the next save if the checkpoint lacked this entry.
         entry = exported.setdefault(type(self).__name__, {})
-        entry = entry[0] if isinstance(entry, list) else entry
-        load_engines(healer, entry.get("attributes", {}).get("engines", {}))
-        hooks_of(healer).continue_from(state.global_step)
+        if isinstance(entry, list):  # of several callbacks of this class
+            entry = entry[0]
+        engines = entry.get("attributes", {}).get("engines", {})
+        adopt_trainer_checkpoint(healer, engines, step=state.global_step)
 
     # -- the Trainer's events -------------------------------------------------------------------
-
-    def on_init_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Wraps `train()`. The Trainer does not call this for `add_callback`."""
-        _wrap_train(_trainer_of(self))
 
     def on_train_begin(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
         """Opens the Healer, and inserts it into the training loop.
@@ -193,11 +222,17 @@ class HealingCallback(TrainerCallback, ExportableState):
         The Trainer calls this when model, optimizer and loss sums exist, before the first epoch.
 
         Raises:
-            AttachError: the Trainer cannot be healed.
+            AttachError: the Trainer cannot be healed, or the callback was not given to a Trainer.
         """
+        if self._added_to is None:
+            raise AttachError(
+                "HealingCallback belongs to no Trainer: pass it to a transformers Trainer in "
+                "callbacks=[...] or call trainer.add_callback(callback), not callback_handler's; "
+                "in a loop of your own heal the optimizer with healcore.torch.attach"
+            )
         if self._open_healer is not None:
             self.close(RuntimeError("an exception outside of the epochs has ended train()"))
-        trainer = self.trainer = _trainer_of(self)
+        trainer = self.trainer = self._added_to
         self._check(trainer, state, kwargs.get("train_dataloader"))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
@@ -211,20 +246,32 @@ class HealingCallback(TrainerCallback, ExportableState):
             raise
 
     def on_step_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Does the Healer's work between two steps, or corrects `state.epoch`."""
-        if self._feed is not None:  # the Healer works when it reads the next batch
+        """Does the Healer's work between two steps, or corrects `state.epoch`.
+
+        With a store the Healer works when the Trainer asks for the next batch, where a rollback can
+        leave the epoch. Without a store nothing is rolled back, and the Healer works here.
+        """
+        if self._feed is not None:
             self._feed.correct_epoch(state)
         elif self._open_healer is not None:
             self._open_healer.after_step()
 
     def on_evaluate(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Reports the evaluation's loss to policies that read it."""
+        """Reports the evaluation's loss to policies that read it.
+
+        Does nothing outside of `train()`, and if the metrics have no `eval_loss`: with several
+        evaluation data sets, the Trainer names each loss after its data set.
+        """
         metrics = kwargs.get("metrics") or {}
         if self._open_healer is not None and "eval_loss" in metrics:
             self._open_healer.observe(eval_loss=metrics["eval_loss"])
 
     def on_train_end(self, args: Args, state: State, control: Control, **kwargs: Any) -> None:
-        """Ends the Healer, and restores the Trainer."""
+        """Ends the Healer, and restores the Trainer.
+
+        The Trainer calls this after the last step, before it returns from `train()`. It does not
+        call this if the training raises: the replaced `train()` then calls `close`.
+        """
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -233,16 +280,21 @@ class HealingCallback(TrainerCallback, ExportableState):
         Args:
             error: the exception that ends the training, or None.
         """
-        changes, self._changes = self._changes, ExitStack()
+        changes = self._changes
+        self._changes = ExitStack()
         self._open_healer = self._feed = None
-        changes.__exit__(type(error) if error else None, error, None)
+        kind = None
+        if error is not None:
+            kind = type(error)
+        changes.__exit__(kind, error, None)
 
-    def _begin(self, trainer: Any, state: State) -> None:
+    def _begin(self, trainer: HfTrainer, state: State) -> None:
         """Opens the Healer, and replaces methods of the Trainer until `close`."""
         stack, feed, policy = self._changes, self._feed, self.policy
         limit = max(float(trainer.args.max_grad_norm or 0.0), 0.0) or None
         if can_apply_limit(policy):
-            policy, limit = with_limit(policy, limit), None
+            policy = with_limit(policy, limit)
+            limit = None
         counters = Counters(trainer, feed, self)
         healer = self.healer = stack.enter_context(self._healer(trainer, policy, counters))
         if feed is not None:
@@ -253,20 +305,24 @@ class HealingCallback(TrainerCallback, ExportableState):
         elif state.global_step:
             self._load_state(healer, state)
         split = steps.SplitSteps(trainer, healer, counters, stack)
-        for new in (split.training_step, self._run_epoch):
-            call = functools.partial(new, getattr(trainer, new.__name__))
-            stack.enter_context(patched(trainer, new.__name__, call))
+        training_step = functools.partial(split.training_step, trainer.training_step)
+        stack.enter_context(patched(trainer, "training_step", training_step))
+        stack.enter_context(internals.replaced_epoch(trainer, self._run_epoch))
         steps.stop_clipping(trainer, limit, stack)
         steps.extend_log(trainer, healer.metrics, stack)
         self._open_healer = healer
 
-    def _healer(self, trainer: Any, policy: Any, counters: Counters) -> Healer[Any]:
+    def _healer(
+        self, trainer: HfTrainer, policy: Policy | Engine, counters: Counters
+    ) -> Healer[Any]:
+        """The Healer of one `train()`, not yet open."""
         options = dict(self._options)
         if self._feed and trainer.state.global_step:
             options.setdefault("resume", True)  # the initial weights are the Trainer's checkpoint
         loss_fn: Any = self._loss_fn
         store: Any = self._resolved_store(trainer)
-        store = store() if isinstance(store, type) else store
+        if isinstance(store, type):  # of heal_trainer(store=None): a new memory for each run
+            store = store()
         if root_of(store) is None:
             logging = options.get("logging", LOGGING)
             events = logging.events or _folder(trainer) / _FOLDER / "healcore.events.jsonl"
@@ -276,24 +332,14 @@ class HealingCallback(TrainerCallback, ExportableState):
             store = TrainerCheckpoints(lambda: setattr(trainer.control, "should_save", True))
         elif loss_fn == "auto":
             loss_fn = steps.loss_fn_of(trainer)
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        known = {id(each) for each in model.parameters()}
-        state = {
-            "model": model,
-            "optimizer": trainer.optimizer,
-            # Parameters of a loss, as in sentence-transformers, are in no module of the Trainer.
-            "others": [p for p in parameters(trainer.optimizer) if id(p) not in known] or None,
-            "scheduler": trainer.lr_scheduler,
-            "scaler": getattr(trainer.accelerator, "scaler", None),
-            "progress": counters,
-            "reference": trainer.ref_model if getattr(trainer.args, "sync_ref_model", 0) else None,
-        }
-        state = {name: part for name, part in state.items() if part is not None}
+        state = _state_of(trainer, counters)
         return Healer(policy, state=state, store=store, loss_fn=loss_fn, **options)
 
-    def _resolved_store(self, trainer: Any) -> Store:
+    def _resolved_store(self, trainer: HfTrainer) -> Store:
         """The store, with the directory of "auto"."""
-        return _folder(trainer) / _FOLDER if self._store == "auto" else self._store
+        if self._store == "auto":
+            return _folder(trainer) / _FOLDER
+        return self._store
 
     def _run_epoch(self, original: Callable[..., None], **call: Any) -> None:
         """Runs an epoch with the Healer's batches. Ends the Healer if an exception is raised."""
@@ -306,7 +352,7 @@ class HealingCallback(TrainerCallback, ExportableState):
             self.close(error)
             raise
 
-    def _check(self, trainer: Any, state: State, loader: Any) -> None:
+    def _check(self, trainer: HfTrainer, state: State, loader: Any) -> None:
         """Raises AttachError for a Trainer that cannot be healed."""
         distributed = str(getattr(trainer.accelerator.distributed_type, "value", ""))
         if distributed == "DEEPSPEED":
@@ -379,40 +425,69 @@ def heal_trainer(
     callback.trainer = trainer
     trainer.remove_callback(HealingCallback)
     trainer.add_callback(callback)
-    _wrap_train(trainer)
     return callback
 
 
-def _trainer_of(callback: HealingCallback) -> Any:
-    """The Trainer among the callers. Callbacks do not receive it as an argument."""
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        caller = frame.f_locals.get("self")
-        handler = getattr(caller, "callback_handler", None)
-        if any(other is callback for other in getattr(handler, "callbacks", ())):
-            return caller
-    raise AttachError(
-        "HealingCallback found no Trainer among its callers: give it to a transformers Trainer in "
-        "callbacks=[...], or heal the optimizer with healcore.torch.attach"
-    )
+def _healing_callbacks(trainer: HfTrainer) -> list[HealingCallback]:
+    """The callbacks of a Trainer that heal it."""
+    callbacks = trainer.callback_handler.callbacks
+    return [each for each in callbacks if isinstance(each, HealingCallback)]
+
+
+def _pass_trainer(trainer: HfTrainer) -> None:
+    """Tells the healing callbacks of a Trainer whose callbacks they are.
+
+    The events of transformers pass the arguments, the state and the model, but not the Trainer.
+    """
+    for callback in _healing_callbacks(trainer):
+        callback._added_to = trainer
+
+
+def _state_of(trainer: HfTrainer, counters: Counters) -> dict[str, Any]:
+    """What the Healer of a Trainer saves and restores: name -> part, without absent parts."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    known = {id(each) for each in model.parameters()}
+    # Parameters of a loss, as in sentence-transformers, are in no module of the Trainer.
+    others = [p for p in parameters(trainer.optimizer) if id(p) not in known]
+    reference = None
+    if getattr(trainer.args, "sync_ref_model", False):  # TRL then updates it during the training
+        reference = trainer.ref_model
+    parts = {
+        "model": model,
+        "optimizer": trainer.optimizer,
+        "others": others or None,
+        "scheduler": trainer.lr_scheduler,
+        "scaler": getattr(trainer.accelerator, "scaler", None),
+        "progress": counters,
+        "reference": reference,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _saved_argument(store: Any) -> Any:
     """The `store` argument in JSON; None for a store, which the Trainer cannot save."""
     if isinstance(store, list | tuple):
         saved = [_saved_argument(each) for each in store]
-        return None if None in saved else saved
-    return os.fspath(store) if isinstance(store, str | os.PathLike) else None
+        if None in saved:
+            return None
+        return saved
+    if isinstance(store, str | os.PathLike):
+        return os.fspath(store)
+    return None
 
 
-def _folder(trainer: Any) -> Path:
+def _folder(trainer: HfTrainer) -> Path:
+    """The directory in which the Trainer writes its checkpoints."""
     return Path(trainer.args.output_dir or "trainer_output")
 
 
-def _wrap_train(trainer: Any) -> None:
+def _wrap_train(trainer: HfTrainer) -> None:
     """Makes `train()` resume from a complete checkpoint, and end the Healer if it raises.
 
     A store that holds the run has precedence, because scripts pass the Trainer's newest checkpoint.
-    The Trainer has no event for these moments, and a checkpoint replaces the callback's object.
+    The Trainer has no event for these moments. `restore_callback_states_from_checkpoint` replaces
+    the callback's object within `train()`, and two Trainers may share a callback. So the callbacks
+    receive their Trainer again just before `on_train_begin`.
     """
     original = trainer.train
     if getattr(original, "_is_healed", False):
@@ -420,7 +495,7 @@ def _wrap_train(trainer: Any) -> None:
 
     @functools.wraps(original)
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = [e for e in trainer.callback_handler.callbacks if isinstance(e, HealingCallback)]
+        own = _healing_callbacks(trainer)
         steps = [newest_step(each._resolved_store(trainer)) for each in own]
         resume = resume_from_checkpoint
         if resume and steps.count(None) < len(steps):
@@ -434,9 +509,13 @@ def _wrap_train(trainer: Any) -> None:
             # Another size has other batches, so the position in the data would not fit.
             settings = newest_settings(callback._resolved_store(trainer))
             found = found_batch_size(settings, trainer.args)
-            trainer._train_batch_size = found or trainer._train_batch_size
+            if found is not None:
+                internals.set_train_batch_size(trainer, found)
+        handler = trainer.callback_handler
+        begin = functools.partial(_begin_training, trainer, handler.on_train_begin)
         try:
-            return original(*args, **kwargs)
+            with patched(handler, "on_train_begin", begin):
+                return original(*args, **kwargs)
         except BaseException as error:
             for callback in own:
                 callback.close(error)
@@ -446,19 +525,30 @@ def _wrap_train(trainer: Any) -> None:
     trainer.train = train
 
 
-def _wrap_train_when_added() -> None:
-    """Makes `trainer.add_callback(HealingCallback(...))` wrap `train()`, as the constructor does.
+def _begin_training(
+    trainer: HfTrainer, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Replaces `CallbackHandler.on_train_begin` during `train()`."""
+    _pass_trainer(trainer)
+    return original(*args, **kwargs)
 
-    A callback learns that it was added only in `train()`, when the Trainer has loaded its own
-    checkpoint, or has raised because it has none although the store has the run. So a method of
-    the class is replaced. Trainers without a `HealingCallback` behave as before.
+
+def _wrap_train_when_added() -> None:
+    """Makes `Trainer.add_callback` pass the Trainer to healing callbacks, and wrap `train()`.
+
+    `Trainer.__init__` calls `add_callback` too, for its printer or progress bar, when it already
+    has the callbacks of its argument `callbacks`. So this replaced method sees the callbacks of
+    both ways. A callback otherwise learns that it was added only in `train()`, when the Trainer has
+    loaded its own checkpoint, or has raised because it has none although the store has the run.
+    Trainers without a `HealingCallback` behave as before.
     """
     original = Trainer.add_callback
 
     @functools.wraps(original)
     def add_callback(trainer: Trainer, callback: Any) -> None:
         original(trainer, callback)
-        if any(isinstance(e, HealingCallback) for e in trainer.callback_handler.callbacks):
+        if _healing_callbacks(trainer):
+            _pass_trainer(trainer)
             _wrap_train(trainer)
 
     Trainer.add_callback = add_callback  # pyright: ignore[reportAttributeAccessIssue]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeAlias
 
 from healcore import regular_file
 from healcore.console import warning
-from healcore.runtime.store.ranks import Alone, run_on_first
+from healcore.runtime.store.ranks import Alone, Ranks, run_on_first
 from healcore.torch.store.gloo import GlooRanks, initialized
 
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _STATE = "trainer_state.json"
+Requested: TypeAlias = str | os.PathLike[str] | Literal[True]
+"""The path of a checkpoint, or True for the newest checkpoint in `output_dir`."""
 
 
-def to_resume_from(requested: Any, folder: Path) -> Any:
+def to_resume_from(requested: Requested, folder: Path) -> Requested | None:
     """The checkpoint to resume from: `requested`, or an older one if that is damaged.
 
     Args:
@@ -34,24 +37,35 @@ def to_resume_from(requested: Any, folder: Path) -> Any:
         if Path(requested).absolute() not in names:
             return requested
         found = found[: names.index(Path(requested).absolute()) + 1]
-    ranks = GlooRanks() if initialized() else Alone()
+    ranks: Ranks = Alone()
+    if initialized():
+        ranks = GlooRanks()
     target, defects = run_on_first(ranks, lambda: _newest_complete(found))
     for path, defect in defects.items():
         warning(f"the run does not resume from {path}: {defect}")
     if target is None and defects:
         warning(f"{folder} has no good checkpoint: training starts at step 0")
         return None
-    return requested if target is None else str(target)
+    if target is None:
+        return requested
+    return str(target)
 
 
 def _newest_complete(checkpoints: list[Path]) -> tuple[Path | None, dict[Path, str]]:
     """The newest checkpoint without a defect, or None, and the defects of newer ones."""
     defects: dict[Path, str] = {}
-    files = {path: {each.name for each in path.iterdir()} for path in checkpoints}
+    files: dict[Path, set[str]] = {}
+    for path in checkpoints:
+        files[path] = {each.name for each in path.iterdir()}
     for path in reversed(checkpoints):
         others = [names for other, names in files.items() if other != path]
-        missing = set.intersection(*others) - files[path] if others else set()
-        defect = f"it has no {min(missing)}" if missing else _defect(path)
+        missing: set[str] = set()
+        if others:
+            missing = set.intersection(*others) - files[path]
+        if missing:
+            defect = f"it has no {min(missing)}"
+        else:
+            defect = _defect(path)
         if not defect:
             return path, defects
         defects[path] = defect

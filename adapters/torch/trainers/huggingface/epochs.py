@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 from transformers.trainer_callback import ExportableState
 
@@ -19,6 +19,8 @@ from healcore import console
 from healcore.runtime.data import BatchId, EmptyLoader
 from healcore.runtime.driver import json_setting
 from healcore.runtime.healer import hooks_of
+from healcore.torch.trainers.huggingface import trainer_internals as internals
+from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer, Metrics
 
 
 class EpochChanged(BaseException):
@@ -26,6 +28,15 @@ class EpochChanged(BaseException):
 
     `EpochFeed.run` catches this exception, and calls `_run_epoch` again for the rest of the epoch.
     """
+
+
+class _Announced(NamedTuple):
+    """What Trainer was told of its epoch when `_run_epoch` was called."""
+
+    length: int | None
+    """Number of batches of the epoch, or None if unknown."""
+    skipped: int
+    """Number of batches that the run had skipped by then."""
 
 
 class EpochFeed:
@@ -44,43 +55,61 @@ class EpochFeed:
             callback may have stopped that run early.
     """
 
-    def __init__(self, trainer: Any, loader: Any) -> None:
+    def __init__(self, trainer: HfTrainer, loader: Iterable[Batch]) -> None:
         self.healer: Any = None
         self.epoch = self.count = 0
         self.nothing_to_do = False
         self._trainer = trainer
-        self._loader = loader
-        self._length: int | None = None
-        """Number of batches of this epoch, or None if unknown."""
+        self._loader: Any = loader
+        self._announced = _Announced(None, 0)
         self._exhausted = False
         """Whether the data have ended and cannot be read again."""
-        self._batches: Iterator[Any] | None = None
-        self._pending: list[Any] = []
+        self._batches: Iterator[Batch] | None = None
+        self._pending: list[Batch] = []
         """Batches that were read and that Trainer has not received."""
-        self._window: list[Any] = []
+        self._window: list[Batch] = []
         """Batches that Trainer has received since the last step."""
-        self._skipped_at_begin = 0
-        """Number of skipped batches when `_run_epoch` was called."""
         self._data_epoch = 0
         """Epoch of the pending batches."""
 
     @property
     def received(self) -> int:
-        """Number of batches that Trainer has received since the last step."""
+        """Number of batches that Trainer has received since the last step.
+
+        The Healer reads a batch before Trainer asks for one, so that a rollback can happen between
+        two calls of `_run_epoch`. Such a batch is read and not yet received.
+
+        Returns:
+            0 before the Healer is open.
+        """
         if self.healer is None:
             return 0
-        return len(hooks_of(self.healer).pending_batches) - len(self._pending)
+        read = len(hooks_of(self.healer).read_position.pending)
+        return read - len(self._pending)
 
     def go_to(self, epoch: int, count: int) -> None:
-        """Sets the position of a checkpoint. The Healer itself rewinds the data."""
-        self.epoch, self.count = epoch, count
+        """Sets the position of a checkpoint. The Healer itself rewinds the data.
+
+        Args:
+            epoch: Trainer's epoch in the checkpoint, from 0.
+            count: number of batches of this epoch that Trainer had received.
+        """
+        self.epoch = epoch
+        self.count = count
         self._pending.clear()
 
     def correct_epoch(self, state: Any) -> None:
-        """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch."""
-        # Without a length, Trainer counts the batches of the whole run.
-        run = state.max_steps * self._trainer.args.gradient_accumulation_steps
-        state.epoch = self.epoch + self.count / (self._length or run)
+        """Sets `state.epoch`, because Trainer counts the rest of an epoch as a whole epoch.
+
+        The log, the schedules of evaluations and saves, and other callbacks read this value.
+
+        Args:
+            state: the `TrainerState`, after a step.
+        """
+        length = self._announced.length
+        if not length:  # Trainer then counts the batches of the whole run
+            length = state.max_steps * self._trainer.args.gradient_accumulation_steps
+        state.epoch = self.epoch + self.count / length
 
     def run(self, run_epoch: Callable[..., None], call: Mapping[str, Any]) -> None:
         """Replaces one call of `_run_epoch`: runs the rest of the run up to the end of that epoch.
@@ -100,7 +129,9 @@ class EpochFeed:
                 return
             try:
                 if self._has_batch():
-                    run_epoch(**{**call, "resume_from_checkpoint": None, **self._arguments()})
+                    arguments = {**call, "resume_from_checkpoint": None}
+                    arguments.update(self._arguments())
+                    run_epoch(**arguments)
                 control = trainer.control
                 if self._exhausted and not control.should_training_stop:
                     console.warning(
@@ -116,14 +147,15 @@ class EpochFeed:
                         return
                     self._batches = None  # a callback drops the rest of the epoch
                     self._pending.clear()
-                    last &= self.epoch < call["epoch"]
+                    last = last and self.epoch < call["epoch"]
                 elif self._has_batch():
                     continue
-                self.epoch, self.count = self.epoch + 1, 0
+                self.epoch += 1
+                self.count = 0
             except EpochChanged:
                 continue
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yields the rest of the epoch.
 
         Raises EpochChanged after a rollback. After an unreadable batch, raises it between two
@@ -140,14 +172,15 @@ class EpochFeed:
             yield self._window[-1]
         if self._is_shorter() and self.received:
             self.count -= len(self._window)
-            self._pending, self._window = self._window, []
+            self._pending = self._window
+            self._window = []
             self._data_epoch = self.epoch
             raise EpochChanged
 
     def _arguments(self) -> dict[str, Any]:
         """The arguments of `_run_epoch` for the rest of the epoch, whose first batch is pending."""
         skipped_ids = hooks_of(self.healer).loaders.skipped_ids()
-        self._skipped_at_begin, self._length = len(skipped_ids), None
+        self._announced = _Announced(None, len(skipped_ids))
         arguments: dict[str, Any] = {"epoch": self.epoch, "train_dataloader": self}
         try:
             length = len(self._loader)
@@ -156,16 +189,18 @@ class EpochFeed:
         rest = len(self._pending)
         epoch, first = self._next_id()
         if epoch == self.epoch:
-            skipped = [batch.index for batch in skipped_ids if batch.epoch == self.epoch]
-            rest += length - first - sum(first <= index < length for index in skipped)
-        self._length = self.count + rest
+            rest += length - first
+            for skipped in skipped_ids:
+                if skipped.epoch == self.epoch and first <= skipped.index < length:
+                    rest -= 1
+        self._announced = _Announced(self.count + rest, len(skipped_ids))
         steps = math.ceil(rest / self._trainer.args.gradient_accumulation_steps)
         return {**arguments, "steps_in_epoch": rest, "num_update_steps_per_epoch": steps}
 
     def _is_shorter(self) -> bool:
         """Whether batches were skipped since `_arguments` counted the rest of the epoch."""
         skipped = len(hooks_of(self.healer).loaders.skipped_ids())
-        return self._length is not None and skipped > self._skipped_at_begin
+        return self._announced.length is not None and skipped > self._announced.skipped
 
     def _has_batch(self) -> bool:
         """Whether this epoch has another batch. Reads that batch; may raise EpochChanged."""
@@ -174,11 +209,18 @@ class EpochFeed:
         return bool(self._pending) and self._data_epoch == self.epoch
 
     def _read(self) -> None:
+        """Reads the next batch into `_pending`, which stays empty if the data have ended.
+
+        Raises EpochChanged if the Healer has rolled the run back before it read this batch.
+        """
         healer, batches = self.healer, self._batches
         if batches is None:
             # After a restart this is the number of all epochs so far. Completed ones are not read.
             epoch, index = self._next_id()
-            epochs = max(self.epoch - epoch + (not index), 1)
+            epochs = self.epoch - epoch
+            if index == 0:  # the data are at the start of an epoch, which is read too
+                epochs += 1
+            epochs = max(epochs, 1)
             # `Trainer._run_epoch` calls `set_epoch` on the same objects.
             sampler: Any = getattr(self._loader, "batch_sampler", None)
             owners: Any = self._loader, getattr(sampler, "batch_sampler", None)
@@ -189,20 +231,23 @@ class EpochFeed:
         rollbacks = healer.rollbacks
         try:
             self._pending = [next(batches)]
-            self._data_epoch = hooks_of(healer).pending_batches[-1].epoch
+            self._data_epoch = hooks_of(healer).read_position.pending[-1].epoch
         except StopIteration:
             self._batches = None
         except EmptyLoader as error:
             if error.epoch == 0:
                 raise
-            self._batches, self._exhausted = None, True
+            self._batches = None
+            self._exhausted = True
         if healer.rollbacks != rollbacks:
             raise EpochChanged
 
     def _next_id(self) -> BatchId:
         """The id of the next batch that the Healer reads."""
         known = hooks_of(self.healer).loaders.find(self._loader)
-        return BatchId(0, 0) if known is None else known.next_id
+        if known is None:
+            return BatchId(0, 0)
+        return known.next_id
 
 
 _STATE = (
@@ -210,11 +255,6 @@ _STATE = (
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
 """Fields of `TrainerState` that count. Other fields (max_steps, save_steps, ...) are settings."""
-_LOGGING = ("_total_loss_scalar", "_globalstep_last_logged")
-_COUNTERS = ("current_flos", "_step", "_total_train_tokens")
-"""Attributes of Trainer, of TRL's GRPO and RLOO, and of TRL's SFT and DPO. Each may be absent."""
-_METRICS = ("_metrics", "_stored_metrics")
-"""Attributes of TRL's trainers: metrics since the last log, by mode and name."""
 _BATCH_SIZE = "per_device_train_batch_size"
 _SETTINGS = (
     *(_BATCH_SIZE, "gradient_accumulation_steps", "max_grad_norm"),
@@ -229,42 +269,77 @@ def found_batch_size(settings: Mapping[str, Any], args: Any) -> int | None:
     Args:
         settings: `RunRecord.settings` of the run.
         args: the TrainingArguments of the program that continues the run.
+
+    Returns:
+        Samples of a batch, for all GPUs of this process together; None if the run has no such size.
     """
     size = settings.get(_BATCH_SIZE)
-    return size * max(1, args.n_gpu) if args.auto_find_batch_size and type(size) is int else None
+    if not args.auto_find_batch_size or type(size) is not int:
+        return None
+    return size * max(1, args.n_gpu)
 
 
 class CountsBefore:
     """The trainer's counts before a micro-batch. Copies one tensor, without a sync.
 
-    TRL's trainers also count tokens and metrics in `compute_loss`, an entry per micro-batch.
+    TRL's trainers also count tokens and metrics in `compute_loss`, an entry per micro-batch. After
+    an out-of-memory error the micro-batches of a step are repeated, and a comparison of weights
+    calls `compute_loss` as well. Without these copies, both would count twice.
+
+    Args:
+        trainer: the Trainer, between two micro-batches.
+
+    Attributes:
+        step: number of optimizer steps.
+        tokens_seen: number of input tokens, `state.num_input_tokens_seen`.
+        tr_loss: a copy of the sum of losses, float32 scalar on the device.
+        counters: copies of the counts, by attribute of the Trainer.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: HfTrainer) -> None:
         self._trainer = trainer
         self.step = trainer.state.global_step
         self.tokens_seen = trainer.state.num_input_tokens_seen
-        self.tr_loss = trainer._tr_loss.clone()
-        self.counters = copy.deepcopy(_counters_of(trainer))
+        self.tr_loss = internals.loss_sum(trainer).clone()
+        self.counters = copy.deepcopy(internals.counters(trainer))
         self._attributes = dict(vars(trainer))
-        self._modes = [
-            (modes, {mode: {n: (v, len(v)) for n, v in x.items()} for mode, x in modes.items()})
-            for attribute in _METRICS
-            if isinstance(modes := getattr(trainer, attribute, None), dict)
-            if all(isinstance(lists, dict) for lists in modes.values())
-        ]
+        self._metrics: list[tuple[Metrics, _Lengths]] = []
+        for metrics in internals.metrics(trainer):
+            if all(isinstance(lists, dict) for lists in metrics.values()):
+                self._metrics.append((metrics, _lengths_of(metrics)))
 
     def restore_in_loss(self) -> None:
-        """Restores attributes that `compute_loss` may set. Removes list entries added since."""
-        attributes, flos = vars(self._trainer), self._trainer.current_flos
+        """Restores attributes that `compute_loss` may set. Removes list entries added since.
+
+        The number of floating-point operations stays as it is: repeated operations were done too.
+        Does not restore the sum of losses, to which only a complete micro-batch adds.
+        """
+        attributes = vars(self._trainer)
+        flos = self._trainer.current_flos
         attributes.clear()
-        attributes.update(self._attributes | copy.deepcopy(self.counters) | {"current_flos": flos})
-        for modes, before in self._modes:
-            for mode, lists in modes.items():
+        attributes.update(self._attributes)
+        attributes.update(copy.deepcopy(self.counters))
+        attributes["current_flos"] = flos
+        for metrics, before in self._metrics:
+            for mode, lists in metrics.items():
                 lists.clear()
                 for name, (values, length) in before.get(mode, {}).items():
                     del values[length:]
                     lists[name] = values
+
+
+_Lengths: TypeAlias = dict[str, dict[str, tuple[list[Any], int]]]
+"""Mode -> name of a metric -> its list, and the number of entries that the list had."""
+
+
+def _lengths_of(metrics: Metrics) -> _Lengths:
+    """The lists of some metrics, and how many entries each list has now."""
+    lengths: _Lengths = {}
+    for mode, lists in metrics.items():
+        lengths[mode] = {}
+        for name, values in lists.items():
+            lengths[mode][name] = (values, len(values))
+    return lengths
 
 
 class Counters:
@@ -282,7 +357,7 @@ class Counters:
         before: the counts before the newest step, or None before the first step.
     """
 
-    def __init__(self, trainer: Any, feed: EpochFeed | None, callback: object) -> None:
+    def __init__(self, trainer: HfTrainer, feed: EpochFeed | None, callback: object) -> None:
         self.trainer = trainer
         self.before: CountsBefore | None = None
         self._feed = feed
@@ -295,45 +370,72 @@ class Counters:
         """The arguments that determine the training result, except the optimizer's.
 
         The seed is not one of them, because a resumed run has the random states of its checkpoint.
+        A restart with other values says which differ, and does not return the old model.
+
+        Returns:
+            Name -> number, text or bool, without the values that JSON cannot hold.
         """
         args = self.trainer.args
-        length = "max_steps" if args.max_steps > 0 else "num_train_epochs"
-        names = (*_SETTINGS, length)
-        settings = {name: json_setting(_as_number(getattr(args, name, None))) for name in names}
+        length = "max_steps"
+        if args.max_steps <= 0:
+            length = "num_train_epochs"
+        settings = {}
+        for name in (*_SETTINGS, length):
+            settings[name] = json_setting(_as_number(getattr(args, name, None)))
         if args.auto_find_batch_size:  # the size that was found, with which a restart begins
-            settings[_BATCH_SIZE] = self.trainer._train_batch_size // max(1, args.n_gpu)
+            size = internals.train_batch_size(self.trainer)
+            settings[_BATCH_SIZE] = size // max(1, args.n_gpu)
         return {name: value for name, value in settings.items() if value is not None}
 
     def begin(self) -> None:
-        """Resets the Trainer's sums: of this `train()`, without the steps before a restart."""
-        trainer, state = self.trainer, self.trainer.state
-        trainer._tr_loss.zero_()
-        trainer._total_loss_scalar = 0.0
-        trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
-        trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+        """Resets the Trainer's sums: of this `train()`, without the steps before a restart.
+
+        Call it after the Healer is open. The Trainer has set the sums before the Healer restored
+        the number of steps, and would log means over too many steps.
+        """
+        internals.reset_sums(self.trainer)
 
     def state_dict(self) -> dict[str, str]:
-        """The counters. Reads one scalar from the device."""
+        """The counters. Reads one scalar from the device.
+
+        Returns:
+            "json" -> a JSON object with the fields of TrainerState, the counts, the sums of the
+            log, the states of other callbacks, and the position in the data.
+        """
         trainer, state, before = self.trainer, self.trainer.state, self.before
-        counters, loss = _counters_of(trainer), trainer._tr_loss
+        counters = internals.counters(trainer)
+        loss = internals.loss_sum(trainer)
         fields = {name: getattr(state, name) for name in _STATE}
-        feed = self._feed
-        if feed and feed.received and before and before.step == state.global_step:
-            counters, loss = before.counters, before.tr_loss
-            fields["num_input_tokens_seen"] = before.tokens_seen
+        feed, data = self._feed, None
+        if feed is not None:
+            if feed.received and before is not None and before.step == state.global_step:
+                counters = before.counters
+                loss = before.tr_loss
+                fields["num_input_tokens_seen"] = before.tokens_seen
+            data = [feed.epoch, feed.count - feed.received]
+        callbacks = []
+        for callback in self._stateful_callbacks():
+            callbacks.append([type(callback).__name__, callback.state()])
         saved = {
             "state": fields,
             "max_steps": state.max_steps,
             "counters": {name: _as_number(value) for name, value in counters.items()},
-            "logging": {name: getattr(trainer, name) for name in _LOGGING},
+            "logging": internals.logging_sums(trainer),
             "tr_loss": float(loss),
-            "callbacks": [[type(c).__name__, c.state()] for c in self._stateful_callbacks()],
-            "data": None if feed is None else [feed.epoch, feed.count - feed.received],
+            "callbacks": callbacks,
+            "data": data,
         }
         return {"json": json.dumps(saved)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters of the trainer and its callbacks."""
+        """Sets the counters of the trainer and its callbacks.
+
+        Drops what the undone steps have left: requests to stop, save or evaluate, generated
+        batches, and metrics for the next log.
+
+        Args:
+            state: a result of `state_dict`.
+        """
         assert self._feed is not None
         trainer, saved = self.trainer, json.loads(state["json"])
         self.saved_max_steps = saved["max_steps"]
@@ -341,7 +443,7 @@ class Counters:
             setattr(trainer.state, name, value)
         for name, value in (saved["counters"] | saved["logging"]).items():
             setattr(trainer, name, value)
-        trainer._tr_loss.fill_(saved["tr_loss"])
+        internals.loss_sum(trainer).fill_(saved["tr_loss"])
         callbacks = self._stateful_callbacks()
         for callback, (name, exported) in zip(callbacks, saved["callbacks"], strict=False):
             if type(callback).__name__ == name:
@@ -351,24 +453,22 @@ class Counters:
         # Requests to stop, to save or to evaluate came from steps that are undone.
         for flag in vars(trainer.control):
             setattr(trainer.control, flag, False)
-        if hasattr(trainer, "_buffered_inputs"):
-            trainer._buffered_inputs = None  # completions that other weights have generated
-        for attribute in _METRICS:
-            metrics = getattr(trainer, attribute, None)
-            if isinstance(metrics, dict) and "train" in metrics:
+        internals.drop_generated_batches(trainer)
+        for metrics in internals.metrics(trainer):
+            if "train" in metrics:
                 metrics["train"].clear()
 
     def _stateful_callbacks(self) -> list[Any]:
         """Callbacks with a state, such as EarlyStoppingCallback."""
-        callbacks = self.trainer.callback_handler.callbacks
-        stateful = [each for each in callbacks if isinstance(each, ExportableState)]
-        return [each for each in stateful if each is not self._callback]
-
-
-def _counters_of(trainer: Any) -> dict[str, Any]:
-    return {name: getattr(trainer, name) for name in _COUNTERS if hasattr(trainer, name)}
+        stateful = []
+        for each in self.trainer.callback_handler.callbacks:
+            if isinstance(each, ExportableState) and each is not self._callback:
+                stateful.append(each)
+        return stateful
 
 
 def _as_number(value: Any) -> Any:
     """Converts a tensor of one element to a Python number; returns other values unchanged."""
-    return value.item() if hasattr(value, "item") else value
+    if hasattr(value, "item"):
+        return value.item()
+    return value

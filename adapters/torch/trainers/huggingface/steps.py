@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer
 
 from healcore.runtime.faults.microbatches import count_samples
 from healcore.runtime.healer import Healer, hooks_of
@@ -29,7 +28,9 @@ from healcore.runtime.run.metrics import ChangedMetrics
 from healcore.torch.attachment import unwrapped
 from healcore.torch.driver.weights import copied
 from healcore.torch.trainers import patched
+from healcore.torch.trainers.huggingface import trainer_internals as internals
 from healcore.torch.trainers.huggingface.epochs import Counters, CountsBefore
+from healcore.torch.trainers.huggingface.trainer_internals import Batch, HfTrainer
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers whose batch has first all chosen rows, then all rejected rows."""
@@ -40,6 +41,11 @@ _INDIVISIBLE = ("KTOTrainer",)
 class SplitSteps:
     """Calls `Trainer.training_step` within `Healer.microbatches`, and observes its losses.
 
+    The Trainer divides the loss of a micro-batch, and calls `accelerator.backward`, inside of
+    `training_step`. So a part of a micro-batch is trained on by the same method, with a `backward`
+    that multiplies by the part's share. The sum of the gradients is then the gradient of the whole
+    micro-batch.
+
     Args:
         trainer: the Trainer.
         healer: the open Healer.
@@ -48,7 +54,7 @@ class SplitSteps:
     """
 
     def __init__(
-        self, trainer: Any, healer: Healer[Any], counters: Counters, stack: ExitStack
+        self, trainer: HfTrainer, healer: Healer[Any], counters: Counters, stack: ExitStack
     ) -> None:
         self._trainer = trainer
         self._healer = healer
@@ -56,24 +62,27 @@ class SplitSteps:
         self._stack = stack
         self._first_step = trainer.state.global_step
         self._hooks = hooks_of(healer)
-        self._hooks.set_trial(trainer.args.auto_find_batch_size)
+        self._hooks.is_trial = trainer.args.auto_find_batch_size
         self._at_first_part = True
         """Whether the next micro-batch is the first of a step."""
         self._tokens = 0
         """Number of tokens that `training_step` has counted itself in this window."""
-        self._hooks.split_inputs_with(
-            lambda inputs: {"inputs": self._pair_rows(inputs, join=True)},
-            lambda part: self._pair_rows(part["inputs"], join=False),
-        )
         self._divides_by_items: bool | None = None
         """Whether the loss is divided by the items of the window, or None if unknown."""
 
     def training_step(
-        self, original: Callable[..., Tensor], model: Any, inputs: Any, items: Any = None
+        self, original: Callable[..., Tensor], model: Any, inputs: Batch, items: Any = None
     ) -> Tensor:
         """Trains on one micro-batch. Repeats the window if it does not fit or the network fails.
 
-        `original` is the Trainer's own `training_step`; the other arguments are passed to it.
+        Args:
+            original: the Trainer's own `training_step`, to which the other arguments are passed.
+            model: the model, wrapped as the Trainer calls it.
+            inputs: the micro-batch, as the dataloader yields it.
+            items: number of items that the loss of the whole window is divided by, or None.
+
+        Returns:
+            The loss that the Trainer adds to its sum, a scalar on the device.
 
         Raises:
             RunStopped: a single sample does not fit, or the budget is exhausted.
@@ -84,11 +93,12 @@ class SplitSteps:
             self._counters.before = CountsBefore(self._trainer)
             self._tokens = 0
             if self._trainer.state.global_step != self._first_step:
-                self._hooks.set_trial(False)
+                self._hooks.is_trial = False
         losses: list[Tensor] = []
-        batch = {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
         parts = self._hooks.parts(
-            batch,
+            inputs,
+            to_split=self._to_split,
+            to_inputs=self._to_inputs,
             count=self._loss_items,
             split_obstacle=self._obstacle(),
             last_resort=lambda: self._checkpoint_activations(model),
@@ -101,60 +111,92 @@ class SplitSteps:
                 self._trainer.state.num_input_tokens_seen -= self._tokens
                 self._tokens = 0
             with part:
-                rows = self._pair_rows(part.batch["inputs"], join=False)
-                loss = self._train(original, model, rows, items, part.weight)
+                loss = self._train(original, model, self._to_inputs(part.batch), items, part.weight)
                 # A repeated window begins with parts of the earlier micro-batches.
                 if part.batch["micro_batch"] == id(inputs):
                     losses.append(loss)
         self._at_first_part = self._trainer.accelerator.gradient_state.sync_gradients
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        if len(losses) == 1:
+            return losses[0]
+        return torch.stack(losses).sum()
 
     def _train(
-        self, call: Callable[..., Tensor], model: Any, inputs: Any, items: Any, weight: float = 1.0
+        self,
+        call: Callable[..., Tensor],
+        model: Any,
+        inputs: Batch,
+        items: Any,
+        weight: float = 1.0,
     ) -> Tensor:
         """Runs forward and backward on a part whose share of its micro-batch is `weight`."""
         trainer, state = self._trainer, self._trainer.state
-        per_step, tokens = trainer.current_gradient_accumulation_steps, state.num_input_tokens_seen
-        share = 1.0 if weight == 1.0 or self._is_sum(inputs, items) else weight
+        per_step = trainer.current_gradient_accumulation_steps
+        tokens = state.num_input_tokens_seen
+        share = weight
+        if weight != 1.0 and self._is_sum(inputs, items):
+            share = 1.0
         backward = trainer.accelerator.backward
-        scaled = backward if share == 1.0 else lambda loss, **own: backward(loss * share, **own)
+
+        def backward_of_part(loss: Tensor, **own: Any) -> None:
+            if share != 1.0:
+                loss = loss * share
+            backward(loss, **own)
+
         try:
-            with patched(trainer.accelerator, "backward", scaled):
+            with patched(trainer.accelerator, "backward", backward_of_part):
                 loss = call(model, inputs, items)
         finally:
             self._tokens += state.num_input_tokens_seen - tokens
         # The loss is divided by the micro-batches or the items of the step, so that the sum over
         # the step is the step's loss. The Healer averages, and multiplies by the part's share.
         factor = per_step * share / weight
-        self._healer.observe(loss if factor == 1 else loss * factor)
-        return loss if share == 1.0 else loss * share
+        observed = loss
+        if factor != 1:
+            observed = loss * factor
+        self._healer.observe(observed)
+        if share != 1.0:
+            loss = loss * share
+        return loss
 
-    def _is_sum(self, inputs: Any, items: Any) -> bool:
+    def _is_sum(self, inputs: Batch, items: Any) -> bool:
         """Whether the loss is divided by the items. An own `compute_loss` may ignore them."""
         loss_of = loss_fn_of(self._trainer)
         if self._divides_by_items is None and items is not None and loss_of is not None:
             losses_of = self._hooks.driver.losses_of
-            once, twice = (functools.partial(loss_of, items=n * items) for n in (1, 2))
+            once = functools.partial(loss_of, items=items)
+            twice = functools.partial(loss_of, items=2 * items)
             self._divides_by_items = losses_of(once, [inputs]) != losses_of(twice, [inputs])
         return bool(self._divides_by_items)
 
     def _loss_items(self, batch: Any) -> int:
         """The number of tokens with a label, or of samples, that a mean loss averages over."""
-        inputs = self._pair_rows(batch["inputs"], join=False)
-        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        if isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point():
-            shifted = getattr(self._trainer, "_loss_shifts_labels", True)
-            return int((labels[..., 1:] if shifted else labels).ne(-100).sum())
-        return count_samples(batch)
+        inputs = self._to_inputs(batch)
+        labels = None
+        if isinstance(inputs, Mapping):
+            labels = inputs.get("labels")
+        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            return count_samples(batch)
+        if internals.shifts_labels(self._trainer):  # the first token has no prediction
+            labels = labels[..., 1:]
+        return int(labels.ne(-100).sum())
 
-    def _pair_rows(self, inputs: Any, *, join: bool) -> Any:
+    def _to_split(self, inputs: Batch) -> dict[str, Any]:
+        """What is split of a micro-batch: its inputs by pairs, and which micro-batch they are."""
+        return {"inputs": self._pair_rows(inputs, join=True), "micro_batch": id(inputs)}
+
+    def _to_inputs(self, part: Mapping[str, Any]) -> Batch:
+        """The inputs of a part of the result of `_to_split`."""
+        return self._pair_rows(part["inputs"], join=False)
+
+    def _pair_rows(self, inputs: Batch, *, join: bool) -> Batch:
         """Joins the chosen and rejected row of each pair, or separates them again.
 
         A joined tensor is (pairs, 2, ...) instead of (2 * pairs, ...), so a split keeps each pair.
         """
         if not _is_instance_by_name(self._trainer, _PAIRS):
             return inputs
-        rows = max(len(value) for value in inputs.values() if isinstance(value, Tensor))
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        rows = max(map(len, tensors))
         changed = dict(inputs)
         for name, value in inputs.items():
             if not isinstance(value, Tensor) or len(value) != rows:
@@ -173,7 +215,7 @@ class SplitSteps:
         name = type(trainer).__name__
         if trainer.accelerator.num_processes > 1:
             return "the other ranks would wait for this rank"
-        if type(trainer)._prepare_inputs is not Trainer._prepare_inputs:
+        if internals.generates_batches(trainer):
             return f"{name} generates its batches: lower its batch or completion sizes"
         if _is_instance_by_name(trainer, _INDIVISIBLE):
             return f"the loss of {name} compares the samples of a batch with each other"
@@ -193,20 +235,26 @@ class SplitSteps:
         return "gradient checkpointing is now on"
 
 
-def _is_instance_by_name(trainer: Any, names: tuple[str, ...]) -> bool:
+def _is_instance_by_name(trainer: HfTrainer, names: tuple[str, ...]) -> bool:
+    """Whether a trainer is of a class of TRL, which need not be installed."""
     return any(kind.__name__ in names for kind in type(trainer).__mro__)
 
 
 # -- the norm, the log and the loss of one batch --------------------------------------------------
 
 
-def stop_clipping(trainer: Any, limit: float | None, stack: ExitStack) -> None:
+def stop_clipping(trainer: HfTrainer, limit: float | None, stack: ExitStack) -> None:
     """Makes the Trainer measure the gradient norm for its log without clipping the gradients.
 
     The Trainer clips before the optimizer's step is judged: a norm of 700 would be judged as 1.0.
     With a `limit` the gradients are clipped afterwards. If the policy changes nothing, the result
     is bit-identical to the Trainer's own clipping, because the parameters are in the model's order.
     Without a `limit` the policy enforces the Trainer's limit, or there is none.
+
+    Args:
+        trainer: the Trainer, with its optimizer.
+        limit: max L2 norm of the gradients, or None.
+        stack: closed when the training ends. The Trainer then clips as before.
     """
     active = [True]  # other code may keep a reference to `measure_only` after the training
     stack.callback(active.clear)
@@ -214,7 +262,9 @@ def stop_clipping(trainer: Any, limit: float | None, stack: ExitStack) -> None:
     def without_limit(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def measure_only(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
-            return function(parameters, math.inf if active else max_norm, *args, **kwargs)
+            if active:
+                max_norm = math.inf
+            return function(parameters, max_norm, *args, **kwargs)
 
         return measure_only
 
@@ -222,49 +272,61 @@ def stop_clipping(trainer: Any, limit: float | None, stack: ExitStack) -> None:
         assert limit is not None
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), limit)
 
-    # The Trainer clips parameters on several device meshes by a separate function.
-    for owner, name in (trainer.accelerator, "clip_grad_norm_"), (trainer, "_mixed_mesh_grad_norm"):
-        if (function := getattr(owner, name, None)) is not None:
-            stack.enter_context(patched(owner, name, without_limit(function)))
+    for owner, name, function in internals.clipping_functions(trainer):
+        stack.enter_context(patched(owner, name, without_limit(function)))
     if limit is not None:
         hook: Any = torch.compiler.disable(clip)
         stack.callback(unwrapped(trainer.optimizer).register_step_pre_hook(hook).remove)
 
 
-def extend_log(trainer: Any, metrics: Callable[[], dict[str, float]], stack: ExitStack) -> None:
+def extend_log(
+    trainer: HfTrainer, metrics: Callable[[], dict[str, float]], stack: ExitStack
+) -> None:
     """Adds the entries of `metrics()` that have changed to each training row and the last row.
 
     A callback could not do this, because the callbacks of trackers run before the user's callbacks.
+
+    Args:
+        trainer: the Trainer, whose `log` is replaced.
+        metrics: returns name -> number, such as "heal/skips" -> 2.
+        stack: closed when the training ends, which restores `log`.
     """
-    original, changed = trainer.log, ChangedMetrics(metrics)
+    original = trainer.log
+    changed = ChangedMetrics(metrics)
 
     @functools.wraps(original)
     def log(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        of_training = "loss" in logs or "train_loss" in logs
-        original({**logs, **changed()} if of_training else logs, *args, **kwargs)
+        if "loss" in logs or "train_loss" in logs:  # not a row of an evaluation
+            logs = {**logs, **changed()}
+        original(logs, *args, **kwargs)
 
     stack.enter_context(patched(trainer, "log", log))
 
 
-def loss_fn_of(trainer: Any) -> Callable[..., Any] | None:
+def loss_fn_of(trainer: HfTrainer) -> Callable[..., Any] | None:
     """The trainer's own `compute_loss` of one batch, or None if its losses cannot be compared.
 
     Trainers that override `_prepare_inputs` (GRPO, RLOO), or do not train by `compute_loss` (Online
     DPO), train on completions that the current weights generate. The loss of such a batch does not
     measure the model: advantages have mean zero, so the loss is about 0 for any weights.
+
+    Returns:
+        A function of a batch, as the dataloader yields it, and of the number of items that the loss
+        is divided by (by default those of the batch). It changes no count and no log.
     """
     called = inspect.unwrap(type(trainer).training_step).__code__.co_names
-    generates = type(trainer)._prepare_inputs is not Trainer._prepare_inputs
-    if generates or {"compute_loss", "training_step"}.isdisjoint(called):
+    if internals.generates_batches(trainer) or {"compute_loss", "training_step"}.isdisjoint(called):
         return None
 
     def silent(*_: Any, **__: Any) -> None: ...
 
-    def loss_of(batch: Any, items: Any = None) -> Any:
+    def loss_of(batch: Batch, items: Any = None) -> Any:
         # compute_loss may change its inputs, log, set attributes, and in TRL change metrics.
-        inputs = trainer._prepare_inputs(copied(batch))
-        items = items or trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        given = {} if items is None else {"num_items_in_batch": items}
+        inputs = internals.prepared_inputs(trainer, copied(batch))
+        items = items or internals.items_in_batch(trainer, inputs)
+        given = {}
+        if items is not None:
+            given["num_items_in_batch"] = items
         counts = CountsBefore(trainer)
         try:
             with patched(trainer, "log", silent), trainer.compute_loss_context_manager():

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
@@ -15,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from healcore.adapter_registry import require
 from healcore.console import info
+from healcore.core.engine import Engine
 from healcore.core.errors import AttachError
-from healcore.policy import PolicyLike
+from healcore.policy import Policy, PolicyLike
 from healcore.policy.loader import can_apply_limit, with_limit
 from healcore.runtime.healer import Healer, hooks_of
 from healcore.runtime.run.metrics import ChangedMetrics
@@ -26,14 +28,16 @@ from healcore.runtime.store.several import Places
 from healcore.torch.attachment import Healing
 from healcore.torch.trainers import (
     TrainerOptions,
+    adopt_trainer_checkpoint,
     healings_of,
-    load_engines,
     newest_step,
     patched,
     resolve_options,
 )
+from healcore.torch.trainers.lightning import trainer_internals as internals
 from healcore.torch.trainers.lightning.feed import Feed, Progress, replaced_fetcher
 from healcore.torch.trainers.lightning.step_loss import StepLoss
+from healcore.torch.trainers.lightning.trainer_internals import Batch, FitLoop, LightningTrainer
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,6 +46,22 @@ else:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+
+
+@dataclass
+class _Fit:
+    """The facts of one `trainer.fit`, from `setup` to its end."""
+
+    progress: Progress
+    """The counters of the fit."""
+    policy: Policy | Engine
+    """The policy, with the Trainer's clipping limit as its own."""
+    store_has_run: bool = False
+    """Whether the run continues from the store."""
+    resumed_by_lightning: bool = False
+    """Whether the run continues from Lightning's own checkpoint."""
+    schedulers: list[Any] = field(default_factory=list)
+    """Lightning's configurations of the learning-rate schedulers with which the fit begins."""
 
 
 class LightningHealingCallback(Callback):
@@ -89,14 +109,15 @@ class LightningHealingCallback(Callback):
         eval_loss: str | None = None,
         **options: Unpack[TrainerOptions],
     ) -> None:
-        self._policy, self._options = resolve_options(
-            policy, {**options, "store": store, "loss_fn": None if loss_fn == "auto" else loss_fn}
-        )
+        healer_options: dict[str, Any] = {**options, "store": store, "loss_fn": loss_fn}
+        if loss_fn == "auto":
+            healer_options["loss_fn"] = None  # a Trainer is needed for it, see `_open`
+        self._policy, self._options = resolve_options(policy, healer_options)
         self._uses_training_step = loss_fn == "auto" and self._may_compare()
         self._eval_loss = eval_loss
         self.healer: Healer[Any] | None = None
-        self._progress: Progress | None = None
-        """The counters of the running fit, or None outside of a fit."""
+        self._fit: _Fit | None = None
+        """The running fit, or None outside of a fit."""
         self._changes = ExitStack()
         """Restores the Trainer and its loops."""
         self._metrics = ChangedMetrics(dict)
@@ -104,17 +125,31 @@ class LightningHealingCallback(Callback):
         """Engine states of the Lightning checkpoint that the fit begins with."""
 
     def _may_compare(self) -> bool:
+        """Whether the policy can roll back, without which weights are not compared."""
         return HostPolicy.of(self._policy, {}).rolls_back
 
     @property
     def healings(self) -> Mapping[str, Healing]:
-        """Handles of the optimizers of the last fit, by name ("optimizer", "optimizer0")."""
+        """Handles of the optimizers of the last fit, as `healcore.torch.attach` returns them.
+
+        Use them to read the newest decision, or to announce a change of the training.
+
+        Returns:
+            Name -> handle: "optimizer", or "optimizer0", "optimizer1", ... for several optimizers.
+            Empty before the first batch.
+        """
         return healings_of(self.healer)
 
     # -- begin and end --------------------------------------------------------------------------
 
-    def setup(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        """Checks the strategy, and makes the fit read its batches through the Healer."""
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        """Checks the strategy, and makes the fit read its batches through the Healer.
+
+        Does nothing for `validate`, `test` and `predict`, and with `fast_dev_run`.
+
+        Raises:
+            AttachError: the strategy shards or replaces the optimizer.
+        """
         if stage != "fit" or trainer.fast_dev_run:
             return
         self._changes.close()  # an earlier fit may have raised before it began
@@ -125,70 +160,101 @@ class LightningHealingCallback(Callback):
                 f"Trainer(strategy={strategy.__name__}) is not supported, because it may shard or "
                 f"replace the optimizer: use one of {', '.join(_STRATEGIES)}"
             )
-        self._progress = progress = Progress(trainer)
-        progress.open = functools.partial(self._run_at_first_batch, trainer, progress)
+        progress = Progress(trainer)
+        fit = self._fit = _Fit(progress, self._policy)
+        progress.open = functools.partial(self._run_at_first_batch, trainer, fit)
         newest = trainer.strategy.broadcast(newest_step(self._options["store"]))
-        self._store_has_run = newest is not None
+        fit.store_has_run = newest is not None
         if newest is not None:
-            self._choose_checkpoint(trainer._checkpoint_connector, newest)
+            self._choose_checkpoint(trainer, fit, newest)
         self._changes.enter_context(replaced_fetcher(trainer, progress))
         # Others may read counters in `on_train_start`, and change weights in `on_train_end`.
         callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
         self._changes.enter_context(patched(trainer, "callbacks", callbacks))
 
-    def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Begins a run. Opens its Healer if the store has a checkpoint.
 
         The hooks of the first epoch then see the epoch of the checkpoint. They may change the
         initial state, so the Healer of a new run is opened with the first batch.
         """
-        if (progress := self._progress) is None:
+        fit = self._fit
+        if fit is None:
             return
         # LearningRateFinder and BatchSizeFinder set `ckpt_path` too, to a checkpoint of step 0.
-        self._resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
-        if self._resumed_by_lightning and self._options["store"] is not None:
+        fit.resumed_by_lightning = trainer.ckpt_path is not None and trainer.global_step > 0
+        if fit.resumed_by_lightning and self._options["store"] is not None:
             path = trainer.ckpt_path
             info(f"Lightning's {path} continues the run, because the store has no trained step")
-        self._policy_of_fit, limit = self._policy, trainer.gradient_clip_val
+        limit = trainer.gradient_clip_val
         if limit and trainer.gradient_clip_algorithm != "value" and can_apply_limit(self._policy):
-            self._policy_of_fit = with_limit(self._policy, float(limit))
+            fit.policy = with_limit(self._policy, float(limit))
             self._changes.enter_context(patched(trainer, "gradient_clip_val", None))
-        self._read_last_steps_of_epochs(fit := trainer.fit_loop)
-        self._schedulers = [*trainer.lr_scheduler_configs]
-        if not isinstance(fit._data_fetcher, Feed):  # a search has made it
-            fit._data_fetcher = Feed(trainer, progress)
-            fit._data_fetcher.setup(fit._combined_loader, begun=True)
-        if self._store_has_run:
-            hooks = self._open(trainer, progress)
-            fit._resuming_from_checkpoint = True  # or Lightning calls `iter` once more
-            completed = hooks.had_completed and progress.saved_limits == progress.limits()
-            trainer.should_stop |= completed  # also a fit that another callback has stopped
-            if fit._should_reload_train_dl:
-                epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
-                count = fit.epoch_progress.current
-                count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
-                fit.setup_data()
-                count.completed = epoch
-                hooks.loaders.count_from(epoch // every)
+        loop = trainer.fit_loop
+        self._read_last_steps_of_epochs(loop)
+        fit.schedulers = [*trainer.lr_scheduler_configs]
+        if not isinstance(internals.fetcher_of(loop), Feed):  # a search has made it
+            feed = Feed(trainer, fit.progress)
+            internals.set_fetcher(loop, feed)
+            feed.setup(internals.combined_loader_of(loop), begun=True)
+        if fit.store_has_run:
+            self._resume(trainer, fit)
+
+    def _resume(self, trainer: LightningTrainer, fit: _Fit) -> None:
+        """Opens the Healer of a run that continues, before the hooks of the first epoch."""
+        loop = trainer.fit_loop
+        hooks = self._open(trainer, fit)
+        internals.mark_resumed(loop)
+        if hooks.had_completed and fit.progress.saved_limits == fit.progress.limits():
+            trainer.should_stop = True  # also a fit that another callback has stopped
+        if internals.reloads_dataloaders_now(loop):
+            epoch, every = trainer.current_epoch, trainer.reload_dataloaders_every_n_epochs
+            count = loop.epoch_progress.current
+            count.completed -= epoch % every  # `train_dataloader` may read `current_epoch`
+            loop.setup_data()
+            count.completed = epoch
+            hooks.loaders.count_from(epoch // every)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Ends the run, which saves the last state."""
+        """Ends the run, which saves the last state.
+
+        Lightning calls this after the last epoch. Other callbacks may change weights in the same
+        hook, so this callback is the first of the fit.
+        """
         self._close(None)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Ends the run with the exception, which writes a postmortem."""
-        self._close(exception)  # Lightning skips `teardown` after an exception
+        """Ends the run with the exception, which writes a postmortem.
+
+        Lightning does not call `teardown` after an exception.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            exception: the exception that ends the fit, also KeyboardInterrupt and SystemExit.
+        """
+        self._close(exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the run, and restores the Trainer's `gradient_clip_val`."""
+        """Ends the run, and restores the Trainer's `gradient_clip_val`.
+
+        After `on_train_end` there is nothing left to do. A fit that trained no epoch has only this
+        hook.
+        """
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
+        """Restores the Trainer, and ends the Healer. A second call does nothing.
+
+        Args:
+            error: the exception that ends the fit, or None.
+        """
         self._changes.close()
-        progress, self._progress = self._progress, None
-        if progress is None or self.healer is None:
+        fit = self._fit
+        self._fit = None
+        if fit is None or self.healer is None:
             return
         self._loaded_engines = {}
         if type(error).__name__ == "SIGTERMException":
@@ -197,15 +263,34 @@ class LightningHealingCallback(Callback):
                 self.healer.after_step()
             except BaseException as ended:  # Lightning's exception has status 0
                 error.code, error = getattr(ended, "code", 1), ended  # type: ignore[union-attr]
-        self.healer.__exit__(type(error) if error else None, error, None)
+        kind = None
+        if error is not None:
+            kind = type(error)
+        self.healer.__exit__(kind, error, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU."""
+        """Returns the states of the engines for Lightning's checkpoints. One sync on a GPU.
+
+        A fit that continues from such a checkpoint, without a store, keeps the baselines, budgets
+        and learning-rate multipliers of the policy.
+
+        Returns:
+            "engines" -> name of an optimizer -> state; empty before the first batch.
+        """
         engines = {name: healing.state_dict() for name, healing in self.healings.items()}
-        return {"engines": engines} if engines else {}
+        if not engines:
+            return {}
+        return {"engines": engines}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the engine states of a Lightning checkpoint for the fit that begins."""
+        """Keeps the engine states of a Lightning checkpoint for the fit that begins.
+
+        Lightning calls this before the optimizers exist, so that the states are loaded when the
+        Healer is opened.
+
+        Args:
+            state_dict: a result of `state_dict`.
+        """
         self._loaded_engines = state_dict.get("engines", {})
 
     # -- the steps ------------------------------------------------------------------------------
@@ -213,20 +298,30 @@ class LightningHealingCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int
     ) -> None:
-        """Logs the counts that have changed (`heal/skips`, ...), every `log_every_n_steps`."""
-        if self._progress is None or not trainer._logger_connector.should_update_logs:
+        """Logs the counts that have changed (`heal/skips`, ...), every `log_every_n_steps`.
+
+        Calls the loggers itself, as LearningRateMonitor does: `self.log` would copy each number to
+        the device.
+        """
+        if self._fit is None or not internals.logs_this_step(trainer):
             return
-        metrics = self._metrics() if trainer.loggers else {}
-        for logger in trainer.loggers if metrics else ():
-            # Like LearningRateMonitor, because `self.log` would copy each number to the device.
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        if not trainer.loggers:
+            return
+        metrics = self._metrics()
+        if not metrics:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=internals.logged_step(trainer.fit_loop))
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:  # type: ignore[override]
-        """Within an accumulation, defers the end by SIGTERM to the step, which can be saved."""
-        if self._progress is None or self.healer is None or not trainer.received_sigterm:
+        """Within an accumulation, defers the end by SIGTERM to the step, which can be saved.
+
+        Lightning ends the fit after the micro-batch of the signal, and its gradients would be lost.
+        """
+        if self._fit is None or self.healer is None or not trainer.received_sigterm:
             return
         if hooks_of(self.healer).driver.window.is_accumulating():
-            trainer._signal_connector.received_sigterm = False
+            internals.put_off_sigterm(trainer)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -236,7 +331,7 @@ class LightningHealingCallback(Callback):
         With several optimizers (manual optimization), the loss belongs to the optimizer that steps
         next. A GAN's generator is therefore not judged by the discriminator's loss.
         """
-        if self._progress is None:
+        if self._fit is None:
             return
         # Undoes two changes by Lightning: the GradScaler's scale, and the division by
         # accumulate_grad_batches (only in automatic optimization). The scale stays on the device.
@@ -251,59 +346,73 @@ class LightningHealingCallback(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Drops the losses since the last step for the optimizers that do not step."""
+        """Drops the losses since the last step for the optimizers that do not step.
+
+        A loss is observed for every optimizer, because a module with manual optimization says only
+        here to which of them the loss belongs.
+        """
         for healing in self.healings.values():
             if healing.optimizer is not optimizer:
                 healing.drop_losses()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observes the loss of the evaluation."""
-        if self._progress is None or trainer.sanity_checking or self._eval_loss is None:
+        """Observes the loss of the evaluation.
+
+        Does nothing without the argument `eval_loss`, in the sanity check before the training, and
+        if validation has not logged a metric of that name.
+        """
+        if self._fit is None or trainer.sanity_checking or self._eval_loss is None:
             return
         value = trainer.callback_metrics.get(self._eval_loss)
         if value is not None and self.healer is not None:
             self.healer.observe(eval_loss=value)
 
-    def _run_at_first_batch(self, trainer: Any, progress: Progress) -> RunHooks:
+    def _run_at_first_batch(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
         """Returns the open run when Lightning requests the first batch.
 
         Every checkpoint is taken at this point of the loop, so a rollback can restore the loop's
         counters. Hooks have run since an earlier `_open`, so the checkpoint is loaded again.
         """
         if self.healer is None:
-            hooks = self._open(trainer, progress)
+            hooks = self._open(trainer, fit)
         else:
             hooks = hooks_of(self.healer)
         hooks.reload_before_first_batch()
         return hooks
 
-    def _open(self, trainer: Any, progress: Progress) -> RunHooks:
+    def _open(self, trainer: LightningTrainer, fit: _Fit) -> RunHooks:
         """Opens the Healer, which resumes the run in its store."""
         options = dict(self._options)
-        if (loss_fn := options["loss_fn"]) is not None:
-            to_device, fit = trainer.strategy.batch_to_device, trainer.fit_loop
-            options["loss_fn"] = lambda batch: loss_fn(
-                to_device(fit._data_fetcher.as_passed(batch))
-            )
+        loss_fn = options["loss_fn"]
+        if loss_fn is not None:
+
+            def loss_on_device(batch: Batch) -> Any:
+                passed = internals.fetcher_of(trainer.fit_loop).as_passed(batch)
+                return loss_fn(trainer.strategy.batch_to_device(passed))
+
+            options["loss_fn"] = loss_on_device
         elif self._uses_training_step:
             options["loss_fn"] = self._training_loss(trainer)
-        state = _state(trainer, progress, self._schedulers)
-        healer = Healer(self._policy_of_fit, state=state, **options)
+        state = _state(trainer, fit.progress, fit.schedulers)
+        healer = Healer(fit.policy, state=state, **options)
         self.healer = healer.__enter__()
         self._metrics = ChangedMetrics(healer.metrics)
         if trainer.lightning_module.automatic_optimization:
             self._clip_after_measuring(trainer.precision_plugin)
         hooks = hooks_of(healer)
-        if self._resumed_by_lightning:
-            load_engines(healer, self._loaded_engines)
-            hooks.ignore_first_weights()
+        if fit.resumed_by_lightning:
+            adopt_trainer_checkpoint(healer, self._loaded_engines)
         return hooks
 
-    def _training_loss(self, trainer: Any) -> StepLoss | None:
+    def _training_loss(self, trainer: LightningTrainer) -> StepLoss | None:
         """The loss by `training_step`, or None with a line if the call cannot be undone."""
-        fit = trainer.fit_loop
-        loss = StepLoss(trainer, lambda batch: fit._data_fetcher.as_passed(batch))
-        if why_not := loss.obstacle:
+
+        def as_passed(batch: Batch) -> Batch:
+            return internals.fetcher_of(trainer.fit_loop).as_passed(batch)
+
+        loss = StepLoss(trainer, as_passed)
+        why_not = loss.obstacle
+        if why_not:
             info(
                 f"no weights are compared, because training_step cannot be called again: {why_not};"
                 " pass loss_fn=, a function that returns the loss of a batch"
@@ -313,7 +422,8 @@ class LightningHealingCallback(Callback):
 
     def _clip_after_measuring(self, plugin: Any) -> None:
         """Postpones Lightning's clipping of a step until the policy has measured the norm."""
-        clip_now, postponed = plugin.clip_gradients, dict[Optimizer, Callable[[], None]]()
+        clip_now = plugin.clip_gradients
+        postponed: dict[Optimizer, Callable[[], None]] = {}
         steps = {each.optimizer: each.healed_step for each in self.healings.values()}
 
         def clip(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -331,7 +441,7 @@ class LightningHealingCallback(Callback):
             step.on_judged = functools.partial(judged, optimizer, step.on_judged)  # type: ignore[arg-type]
         self._changes.enter_context(patched(plugin, "clip_gradients", clip))
 
-    def _choose_checkpoint(self, connector: Any, newest: int) -> None:
+    def _choose_checkpoint(self, trainer: LightningTrainer, fit: _Fit, newest: int) -> None:
         """Makes Lightning restore its own checkpoint only if the store has no trained step.
 
         Programs pass Lightning's newest checkpoint, which may be some steps newer than the store's.
@@ -339,14 +449,16 @@ class LightningHealingCallback(Callback):
         the run repeats these steps and ends as if it had not been interrupted.
 
         Args:
-            connector: the Trainer's connector.
+            trainer: the Trainer, in `setup` of the fit.
+            fit: its `store_has_run` becomes False if Lightning restores its own checkpoint.
             newest: step of the newest checkpoint in the store; 0 for the state before training.
         """
-        restore = connector._restore_modules_and_callbacks  # not called by Lightning's searches
 
-        def restore_one(checkpoint_path: Any = None, *args: Any, **options: Any) -> None:
+        def restore_one(
+            restore: Callable[..., None], checkpoint_path: Any, *args: Any, **options: Any
+        ) -> None:
             if checkpoint_path and not newest:
-                self._store_has_run = False  # the Healer replaces the state before training
+                fit.store_has_run = False  # the Healer replaces the state before training
                 restore(checkpoint_path, *args, **options)
                 return
             if checkpoint_path:
@@ -356,11 +468,12 @@ class LightningHealingCallback(Callback):
                 )
             restore()
 
-        self._changes.enter_context(patched(connector, restore.__name__, restore_one))
+        self._changes.enter_context(internals.replaced_restore(trainer, restore_one))
 
-    def _read_last_steps_of_epochs(self, fit: Any) -> None:
+    def _read_last_steps_of_epochs(self, fit: FitLoop) -> None:
         """Replaces a method of Lightning's loop, because no callback runs at its moment."""
-        loop, loop_on_advance_end = fit.epoch_loop, fit.epoch_loop.on_advance_end
+        loop = fit.epoch_loop
+        loop_on_advance_end = loop.on_advance_end
 
         def read_last_steps(data_fetcher: Any) -> None:
             """Reads the last steps of an epoch, which may roll the run back into the epoch.
@@ -372,37 +485,42 @@ class LightningHealingCallback(Callback):
             if self.healer is not None and loop.done:
                 self.healer.after_step(last=True)
                 # The hooks and schedulers of the epoch follow.
-                hooks_of(self.healer).goes_on_after_step()
+                hooks_of(self.healer).mark_step_unfinished()
 
         self._changes.enter_context(patched(loop, "on_advance_end", read_last_steps))
 
 
-def _state(trainer: Any, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:
+def _state(trainer: LightningTrainer, progress: Progress, schedulers: list[Any]) -> dict[str, Any]:
     """State of a fit. Checkpoints and events use the same names of optimizers."""
-    optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
-    if len(optimizers) == 1:
-        optimizers = {"optimizer": trainer.optimizers[0]}
+    state: dict[str, Any] = {"model": trainer.lightning_module}
+    if len(trainer.optimizers) == 1:
+        state["optimizer"] = trainer.optimizers[0]
+    else:
+        for number, optimizer in enumerate(trainer.optimizers):
+            state[f"optimizer{number}"] = optimizer
+    for number, config in enumerate(schedulers):
+        state[f"scheduler{number}"] = config.scheduler
     scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return {
-        "model": trainer.lightning_module,
-        **optimizers,
-        **{f"scheduler{i}": config.scheduler for i, config in enumerate(schedulers)},
-        **({} if scaler is None else {"scaler": scaler}),
-        "progress": progress,
-        **_averages(trainer, schedulers),
-    }
+    if scaler is not None:
+        state["scaler"] = scaler
+    state["progress"] = progress
+    state.update(_averages(trainer, schedulers))
+    return state
 
 
-def _averages(trainer: Any, schedulers: list[Any]) -> dict[str, Any]:
+def _averages(trainer: LightningTrainer, schedulers: list[Any]) -> dict[str, Any]:
     """The callbacks that hold copies of the module, such as weight averages, and the copies."""
     module = trainer.lightning_module
     found: dict[str, Any] = {}
     for callback in trainer.callbacks:
-        values = {f"{callback.state_key}.{n}": value for n, value in vars(callback).items()}
-        copies = {n: v for n, v in values.items() if isinstance(v, AveragedModel | type(module))}
+        copies = {}
+        for name, value in vars(callback).items():
+            if isinstance(value, AveragedModel | type(module)):
+                copies[f"{callback.state_key}.{name}"] = value
         if copies and module not in copies.values():
             part = _Averaging(callback, trainer.lr_scheduler_configs, schedulers)
-            found |= {callback.state_key: part, **copies}
+            found[callback.state_key] = part
+            found.update(copies)
     return found
 
 
@@ -410,22 +528,26 @@ class _Averaging:
     """A callback that averages weights, as a part of the state.
 
     StochasticWeightAveraging replaces the schedulers of the fit (`first`) when it begins, which a
-    rollback may undo. Its own `load_state_dict` is for a new fit.
+    rollback may undo.
+
+    Args:
+        callback: the callback, with `state_dict` and `load_state_dict`.
+        schedulers: Lightning's live list of the schedulers of the fit.
+        first: the schedulers with which the fit has begun.
     """
 
     def __init__(self, callback: Any, schedulers: list[Any], first: list[Any]) -> None:
-        self._callback, self._schedulers, self._first = callback, schedulers, first
+        self._callback = callback
+        self._schedulers = schedulers
+        self._first = first
         self.state_dict = callback.state_dict
 
-    def load_state_dict(self, state: Any) -> None:
-        callback = self._callback
-        callback.load_state_dict(state)
-        if "scheduler_state" not in state or not callback._initialized:
-            return
-        if state["scheduler_state"] is not None:
-            callback.n_averaged.fill_(state["n_averaged"])
-            callback._swa_scheduler.load_state_dict(state["scheduler_state"])
-        else:
-            callback._initialized = False
-            callback._swa_scheduler = callback.n_averaged = None
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the callback within the fit, and the schedulers that it has replaced since.
+
+        Args:
+            state: a result of the callback's `state_dict`.
+        """
+        self._callback.load_state_dict(state)
+        if internals.restore_averaging_schedule(self._callback, state):
             self._schedulers[:] = self._first

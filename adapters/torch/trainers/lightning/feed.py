@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain, pairwise
@@ -17,7 +16,13 @@ from healcore.runtime.data.loader_adapters import UnreadableBatch, catch_unreada
 from healcore.runtime.data.torch_loader import BEGUN
 from healcore.runtime.driver import json_setting
 from healcore.runtime.run_hooks import RunHooks
-from healcore.torch.trainers import patched
+from healcore.torch.trainers.lightning import trainer_internals as internals
+from healcore.torch.trainers.lightning.trainer_internals import (
+    Batch,
+    CombinedLoader,
+    Fetcher,
+    LightningTrainer,
+)
 
 _END = object()
 
@@ -38,7 +43,7 @@ class Feed:
         done: whether the last fetched batch is the last batch of its epoch.
     """
 
-    def __init__(self, trainer: Any, progress: Progress) -> None:
+    def __init__(self, trainer: LightningTrainer, progress: Progress) -> None:
         self._fit = trainer.fit_loop
         self._progress = progress
         self._loader: Any = None
@@ -47,24 +52,26 @@ class Feed:
         """Number of batches of an epoch, or None if unknown."""
         self._batches: Any = None
         self._begun = False
-        self.fetched, self.done = 0, False
+        self.fetched = 0
+        self.done = False
         self._start_profiler: Callable[[], None]  # set by Lightning
         self._stop_profiler: Callable[[], None]
 
-    def setup(self, combined_loader: Any, *, begun: bool = False) -> None:
+    def setup(self, combined_loader: CombinedLoader, *, begun: bool = False) -> None:
         """Receives Lightning's loader of all train dataloaders.
 
-        Lightning then asks for the loader's length, which requires its iterator. That iterator does
-        not begin, because the Healer reads the dataloaders. `begun` is whether another fetcher has
-        begun the epoch.
+        Lightning calls this when a fit begins and when it has made its dataloaders again, and then
+        asks the loader for its length. The Healer reads the dataloaders themselves.
+
+        Args:
+            combined_loader: Lightning's loader, which may have other dataloaders than before.
+            begun: whether another fetcher has begun the epoch, as a search of a rate does.
         """
         for loader in combined_loader.flattened:
             if begun and isinstance(loader, DataLoader):
                 vars(loader)[BEGUN] = True
         self.combined_loader = combined_loader
-        modes = sys.modules[type(combined_loader).__module__]._SUPPORTED_MODES
-        iterator = modes[combined_loader._mode]["iterator"]
-        combined_loader._iterator = iterator(combined_loader.flattened, combined_loader.limits)
+        internals.make_length_known(combined_loader)
 
     def __iter__(self) -> Feed:
         """Begins an epoch."""
@@ -76,7 +83,12 @@ class Feed:
         self.reset()
         return self
 
-    def __next__(self) -> tuple[Any, int, int]:
+    def __next__(self) -> tuple[Batch, int, int]:
+        """The next batch, its index in the epoch, and 0 as the index of its dataloader.
+
+        Raises:
+            StopIteration: the epoch has no further batch.
+        """
         self._start_profiler()
         try:
             return self._next()
@@ -86,7 +98,8 @@ class Feed:
         finally:
             self._stop_profiler()
 
-    def _next(self) -> tuple[Any, int, int]:
+    def _next(self) -> tuple[Batch, int, int]:
+        """Reads a batch, and opens the run before the first batch."""
         batch_progress = self._fit.epoch_loop.batch_progress
         if self._loader is None:  # opened here, after Lightning has loaded its own checkpoint
             if self._progress.saved_limits is None:  # no run of the store
@@ -96,46 +109,76 @@ class Feed:
                 self._length = int(self._fit.max_batches)
             loaders = self.combined_loader.flattened
             rewinds = len(loaders) == 1 and self._length is not None
-            combined = CombinedBatches(self.combined_loader, self._length)
-            self._loader = loaders[0] if rewinds else combined
+            self._loader = CombinedBatches(self.combined_loader, self._length)
+            if rewinds:
+                self._loader = loaders[0]
         hooks = self._progress.hooks
+        assert hooks is not None
         if self._batches is None:
             # One iterator for all epochs, because a rollback may return to an earlier epoch.
-            limit = None if self._length is None else self._length_of
+            limit = None
+            if self._length is not None:
+                limit = self._length_of
             self._batches = hooks.batches(self._loader, limit)
         batch = next(self._batches)
-        if len(hooks.pending_batches) == 1:
+        position = hooks.read_position
+        if len(position.pending) == 1:
             self._progress.before = batch_progress.state_dict()
         self.fetched += 1
-        is_last = hooks.last_batch_ends_epoch or getattr(self._loader, "exhausted", False)
+        is_last = position.ends_epoch or getattr(self._loader, "exhausted", False)
         # If the rest of this epoch is unreadable, the batch is already of the next epoch. It ends
         # this epoch, because Lightning's last step and validation have to follow a batch.
-        epoch, index = hooks.pending_batches[-1]
-        before = 0 if epoch else self._progress.trained_before
-        self.done = is_last or index < batch_progress.current.ready - before
+        epoch, index = position.pending[-1]
+        ready = batch_progress.current.ready
+        if epoch == 0:
+            ready -= self._progress.trained_before
+        self.done = is_last or index < ready
         if self.done and self._length is not None:
             # Lightning validates at the end of an epoch only if its count reaches the length.
-            batch_progress.increment_by(max(self._length - 1 - batch_progress.current.ready, 0))
+            missing = self._length - 1 - batch_progress.current.ready
+            batch_progress.increment_by(max(missing, 0))
         return self.as_passed(batch), index, 0
 
-    def as_passed(self, batch: Any) -> Any:
-        """The batch of the Healer as Lightning passes it, in the structure of the dataloaders."""
+    def as_passed(self, batch: Batch) -> Batch:
+        """The batch of the Healer as Lightning passes it, in the structure of the dataloaders.
+
+        A module may return its only dataloader in a list or a dictionary. `training_step` then
+        receives the batch in such a list or dictionary.
+
+        Args:
+            batch: a batch that the Healer has read.
+
+        Returns:
+            The batch, or a structure with the batch in it.
+        """
         if isinstance(self._loader, CombinedBatches):
             return batch
         structure = self.combined_loader.iterables
         return apply_to_collection(structure, type(self._loader), lambda _: batch)
 
     def _length_of(self, epoch: int) -> int:
-        return self._length if epoch else max(self._length - self._progress.trained_before, 0)
+        """Number of batches of an epoch. The first may have begun in a Lightning checkpoint."""
+        if epoch > 0:
+            return self._length
+        return max(self._length - self._progress.trained_before, 0)
 
     def reset(self) -> None:
-        """Resets the counts, as Lightning's data fetcher does."""
-        self.fetched, self.done = 0, False
+        """Resets the counts, as Lightning's data fetcher does.
+
+        Lightning calls this when it stops an epoch early. `__iter__` calls it for a new epoch.
+        """
+        self.fetched = 0
+        self.done = False
 
     def teardown(self) -> None:
-        """Shuts down the workers of the dataloaders."""
-        for loader in self._progress.hooks.loaders if self._progress.hooks else ():
-            loader.close()
+        """Shuts down the workers of the dataloaders.
+
+        Lightning calls this at the end of a fit, also after an exception, and before it makes its
+        dataloaders again.
+        """
+        if self._progress.hooks:
+            for loader in self._progress.hooks.loaders:
+                loader.close()
         self.combined_loader.reset()
 
 
@@ -145,13 +188,18 @@ class CombinedBatches:
     If the length is unknown, reads one batch ahead, because Lightning has to know which batch is
     the last.
 
+    Args:
+        combined: Lightning's loader of all train dataloaders.
+        length: number of batches of an epoch, or None if unknown.
+
     Attributes:
         why_not: why the loader cannot be rewound.
         exhausted: whether the last batch is known to be the last of its epoch, without a length.
     """
 
-    def __init__(self, combined: Any, length: int | None) -> None:
-        self._combined, self._length = combined, length
+    def __init__(self, combined: CombinedLoader, length: int | None) -> None:
+        self._combined = combined
+        self._length = length
         self.why_not = "the fit has several train dataloaders, and only one can be rewound"
         if length is None:
             self.why_not = "the train dataloader has no length, so one batch is always read ahead"
@@ -159,9 +207,8 @@ class CombinedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         """Yields batches, and an `UnreadableBatch` where reading raises."""
-        fetched = catch_unreadable(iter(self._combined))
         self.exhausted = False
-        batches = (each if isinstance(each, UnreadableBatch) else each[0] for each in fetched)
+        batches = self._read()
         if self._length is not None:
             yield from batches
             return
@@ -169,22 +216,33 @@ class CombinedBatches:
             self.exhausted = following is _END
             yield batch
 
+    def _read(self) -> Iterator[Batch | UnreadableBatch]:
+        """Yields the batches without Lightning's indices."""
+        for fetched in catch_unreadable(iter(self._combined)):
+            if isinstance(fetched, UnreadableBatch):
+                yield fetched
+            else:
+                yield fetched[0]
 
-def replaced_fetcher(trainer: Any, progress: Progress) -> AbstractContextManager[None]:
+
+def replaced_fetcher(trainer: LightningTrainer, progress: Progress) -> AbstractContextManager[None]:
     """Makes the fit read through a `Feed`, also after Lightning has reloaded its dataloaders.
 
-    LearningRateFinder and BatchSizeFinder train in `on_fit_start`, without the Healer.
+    LearningRateFinder and BatchSizeFinder train without the Healer. Within the fit AttachError is
+    raised if `training_step` reads the data itself.
 
-    Raises AttachError within the fit if `training_step` reads the data itself.
+    Args:
+        trainer: the Trainer. Other Trainers of the process keep their fetchers.
+        progress: the counters of the fit.
+
+    Returns:
+        A context manager, at whose end Lightning chooses its fetchers again.
     """
-    module = sys.modules[trainer.fit_loop.setup_data.__module__]
-    select = module._select_data_fetcher
 
-    def selected(owner: Any, *args: Any) -> Any:
-        fetcher = select(owner, *args)
-        if owner is not trainer or trainer.lightning_module._current_fx_name == "on_fit_start":
+    def choose(owner: Any, fetcher: Fetcher) -> Fetcher:
+        if owner is not trainer or internals.is_searching(trainer):
             return fetcher
-        if any(c.__name__ == "_DataLoaderIterDataFetcher" for c in type(fetcher).__mro__):
+        if internals.reads_data_itself(fetcher):
             raise AttachError(
                 "training_step takes dataloader_iter and reads the data itself, so a rollback "
                 "cannot rewind the data: write training_step(self, batch, batch_idx), or heal the "
@@ -192,7 +250,7 @@ def replaced_fetcher(trainer: Any, progress: Progress) -> AbstractContextManager
             )
         return Feed(trainer, progress)
 
-    return patched(module, "_select_data_fetcher", selected)
+    return internals.replaced_fetcher_choice(trainer, choose)
 
 
 class Progress:
@@ -203,42 +261,69 @@ class Progress:
 
     The Healer saves and restores the counters when Lightning requests the next batch. After an
     exception within a step, it saves the counters before the first batch of that step.
+
+    Args:
+        trainer: the Trainer, in `setup` of the fit.
+
+    Attributes:
+        open: returns the run at the first batch. The callback sets this function.
+        hooks: the run, or None before its first batch.
+        trained_before: number of batches of the first epoch that precede the Lightning checkpoint
+            with which the run has begun.
+        before: the counts before the first batch of a step.
+        saved_limits: the limits of the fit in the store, or None before they are loaded.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: LightningTrainer) -> None:
         self._fit = trainer.fit_loop
-        self.open: Callable[[], RunHooks]  # returns the run at the first batch; set by the callback
-        self.hooks: Any = None
-        """The run, or None before its first batch."""
+        self.open: Callable[[], RunHooks]
+        self.hooks: RunHooks | None = None
         self._window = trainer.accumulate_grad_batches  # as given: a callback may change it
         self.trained_before = 0
-        """Number of batches of the first epoch that precede the Lightning checkpoint with which the
-        run has begun."""
         self.before: dict[str, Any] = {}
-        """The counts before the first batch of a step."""
         self.saved_limits: dict[str, int] | None = None
-        """The limits of the fit in the store, or None before they are loaded."""
 
     def limits(self) -> dict[str, int]:
-        """Lightning's limits of a fit. A value of -1 is no limit."""
+        """Lightning's limits of a fit. A value of -1 is no limit.
+
+        A completed run that is started again with the same limits trains nothing.
+
+        Returns:
+            "max_steps" -> optimizer steps, "max_epochs" -> epochs.
+        """
         return {"max_steps": self._fit.max_steps, "max_epochs": self._fit.max_epochs}
 
     @property
     def run_settings(self) -> dict[str, Any]:
-        """The options that determine the training result, and the module's `hparams`."""
+        """The options that determine the training result, and the module's `hparams`.
+
+        A restart with other options says which differ, and does not return the old model.
+
+        Returns:
+            Name -> number, text, bool or list, without the values that JSON cannot hold.
+        """
         trainer = self._fit.trainer
-        loaders = getattr(self._fit._combined_loader, "flattened", ())
+        settings: dict[str, Any] = {}
+        for name, value in getattr(trainer.lightning_module, "hparams", {}).items():
+            settings[f"hparams.{name}"] = value
+        settings.update(self.limits())
+        settings["batch_size"] = self._batch_size()
+        settings["accumulate_grad_batches"] = self._window
+        settings["precision"] = str(trainer.precision)
+        encoded = {}
+        for name, value in settings.items():
+            setting = json_setting(value)
+            if setting is not None:
+                encoded[name] = setting
+        return encoded
+
+    def _batch_size(self) -> Any:
+        """The batch size of the only dataloader, or a list for several dataloaders."""
+        loaders = getattr(internals.combined_loader_of(self._fit), "flattened", ())
         sizes = [getattr(loader, "batch_size", None) for loader in loaders]
-        hparams = getattr(trainer.lightning_module, "hparams", {})
-        settings = {
-            **{f"hparams.{name}": value for name, value in hparams.items()},
-            **self.limits(),
-            "batch_size": sizes[0] if len(sizes) == 1 else sizes,
-            "accumulate_grad_batches": self._window,
-            "precision": str(trainer.precision),
-        }
-        encoded = {name: json_setting(value) for name, value in settings.items()}
-        return {name: value for name, value in encoded.items() if value is not None}
+        if len(sizes) == 1:
+            return sizes[0]
+        return sizes
 
     def _counters(self) -> dict[str, Any]:
         """Lightning's counters by name, without `_batches_that_stepped`."""
@@ -252,18 +337,31 @@ class Progress:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all counters as numbers."""
+        """Returns all counters as numbers.
+
+        At the end of an epoch, the counters of the next epoch's start: a restart begins there.
+
+        Returns:
+            Name of a counter -> its counts; the number of accumulated batches; the limits.
+        """
         state = {name: counter.state_dict() for name, counter in self._counters().items()}
-        if self.hooks is not None and self.hooks.pending_batches:
+        if self.hooks is not None and self.hooks.read_position.pending:
             state["batch"] = dict(self.before)
         _to_next_epoch(state["epoch"], state["batch"])
-        stepped = self._fit.epoch_loop._batches_that_stepped
+        stepped = internals.logged_step(self._fit)
         settings = {"window": self._fit.trainer.accumulate_grad_batches, "limits": self.limits()}
         counts = {"batches_that_stepped": stepped, "trained_before": self.trained_before}
         return {**state, **counts, **settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets the counters of the running loops."""
+        """Sets the counters of the running loops.
+
+        Keeps epoch and batch if the data cannot be rewound. The training then continues with the
+        next batches.
+
+        Args:
+            state: a result of `state_dict`.
+        """
         self.saved_limits = dict(state["limits"])
         self.trained_before = state.get("trained_before", 0)
         now, saved = self._fit.epoch_progress.current, state["epoch"]["current"]
@@ -273,7 +371,7 @@ class Progress:
         for name, counter in self._counters().items():
             if rewinds or name not in ("epoch", "batch"):
                 counter.load_state_dict(state[name])
-        self._fit.epoch_loop._batches_that_stepped = state["batches_that_stepped"]
+        internals.set_logged_step(self._fit, state["batches_that_stepped"])
 
 
 def _to_next_epoch(epoch: dict[str, Any], batch: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import enum
 import importlib.util
 import random
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from healcore.core.decision import Cause
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.run.compare.loss_function import NotComparable
 from healcore.torch.trainers import patched
+from healcore.torch.trainers.lightning import trainer_internals as internals
+from healcore.torch.trainers.lightning.trainer_internals import Batch, LightningTrainer
 
 if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     from lightning.pytorch import LightningModule
@@ -59,14 +61,20 @@ class StepLoss:
         as_passed: converts a batch of the Healer to the batch that Lightning passes.
     """
 
-    def __init__(self, trainer: Any, as_passed: Callable[[Any], Any]) -> None:
-        self._trainer, self._as_passed = trainer, as_passed
-        self._internal = {*vars(nn.Module()), *vars(LightningModule()), "_hparams"}
+    def __init__(self, trainer: LightningTrainer, as_passed: Callable[[Batch], Batch]) -> None:
+        self._trainer = trainer
+        self._as_passed = as_passed
+        self._internal = {*vars(nn.Module()), *vars(LightningModule()), internals.HPARAMS}
         """Attributes that the frameworks own."""
 
     @property
     def obstacle(self) -> str:
-        """Reason why a call cannot be undone, or an empty string."""
+        """Reason why a call cannot be undone, or an empty string.
+
+        Looks at all attributes of the module, as a call does. A module that keeps a large array or
+        an object of unknown type in an attribute cannot be restored, so its weights are not
+        compared.
+        """
         module = self._trainer.lightning_module
         if not module.automatic_optimization:
             return "its optimization is manual, so training_step changes the weights itself"
@@ -77,10 +85,18 @@ class StepLoss:
             return str(error)
         return ""
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Batch) -> Any:
         """The result of `training_step` for one batch.
 
-        Raises NotComparable if the call has raised, or has changed what cannot be restored.
+        Args:
+            batch: a batch of the Healer, on any device.
+
+        Returns:
+            The loss, or a dictionary with the key "loss".
+
+        Raises:
+            NotComparable: the call has raised, has returned no loss, or has changed what cannot be
+                restored.
         """
         trainer, module = self._trainer, self._trainer.lightning_module
         undo = [*self._undo_attributes()]
@@ -89,8 +105,8 @@ class StepLoss:
                 for name in ("log", "log_dict", "print"):
                     stack.enter_context(patched(module, name, _silent))
                 if trainer.loggers:
-                    stack.enter_context(patched(trainer, "_loggers", [DummyLogger()]))
-                result = self._training_step(batch)
+                    stack.enter_context(internals.replaced_loggers(trainer, [DummyLogger()]))
+                result = internals.training_step(trainer, self._as_passed(batch))
         except Exception as error:
             # `TorchWeights` tries again with gradients, and comparisons with smaller parts.
             wants_gradients = not torch.is_grad_enabled() and "not require grad" in str(error)
@@ -104,15 +120,6 @@ class StepLoss:
         if result is None:
             raise NotComparable("training_step returns no loss")
         return result
-
-    def _training_step(self, batch: Any) -> Any:
-        trainer, module = self._trainer, self._trainer.lightning_module
-        loop = trainer.fit_loop.epoch_loop
-        batch = trainer.precision_plugin.convert_input(self._as_passed(batch))
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        given = loop._build_kwargs(OrderedDict(), batch, max(loop.batch_idx, 0))
-        return trainer.strategy.training_step(*given.values())
 
     def _undo_attributes(self) -> Iterator[Undo]:
         """Yields functions that restore the attributes of all modules.
@@ -129,6 +136,7 @@ class StepLoss:
                 yield from _undo(value, f"{path}.{name}", known)
 
     def _restore(self, attributes: dict[str, Any], own: Mapping[str, Any]) -> None:
+        """Sets the attributes of a module back to `own`, except those of the frameworks."""
         for name in attributes.keys() - own.keys() - self._internal:
             del attributes[name]
         attributes.update(own)
@@ -196,16 +204,24 @@ def _undo_object(value: Any, path: str, known: set[int]) -> Iterator[Undo]:
 
 
 def _replace(container: Any, items: Any) -> None:
+    """Gives a list, a deque, a set or a dictionary earlier items, in place."""
     container.clear()
-    container.extend(items) if isinstance(items, list) else container.update(items)
+    if isinstance(items, list):
+        container.extend(items)
+    else:
+        container.update(items)
 
 
 def _write_if_changed(tensor: Tensor, copied: Tensor) -> None:
-    # A write of the same values would change the tensor's version, which autograd checks.
+    """Restores the values of a tensor in place.
+
+    A write of the same values would change the tensor's version, which autograd checks.
+    """
     if not torch.equal(tensor.detach(), copied):
         tensor.data.copy_(copied)
 
 
 def _raise_if_changed(tensor: Tensor, version: int, path: str) -> None:
+    """Raises NotComparable if a tensor without a copy was written in place since `version`."""
     if tensor._version != version:
         raise NotComparable(f"training_step has changed {path}, a tensor that is too large to copy")

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from healcore.console import counted, first_of
-from healcore.runtime.data.loader_adapters import position_of_other_ranks
+from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
 from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.engine_states import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from healcore.runtime.run.ending.exits import RunStopped
@@ -20,7 +20,14 @@ from tests.healer.run_options import grouped
 from tests.torch.sync_counter import CountSyncs
 from tests.torch.trainers.huggingface import small_runs
 from tests.torch.trainers.huggingface import tiny_trainers as tiny
-from tests.torch.trainers.huggingface.small_runs import SAVES, calling, logged, trainer, weights
+from tests.torch.trainers.huggingface.small_runs import (
+    SAVES,
+    InOrder,
+    calling,
+    logged,
+    trainer,
+    weights,
+)
 
 NAN = math.nan
 
@@ -118,8 +125,54 @@ def test_without_a_store_damaged_weights_stop_the_run(tmp_path: Path):
 
 def test_a_callback_without_a_trainer_is_refused(tmp_path: Path):
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(AttachError, match="found no Trainer"):
+    with pytest.raises(AttachError, match="belongs to no Trainer"):
         HealingCallback().on_train_begin(arguments, TrainerState(), TrainerControl())
+
+
+@pytest.mark.parametrize("as_class", [False, True])
+@pytest.mark.parametrize("way", ["constructor", "add_callback", "callback_handler"])
+def test_a_callback_knows_its_trainer(tmp_path: Path, way: str, as_class: bool):
+    """Also if it replaces another one without `add_callback`, as a Trainer's checkpoint does."""
+    given: Any = HealingCallback if as_class else HealingCallback()
+    run = trainer(tmp_path, steps=3, callbacks=[given] if way == "constructor" else [])
+    if way == "add_callback":
+        run.add_callback(given)
+    elif way == "callback_handler":
+        run.add_callback(HealingCallback())  # wraps `train()`, which looks for callbacks again
+        run.remove_callback(HealingCallback)
+        run.callback_handler.add_callback(given)
+    run.train()
+    (callback,) = (e for e in run.callback_handler.callbacks if isinstance(e, HealingCallback))
+    assert callback.trainer is run
+    assert callback.report().steps == 3
+
+
+def test_two_trainers_train_in_turn(tmp_path: Path):
+    """With a callback of their own each, and then with the same callback."""
+    kind: Any = HealingCallback
+    own = [trainer(tmp_path, steps=3, callbacks=[kind]) for _ in range(2)]
+    shared = HealingCallback()
+    both = [trainer(tmp_path, steps=3, callbacks=[shared]) for _ in range(2)]
+    for run in (own[1], own[0], both[0], both[1], both[0]):
+        run.train()
+        (callback,) = (e for e in run.callback_handler.callbacks if isinstance(e, HealingCallback))
+        assert callback.trainer is run
+        assert callback.report().steps == 3
+
+
+def test_a_callback_from_before_the_class_of_its_trainer(tmp_path: Path):
+    """As a program that makes the callback and then imports a trainer of TRL."""
+    callback = HealingCallback()
+
+    class Later(InOrder):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(TrainerCallback())  # as GRPOTrainer adds its own
+
+    run = trainer(tmp_path, steps=3, callbacks=[callback], cls=Later)
+    run.train()
+    assert callback.trainer is run
+    assert callback.report().steps == 3
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -145,6 +198,8 @@ def test_the_lr_multiplier_survives_hfs_restore(tmp_path: Path, restored: bool):
     moved = dict(zip(steps.steps, steps.moved, strict=True))
     assert moved[21] == pytest.approx(0.5e-2 * 1e-3, rel=0.01)
     (live,) = (e for e in again.callback_handler.callbacks if isinstance(e, HealingCallback))
+    assert live.trainer is again
+    assert (live is own[0]) is not restored
     assert small_runs.counts(live, "lr_scale", "skips") == [0.5, 1]
     assert torch.equal(weights(first), weights(again))
 

@@ -1,0 +1,121 @@
+"""`EarlierLoaders`: where the loaders of a run were when an earlier process saved a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from healcore.runtime.data.epoch_loop import EPOCH
+from healcore.runtime.data.positions import BatchId, DataError, SavedPosition, decode_position
+
+COUNT = "count"
+"""Key next to the positions of loaders: the number of loaders so far."""
+
+
+def place_of(position: Mapping[str, Any]) -> BatchId:
+    """The next batch of a position."""
+    return BatchId(position["epoch"], position["index"])
+
+
+def has_begun(position: Mapping[str, Any]) -> bool:
+    """Whether a batch was read before a position."""
+    return place_of(position) > BatchId(0, 0)
+
+
+def check_positions(position: Mapping[str, Any]) -> None:
+    """Checks the positions of a checkpoint before anything is restored from it.
+
+    Raises:
+        DataError: a part of them cannot be read.
+    """
+    for key, value in position.items():
+        if key not in (COUNT, EPOCH):
+            decode_position(value)
+        elif type(value) is not int or value < 0:
+            raise DataError(f"the {key} of loaders is a whole number >= 0, not {value!r:.80}")
+
+
+class EarlierLoaders:
+    """The saved positions that no loader of this process has taken over yet.
+
+    A restarted program makes its loaders anew. They are recognized by their number, in the order of
+    first use. A loader that an earlier process has read to its end has a number and no position.
+
+    Attributes:
+        positions: number of a loader, as text -> its position.
+        count: number of loaders that earlier processes have used.
+    """
+
+    def __init__(self) -> None:
+        self.positions: dict[str, SavedPosition] = {}
+        self.count = 0
+
+    def load(self, position: Mapping[str, Any]) -> int:
+        """Takes the positions of a checkpoint.
+
+        Args:
+            position: result of `LoaderRegistry.position` in an earlier process.
+
+        Returns:
+            The epoch of the program's own loop.
+        """
+        self.positions = dict(position)
+        self.count = int(self.positions.pop(COUNT, 0))  # type: ignore[arg-type]
+        return int(self.positions.pop(EPOCH, 0))  # type: ignore[arg-type]
+
+    def forget_before(self, number: int) -> None:
+        """Forgets the loaders of earlier epochs, which the program does not make again.
+
+        Args:
+            number: number of the first loader that it makes again.
+        """
+        self.positions = {key: at for key, at in self.positions.items() if int(key) >= number}
+
+    def has_ended(self, number: int) -> bool:
+        """Whether an earlier process has read all epochs of a loader.
+
+        Its number was used, and no position of it was saved.
+
+        Args:
+            number: number of the loader.
+        """
+        return self.count > number and str(number) not in self.positions
+
+    def has_trained(self, number: int) -> bool:
+        """Whether an earlier process has read batches of a loader.
+
+        Args:
+            number: number of the loader. One without a position has ended if its number was used,
+                and is new otherwise.
+        """
+        saved = self.positions.get(str(number))
+        if saved is None:  # an earlier process has read all of its batches, or it is new
+            return number < self.count
+        return has_begun(saved)
+
+    def furthest_place(self, default: BatchId) -> BatchId:
+        """The furthest of the next batches, or the default without a position."""
+        return max(map(place_of, self.positions.values()), default=default)
+
+    def number_in(self, epoch: int, next_number: int) -> int:
+        """Number of a loader whose first use in this process is in an epoch of the loop.
+
+        A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
+        epochs 0 and 1 again, so their numbers are left out: the loader gets the number of the one
+        that stands furthest in this epoch.
+
+        Args:
+            epoch: the epoch of the program's loop.
+            next_number: the number that the loader gets otherwise.
+        """
+        low, high = BatchId(epoch - 1, 0), BatchId(epoch + 1, 0)
+        in_epoch: dict[int, BatchId] = {}
+        for key, position in self.positions.items():
+            place = place_of(position)
+            if low < place <= high:
+                in_epoch[int(key)] = place
+        furthest = max(in_epoch.values(), default=None)
+        own = in_epoch.get(next_number)
+        if own == furthest or (own is not None and own.index > 0):
+            return next_number
+        return max(number for number, place in in_epoch.items() if place == furthest)

@@ -1,0 +1,77 @@
+"""Methods that a `Driver` may have, and that the Healer looks up by name.
+
+Frameworks differ in how a loss and a state reach healcore. A torch step does not see the loss, so
+the program reports it. A step of JAX returns a new state, which the program passes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from healcore.runtime.driver import LiveState
+
+
+class ObservesLosses(Protocol):
+    """A driver to which the program reports its losses. In torch the step does not see them."""
+
+    def observe(self, loss: Any, optimizer: str | None = None, *, weight: float = 1.0) -> None:
+        """Takes the loss of one (micro-)batch, before the optimizer's step. See `Healer.observe`.
+
+        Args:
+            loss: a number, or a tensor with one element, which may be on the device.
+            optimizer: name of the optimizer that this loss trains, or None for all optimizers.
+            weight: weight of this loss in the mean of the step.
+        """
+        ...
+
+    def observe_eval(self, eval_loss: Any, optimizer: str | None = None) -> None:
+        """Takes the loss of an evaluation. The arguments are as for `observe`."""
+        ...
+
+
+class TakesStates(Protocol):
+    """A driver of a framework whose step returns a new state, as in JAX."""
+
+    def update(self, state: LiveState | None = None) -> None:
+        """Makes the result of a step the live state. See `Healer.update`.
+
+        Args:
+            state: the new state, or None for a state that was changed in place.
+        """
+        ...
+
+
+class CompiledLoop(Protocol):
+    """One call of `Healer.scan`: a loop that the framework compiles in blocks of updates."""
+
+    def run(self, first: int, count: int, next_count: int) -> None:
+        """Dispatches a block. Its records are a dispatch, which `take_dispatch` returns.
+
+        Args:
+            first: number of the block's first update.
+            count: number of its updates.
+            next_count: number of updates in the block after it, or 0. A driver may compute that
+                block ahead.
+        """
+        ...
+
+    def outputs(self) -> Any:
+        """The outputs of all updates, stacked along a new first axis."""
+        ...
+
+
+class CompilesLoops(Protocol):
+    """A driver of a framework that compiles whole loops, as in JAX."""
+
+    def begin_scan(
+        self, update: Callable[..., Any], state: LiveState, *, donate: bool
+    ) -> CompiledLoop:
+        """Begins a loop.
+
+        Args:
+            update: the program's function: state and number of the update -> state and outputs.
+            state: the state to begin with.
+            donate: whether a block reuses the memory of the state that it begins with.
+        """
+        ...
