@@ -23,38 +23,68 @@ Leaf = Any
 
 
 def is_number(leaf: Leaf) -> bool:
-    """Whether a leaf is a Python number or bool."""
+    """Whether a leaf is a Python number or bool.
+
+    A compiled step returns such a leaf as an array, and a checkpoint stores it as one.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
     return type(leaf) in (bool, int, float)
 
 
 def is_array(leaf: Leaf) -> bool:
-    """Whether a leaf is an array, a traced array or a number of NumPy. A dtype is none."""
+    """Whether a leaf is an array, a traced array or a number of NumPy.
+
+    A class such as `jnp.float32` has a dtype too, and is no array.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
 def is_static(leaf: Leaf) -> bool:
-    """Whether a leaf is neither an array nor a number, so that no checkpoint holds it."""
+    """Whether a leaf is neither an array nor a number, so that no checkpoint holds it.
+
+    Such leaves are functions, names and objects. They stay as the program has made them.
+
+    Args:
+        leaf: a leaf of any pytree.
+    """
     return not (is_array(leaf) or is_number(leaf))
 
 
 def arrays_of(tree: Tree) -> Tree:
-    """The tree with None in the place of each static leaf; the same object without static leaves.
+    """Replaces each static leaf by None. All other leaves keep their paths.
 
-    All other leaves keep their paths.
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The tree that `jit`, a checkpoint and optax accept. The same object if no leaf is static.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_static, leaves)):
         return tree
     kept = []
     for leaf in leaves:
-        kept.append(None if is_static(leaf) else leaf)
+        if is_static(leaf):
+            kept.append(None)
+        else:
+            kept.append(leaf)
     return structure.unflatten(kept)
 
 
 def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
-    """The tree with the arrays and numbers of `arrays`, a tree of the form of `arrays_of(tree)`.
+    """Combines the static leaves of a tree with other arrays; the inverse of `arrays_of`.
 
-    Static leaves are those of `tree`.
+    Args:
+        tree: the tree whose static leaves are kept.
+        arrays: a tree of the form of `arrays_of(tree)`, such as the result of a compiled step.
+
+    Returns:
+        A tree of the form of `tree`. `arrays` itself if no leaf is static.
     """
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_static, leaves)):
@@ -62,5 +92,8 @@ def with_arrays(tree: Tree, arrays: PyTree) -> Tree:
     new: Iterator[Leaf] = iter(jax.tree.leaves(arrays))
     joined = []
     for leaf in leaves:
-        joined.append(leaf if is_static(leaf) else next(new))
+        if is_static(leaf):
+            joined.append(leaf)
+        else:
+            joined.append(next(new))
     return structure.unflatten(joined)

@@ -57,6 +57,9 @@ _SMALL_FLOATS = {8: jnp.uint8, 16: jnp.uint16}
 def commit(skip: jax.Array, old: State, new: State) -> State:
     """`old` where `skip`, else `new`, so that a skip reverts the whole train state.
 
+        skip = last_decision(opt_state).skip
+        batch_stats = commit(skip, old=batch_stats, new=new_batch_stats)
+
     A skip of the optimizer step alone does not revert values that the forward pass of the bad batch
     wrote (BatchNorm statistics, EMA weights, accumulators). Do not pass the healing state: a
     reverted counter of skips would never count.

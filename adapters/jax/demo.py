@@ -20,7 +20,13 @@ Params = dict[str, jax.Array]
 
 
 def optimizer(scenario: Scenario, arm: str, policy: Any) -> optax.GradientTransformationExtraArgs:
-    """AdamW with its learning rate in the state, protected or clipped according to `arm`."""
+    """AdamW with its learning rate in the state, protected or clipped.
+
+    Args:
+        scenario: the run of the demo.
+        arm: "healed", "fixed clip", or any other name for a run without either.
+        policy: the policy of the healed run.
+    """
     adamw = optax.inject_hyperparams(optax.adamw)(
         learning_rate=0.0, weight_decay=scenario.weight_decay
     )
@@ -36,13 +42,21 @@ def train(
 ) -> float:
     """Trains one model, calls `on_step` after each step, and returns the held-out loss.
 
-    Only the healed run uses `policy` and `folder`. A rollback decreases the step's number.
+    Args:
+        scenario: the data, the model's size and the fault of the run.
+        arm: name of the run, see `optimizer`.
+        policy: the policy of the healed run.
+        folder: where the healed run writes checkpoints and events.
+        on_step: called with each step. A rollback decreases the step's number.
+
+    Returns:
+        The loss on the held-out batch in nats, which may be NaN.
     """
     params = jax.tree.map(jnp.asarray, scenario.initial_weights())
     tx = optimizer(scenario, arm, policy)
     state = (params, tx.init(params))
-    batches, healer = range(scenario.steps), None
-
+    batches = range(scenario.steps)
+    healer = None
     loss_of = model_loss(scenario)
     evaluate = jax.jit(loss_of)
 
@@ -55,6 +69,9 @@ def train(
         norm = optax.tree.norm(grads)
         return (optax.apply_updates(params, updates), opt_state), loss, norm
 
+    def loss_of_batch(state: Any, index: int) -> jax.Array:
+        return evaluate(state[0], *scenario.training_batch(index))
+
     with suppress(RunStopped), ExitStack() as stack:
         if arm == "healed":
             healer = stack.enter_context(  # <- healcore
@@ -63,9 +80,7 @@ def train(
                     state=state,
                     store=folder / "checkpoints",
                     logging=Logging(events=folder / "events.jsonl"),
-                    loss_fn=lambda state, index: evaluate(
-                        state[0], *scenario.training_batch(index)
-                    ),
+                    loss_fn=loss_of_batch,
                     checkpoints=Checkpoints(every=SAVE_EVERY),
                 )
             )
@@ -88,8 +103,16 @@ def model_loss(scenario: Scenario) -> Callable[[Params, Any, Any], jax.Array]:
 
     The loss is NaN if all weights of the targets are 0. The model has rotary attention and a GELU
     MLP, without normalisation.
+
+    Args:
+        scenario: the sizes of the model.
+
+    Returns:
+        A function of the weights, the tokens, int32 (batch, time + 1), and the weight of each
+        target, float32 (batch, time).
     """
-    cos, sin = (jnp.asarray(each)[:, None, :] for each in scenario.rotations())
+    cos, sin = map(jnp.asarray, scenario.rotations())
+    cos, sin = cos[:, None, :], sin[:, None, :]
 
     def rotate(x: jax.Array) -> jax.Array:
         """Rotary position embedding of (batch, time, heads, width / heads)."""
@@ -100,11 +123,12 @@ def model_loss(scenario: Scenario) -> Callable[[Params, Any, Any], jax.Array]:
         """Tokens (batch, time) to logits (batch, time, 256)."""
         x = w["embed"][tokens]
         batch, time, width = x.shape
+
+        def split_heads(part: jax.Array) -> jax.Array:
+            return part.reshape(batch, time, scenario.heads, -1)
+
         for layer in range(scenario.layers):
-            q, k, v = (
-                part.reshape(batch, time, scenario.heads, -1)
-                for part in jnp.split(x @ w[f"qkv{layer}"], 3, axis=-1)
-            )
+            q, k, v = map(split_heads, jnp.split(x @ w[f"qkv{layer}"], 3, axis=-1))
             mixed = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
             x = x + mixed.reshape(batch, time, width) @ w[f"out{layer}"]
             x = x + jax.nn.gelu(x @ w[f"up{layer}"], approximate=True) @ w[f"down{layer}"]

@@ -12,14 +12,19 @@ from flax.training import train_state
 
 from healcore.core.decision import Decision
 from healcore.jax.commit import commit
-from healcore.jax.gradients import split_keywords
 from healcore.jax.opt_state import last_decision
+from healcore.jax.signals import split_keywords
 
 _RAW_KEYS = ((2,), (4,))  # last axis of a raw key: threefry, and rbg or unsafe_rbg
 
 
 class HealTrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` for an optimizer that contains a healing state.
+
+        state = HealTrainState.create(
+            apply_fn=model.apply, params=params, tx=protect(optax.adamw(1e-3), "default")
+        )
+        state = state.apply_gradients(grads=grads, value=loss)
 
     Flax's own ``apply_gradients(grads=, value=)`` raises TypeError, because its keywords are fields
     to replace. This class passes the healing signals to the optimizer, and replaces fields by the
@@ -48,7 +53,9 @@ class HealTrainState(train_state.TrainState):
     """
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """Applies one optimizer step.
+        """Applies one optimizer step, and reverts the whole state if the policy skips it.
+
+            state = state.apply_gradients(grads=grads, value=loss)
 
         Args:
             grads: gradients, in the structure of ``.params``.
@@ -73,17 +80,32 @@ class HealTrainState(train_state.TrainState):
         # special cases (fp8 parameters are overwritten by their gradient).
         bound = self.replace(tx=optax.GradientTransformation(tx.init, update))
         new: Any = train_state.TrainState.apply_gradients(bound, grads=grads, **fields)
-        arrays = {f.name for f in dataclasses.fields(self) if f.metadata.get("pytree_node", True)}
-        names = ["step", "params", *(name for name in fields if name in arrays)]
+        names = ["step", "params"]
+        for field in dataclasses.fields(self):
+            if field.name in fields and field.metadata.get("pytree_node", True):
+                names.append(field.name)
         after = {name: getattr(new, name) for name in names}
         before = {name: getattr(self, name) for name in names}
         kept = commit(last_decision(new.opt_state).skip, before, after)
-        kept = jax.tree.map(lambda old, now: now if _is_key(now) else old, kept, after)
+
+        def with_new_keys(kept_leaf: Any, new_leaf: Any) -> Any:
+            if _is_key(new_leaf):
+                return new_leaf
+            return kept_leaf
+
+        kept = jax.tree.map(with_new_keys, kept, after)
         return new.replace(tx=self.tx, **kept)
 
     @property
     def last_decision(self) -> Decision:
-        """The decision of the last step. Return it from the step too, if the state is donated."""
+        """The decision of the last step, in 0-d arrays.
+
+        Return it from the compiled step as a separate output if the state is donated, because a
+        donated state cannot be read afterwards.
+
+        Raises:
+            HealStateError: the optimizer contains no healing state, or more than one.
+        """
         return last_decision(self.opt_state)
 
 

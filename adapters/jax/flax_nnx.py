@@ -10,7 +10,7 @@ from flax import nnx
 from healcore.core.decision import Decision
 from healcore.jax import opt_state
 from healcore.jax.commit import commit
-from healcore.jax.heal_state import map_nodes
+from healcore.jax.tree_nodes import map_nodes
 
 
 def snapshot(model: nnx.Module) -> Any:
@@ -37,13 +37,13 @@ def update(
 ) -> Decision:
     """Calls ``optimizer.update(model, grads)``, and reverts all changes on a skip.
 
-    ``optimizer.update(model, grads, value=loss)`` with `protect` keeps only parameters and
-    optimizer state on a skip. This function also keeps ``optimizer.step`` and values that the
-    forward pass writes (BatchNorm statistics).
-
         before = snapshot(model)
         loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
         decision = update(optimizer, model, grads, value=loss, before=before)
+
+    ``optimizer.update(model, grads, value=loss)`` with `protect` keeps only parameters and
+    optimizer state on a skip. This function also keeps ``optimizer.step`` and values that the
+    forward pass writes (BatchNorm statistics).
 
     Args:
         optimizer: an optimizer whose transformation contains one healing state.
@@ -69,14 +69,45 @@ def update(
 
 
 def last_decision(optimizer: nnx.Optimizer) -> Decision:
-    """The decision of the optimizer's last step; see `healcore.jax.last_decision`."""
+    """The decision of the optimizer's last step; see `healcore.jax.last_decision`.
+
+        optimizer.update(model, grads, value=loss)
+        skipped = last_decision(optimizer).skip  # within the compiled step, or after it
+
+    Args:
+        optimizer: an optimizer whose transformation contains one healing state.
+
+    Returns:
+        The Decision, in 0-d arrays. Neutral before the first step.
+
+    Raises:
+        HealStateError: the optimizer contains no healing state, or more than one.
+    """
     return opt_state.last_decision(_arrays(optimizer.opt_state))
 
 
 def metrics(optimizer: nnx.Optimizer) -> dict[str, Any]:
-    """Named scalars for a logger; see `healcore.jax.metrics`."""
+    """Named scalars for a logger; see `healcore.jax.metrics`.
+
+        for name, value in metrics(optimizer).items():
+            print(name, float(value))  # `float` waits for the device
+
+    Args:
+        optimizer: an optimizer whose transformation contains one healing state.
+
+    Returns:
+        `heal/...` -> array 0-d.
+
+    Raises:
+        HealStateError: the optimizer contains no healing state, or more than one.
+    """
     return opt_state.metrics(_arrays(optimizer.opt_state))
 
 
 def _arrays(tree: Any) -> Any:
-    return map_nodes(nnx.Variable, lambda variable: variable[...], tree)
+    """The tree with the array of each Variable in its place, which optax's functions read."""
+
+    def array(variable: nnx.Variable) -> Any:
+        return variable[...]
+
+    return map_nodes(nnx.Variable, array, tree)

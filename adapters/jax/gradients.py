@@ -1,34 +1,25 @@
-"""Makes one step's `Signals` from its gradients; scales, replaces and reads gradients or updates.
+"""Measures, scales and replaces gradients or updates, the arrays of a tree that are floating.
 
 optax computes norms in the dtype of the leaves. In float16, squares of 256 and more overflow;
 bfloat16 has an error of 0.3 %. The functions here compute norms in float32, keep the leaves'
 dtypes, and do not change integer and float0 leaves. `find_unread` finds gradients that an optimizer
 does not read, for instance of parameters frozen by optax.
-
-Under `jit` over sharded arrays a norm is global. Inside `shard_map`, `pmap` and a `vmap` with an
-axis name, each device has only its part, and `Axes` reduces the signals over all devices.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from healcore.core.engine import Engine
-from healcore.core.signals import SignalError, Signals
 from healcore.jax.array_leaves import Leaf, PyTree, is_static
-from healcore.jax.namespace import JAX
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -40,8 +31,14 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
 
     Outside of `jit`, JAX would dispatch each operation separately, which takes about 20 times as
     long. The function runs under the standard promotion of dtypes, because under the user's
-    ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises. `static` has the
-    positions of arguments that are hashable values instead of pytrees.
+    ``jax_numpy_dtype_promotion="strict"`` a sum of a bool and an int32 raises.
+
+    Args:
+        function: a pure function of pytrees of arrays.
+        static: positions of the arguments that are hashable values instead of pytrees.
+
+    Returns:
+        A function with the same arguments and results, for eager and for traced arrays.
     """
     jitted = jax.jit(function, static_argnums=static, inline=True)
 
@@ -54,12 +51,25 @@ def compiled(function: Callable[P, Result], *, static: tuple[int, ...] = ()) -> 
 
 
 def is_gradient(leaf: Leaf) -> bool:
-    """Whether the dtype of a leaf is floating or complex. False for a function or a text."""
+    """Whether a leaf is of a floating or complex dtype, as each gradient is.
+
+    False for an integer, and for a function or a text, which an Equinox module has among its
+    leaves. An integer parameter has a gradient of dtype float0, which has no norm.
+
+    Args:
+        leaf: an array, traced or not, a number or any object.
+    """
     return not is_static(leaf) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def gradient_leaves(tree: PyTree) -> list[jax.Array]:
-    """The floating and complex leaves of a tree, in flattening order."""
+    """The floating and complex leaves of a tree, in flattening order.
+
+    `HealState.heal_leaf_norms` and all factors per tensor are in this order.
+
+    Args:
+        tree: gradients, parameters or any other tree.
+    """
     return [leaf for leaf in jax.tree.leaves(tree) if is_gradient(leaf)]
 
 
@@ -89,8 +99,13 @@ def _of_gradients(
     @functools.wraps(function)
     def changed(tree: Tree, *args: P.args, **kwargs: P.kwargs) -> Tree:
         leaves, structure = jax.tree.flatten(tree)
-        places = [i for i, leaf in enumerate(leaves) if is_gradient(leaf)]
-        new = call([jnp.asarray(leaves[i]) for i in places], *args, **kwargs)
+        places = []
+        gradients = []
+        for i, leaf in enumerate(leaves):
+            if is_gradient(leaf):
+                places.append(i)
+                gradients.append(jnp.asarray(leaf))
+        new = call(gradients, *args, **kwargs)
         for i, leaf in zip(places, new, strict=True):
             leaves[i] = leaf
         return structure.unflatten(leaves)
@@ -100,9 +115,13 @@ def _of_gradients(
 
 @_of_gradients
 def scale(leaves: list[jax.Array], factor: jax.typing.ArrayLike) -> list[jax.Array]:
-    """Multiplies every leaf by one factor, float32 0-d.
+    """Multiplies every gradient of a tree by one factor.
 
     Computes in at least float32: a factor in bfloat16 would have an error of up to 0.4 %.
+
+    Args:
+        leaves: the gradients. The caller passes a tree, and gets a tree.
+        factor: float32 0-d, such as a factor of a clip or a multiplier of the learning rate.
     """
     return [_product(leaf, factor) for leaf in leaves]
 
@@ -114,6 +133,10 @@ def scale_to_limit(leaves: list[jax.Array], factor: jax.Array) -> list[jax.Array
     LLVM contracts a product into a sum that reads it, so after `scale` a momentum, ``0.9 * trace +
     g * 1``, may round another product than ``0.9 * trace + g`` does. It does not contract the
     result of a selection.
+
+    Args:
+        leaves: the gradients. The caller passes a tree, and gets a tree.
+        factor: float32 0-d, at most 1.
     """
     is_limited = factor < 1
     return [jax.lax.select(is_limited, _product(leaf, factor), leaf) for leaf in leaves]
@@ -136,11 +159,17 @@ def clip_as_optax(
         factor: the engine's factor, float32 0-d. Used in place of optax's clip where `is_limited`,
             and where optax's norm of float16 gradients overflows: optax would clip these to 0.
         is_limited: whether the engine has a lower limit besides, bool 0-d; None if it never has.
+
+    Returns:
+        The clipped gradients, in their dtypes.
     """
     leaves, structure = jax.tree.flatten(tree)
-    sized = zip(leaves, jax.tree.leaves(measured), strict=True)
-    places = [i for i, (a, b) in enumerate(sized) if is_gradient(a) and jnp.size(b) == jnp.size(a)]
-    gradients = [jnp.asarray(leaves[i]) for i in places]
+    places = []
+    gradients = []
+    for i, (leaf, part) in enumerate(zip(leaves, jax.tree.leaves(measured), strict=True)):
+        if is_gradient(leaf) and jnp.size(part) == jnp.size(leaf):
+            places.append(i)
+            gradients.append(jnp.asarray(leaf))
     if not gradients:
         return tree
     with jax.numpy_dtype_promotion("standard"):
@@ -149,7 +178,9 @@ def clip_as_optax(
         uses_factor = is_limited
         if any(leaf.dtype == jnp.float16 for leaf in gradients):
             overflows = ~jnp.isfinite(optax.tree.norm(gradients))
-            uses_factor = overflows if is_limited is None else is_limited | overflows
+            uses_factor = overflows
+            if is_limited is not None:
+                uses_factor = is_limited | overflows
         if uses_factor is not None:
             clipped = _scaled_where(gradients, uses_factor, factor, clipped)
     for i, leaf in zip(places, clipped, strict=True):
@@ -159,18 +190,30 @@ def clip_as_optax(
 
 @_of_gradients
 def scale_each(leaves: list[jax.Array], factors: jax.Array) -> list[jax.Array]:
-    """Multiplies leaf i by `factors[i]`; float32 (n,) in the order of `both_norms`."""
-    factors = jnp.asarray(factors)
-    return [_product(leaf, factor) for leaf, factor in zip(leaves, factors, strict=True)]
+    """Multiplies each gradient of a tree by a factor of its own.
+
+    Args:
+        leaves: the n gradients. The caller passes a tree, and gets a tree.
+        factors: float32 (n,), in the order of `both_norms`.
+    """
+    scaled = []
+    for leaf, factor in zip(leaves, jnp.asarray(factors), strict=True):
+        scaled.append(_product(leaf, factor))
+    return scaled
 
 
 @_of_gradients
 def fill_where(leaves: list[jax.Array], skip: jax.Array, value: float) -> list[jax.Array]:
-    """Replaces every element by `value` where `skip` (bool, 0-d).
+    """Replaces every element by `value` on a skip.
 
     An update of -0.0 keeps every parameter bit-identical: ``p + -0.0`` is p for every p, but
     ``-0.0 + 0.0`` is ``+0.0``. (XLA's bfloat16 addition flushes subnormals, |p| < 1.2e-38, in some
     programs; `commit` keeps subnormals.) XLA fuses this into the addition, at no cost.
+
+    Args:
+        leaves: gradients or updates. The caller passes a tree, and gets a tree.
+        skip: bool 0-d.
+        value: 0.0 for gradients that an optimizer reads, -0.0 for updates.
     """
     return [jnp.where(skip, _full_like(leaf, value), leaf) for leaf in leaves]
 
@@ -180,20 +223,29 @@ def _scaled_where(
     leaves: list[jax.Array], condition: jax.Array, factor: jax.Array, others: list[jax.Array]
 ) -> list[jax.Array]:
     """Each leaf times the factor where the condition holds, else the leaf of `others`."""
-    pairs = zip(leaves, others, strict=True)
-    return [jnp.where(condition, _product(leaf, factor), other) for leaf, other in pairs]
+    chosen = []
+    for leaf, other in zip(leaves, others, strict=True):
+        chosen.append(jnp.where(condition, _product(leaf, factor), other))
+    return chosen
 
 
 @_of_gradients
 def fill_bad(leaves: list[jax.Array], skip: jax.Array) -> list[jax.Array]:
     """As `fill_where` by -0.0, also where an element is NaN or Inf: its parameter stays as it is.
 
-    XLA fuses the test into the same selection.
+    `update_check` finds before the decision most optimizers that make NaN of finite gradients. This
+    function catches the others, element by element. XLA fuses the test into the same selection.
+
+    Args:
+        leaves: updates. The caller passes a tree, and gets a tree.
+        skip: bool 0-d.
     """
     taken = ~skip
-    return [
-        jax.lax.select(taken & jnp.isfinite(leaf), leaf, _full_like(leaf, -0.0)) for leaf in leaves
-    ]
+    filled = []
+    for leaf in leaves:
+        is_used = taken & jnp.isfinite(leaf)
+        filled.append(jax.lax.select(is_used, leaf, _full_like(leaf, -0.0)))
+    return filled
 
 
 def _full_like(leaf: jax.Array, value: jax.typing.ArrayLike) -> jax.Array:
@@ -256,7 +308,7 @@ def find_unread(
     except Exception:  # concrete values are needed, or the step raises when it is run too
         pass
     else:
-        updates, kept = (len(jax.tree.leaves(each)) for each in outputs)
+        updates, kept = map(_count_of_leaves, outputs)
         read_state = [False] * kept
         before = None
         while read_state != before:
@@ -269,19 +321,56 @@ def find_unread(
     return unread
 
 
+def _count_of_leaves(tree: PyTree) -> int:
+    """The number of leaves of a tree."""
+    return len(jax.tree.leaves(tree))
+
+
 def is_traced(tree: PyTree) -> bool:
-    """Whether a tree contains a tracer."""
+    """Whether a tree contains a tracer, so that its values are not known now.
+
+    Args:
+        tree: arguments of a function that differs between eager and traced calls.
+    """
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def without_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
-    """Replaces gradients that are `unread` by empty arrays, whose norm is 0."""
-    return _changed(tree, unread, lambda leaf: jnp.zeros((0,), jnp.float32))
+    """Replaces gradients that are unread by empty arrays, whose norm is 0.
+
+    Args:
+        tree: the gradients.
+        unread: result of `find_unread`, one bool for each leaf.
+
+    Returns:
+        The tree to measure and judge, not to apply.
+    """
+
+    def empty(leaf: Leaf) -> jax.Array:
+        del leaf
+        return jnp.zeros((0,), jnp.float32)
+
+    return _changed(tree, unread, empty)
 
 
 def finite_unread(tree: Tree, unread: Sequence[bool]) -> Tree:
-    """Replaces NaN and Inf of gradients that are `unread` by 0: their moments stay finite."""
-    return _changed(tree, unread, lambda leaf: jnp.where(jnp.isfinite(leaf), leaf, 0))
+    """Replaces NaN and Inf of gradients that are unread by 0.
+
+    No update depends on these gradients, so no step is skipped for them. But the optimizer may put
+    them into moments, and a checkpoint with a NaN in it would count as bad.
+
+    Args:
+        tree: the gradients.
+        unread: result of `find_unread`, one bool for each leaf.
+
+    Returns:
+        The gradients for the optimizer.
+    """
+
+    def finite(leaf: Leaf) -> jax.Array:
+        return jnp.where(jnp.isfinite(leaf), leaf, 0)
+
+    return _changed(tree, unread, finite)
 
 
 def _changed(tree: Tree, unread: Sequence[bool], change: Callable[[Leaf], jax.Array]) -> Tree:
@@ -293,179 +382,3 @@ def _changed(tree: Tree, unread: Sequence[bool], change: Callable[[Leaf], jax.Ar
             leaf = change(leaf)
         new.append(leaf)
     return structure.unflatten(new)
-
-
-# -- signals of a step -----------------------------------------------------------------------------
-
-AxisName = str | tuple[str, ...] | None
-
-NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
-"""Keywords of `update` by which a caller reports signals; see `heal`."""
-_MEANS = ("loss", "eval_loss", "learning_rate")
-_FLAGS = ("change_expected", "externally_skipped")
-
-
-def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits keywords of `update` into signals that are not None, and other keywords."""
-    given = {name: keywords[name] for name in NAMES if keywords.get(name) is not None}
-    return given, {name: each for name, each in keywords.items() if name not in NAMES}
-
-
-def make_signals(
-    engine: Engine, updates: PyTree, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
-) -> tuple[Signals, jax.Array | None]:
-    """Makes one step's `Signals`, the same on every device.
-
-    Args:
-        engine: the engine of the policy.
-        updates: the gradients.
-        given: the signals that the caller passes, by the keywords of `NAMES`.
-        axes: the mesh axes over which signals are reduced.
-        bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
-            The step is then as bad as one whose gradient is not finite: the norm is NaN, but the
-            norms of the leaves are those of the gradients.
-
-    Returns:
-        The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
-        global norm and the policy needs no others.
-
-    Raises:
-        SignalError: a signal is not a 0-d number or bool.
-    """
-    inactive = [name for name, each in engine.config.detectors if "loss" in each.NEEDS]
-    if "value" not in given and inactive:
-        warnings.warn(
-            f"no loss reaches healcore, so the policy's {', '.join(inactive)} cannot act and "
-            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
-            stacklevel=3,  # the caller of tx.update, outside of jit
-        )
-    if engine.mode == "observe":
-        # Without a barrier, the norm and the optimizer's second moment share the squares of the
-        # gradients, which XLA then writes to memory (the size of all parameters). In other modes
-        # the scaling of the gradients prevents this.
-        updates = jax.lax.optimization_barrier(updates)
-    leaf_norms = None
-    grad_norm = given.get("grad_norm")
-    if engine.per_tensor or grad_norm is None:
-        # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
-        own_norm, leaf_norms = both_norms(updates)
-        grad_norm = own_norm if grad_norm is None else grad_norm
-        if not leaf_norms.size:
-            leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
-    reported = {**given, "grad_norm": grad_norm}
-    found = {name: _scalar(name, reported.get(name)) for name in NAMES}
-    signals = Signals(
-        loss=found.pop("value"), group_norms=leaf_norms if engine.per_tensor else None, **found
-    )
-    signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
-    if bad_update is not None:
-        bad_update = axes.any(bad_update)
-        norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
-        signals = signals._replace(grad_norm=norm)
-    return signals, leaf_norms
-
-
-def count_leaves(params: PyTree) -> int:
-    """Number of tensors with a gradient, at least one."""
-    # optax.tree.map_params calls `init` with a placeholder that has no leaves, and expects a state
-    # of the same structure.
-    return max(1, len(gradient_leaves(params)))
-
-
-class Axes(NamedTuple):
-    """The axes of `shard_map` or `pmap` whose devices have to make the same decision."""
-
-    averaged: tuple[str, ...] = ()
-    """Axes along which gradients are equal (already averaged, as in data-parallel training)."""
-    split: tuple[str, ...] = ()
-    """Axes along which each device has its own part of the gradients."""
-
-    @classmethod
-    def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
-        """Makes the axes from a user's names. Raises TypeError for an invalid name."""
-        axes = cls(
-            _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
-        )
-        both = sorted(set(axes.averaged) & set(axes.split))
-        if both:
-            raise TypeError(
-                f"axis {both[0]!r} is in axis_name and in shard_axis_name: along an axis, "
-                "gradients are either equal (axis_name) or parts of a whole (shard_axis_name)"
-            )
-        return axes
-
-    def signals(
-        self, own: Signals, leaf_norms: jax.Array | None, *, norm_reported: bool
-    ) -> tuple[Signals, jax.Array | None]:
-        """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
-
-        Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
-        A NaN or Inf reaches every device. `norm_reported` is whether the caller passed `grad_norm`.
-        """
-        if not (self.averaged or self.split):
-            return own, leaf_norms
-        names = [*_MEANS, *(["grad_norm"] if norm_reported else []), *_FLAGS]
-        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-        vector = [jnp.asarray(value, jnp.float32)[None] for value in found.values()]
-        if leaf_norms is not None:
-            vector.append(jnp.square(leaf_norms))
-        total = jax.lax.psum(jnp.concatenate(vector), (*self.averaged, *self.split))
-        devices = self._size(self.averaged + self.split)
-        new = {name: total[i] / devices for i, name in enumerate(found)}
-        new |= {name: new[name] > 0 for name in _FLAGS if name in new}
-        if leaf_norms is not None:
-            squares = total[len(found) :] / self._size(self.averaged)
-            leaf_norms = jnp.sqrt(squares)
-            if not norm_reported:
-                new["grad_norm"] = jnp.sqrt(jnp.sum(squares))
-        if own.group_norms is not None:
-            new["group_norms"] = leaf_norms
-        return own._replace(**new), leaf_norms
-
-    def any(self, flag: jax.Array) -> jax.Array:
-        """Whether the flag, bool 0-d, is set on any device."""
-        names = (*self.averaged, *self.split)
-        return jax.lax.psum(flag.astype(jnp.int32), names) > 0 if names else flag
-
-    def _size(self, names: tuple[str, ...]) -> int:
-        return math.prod(jax.lax.axis_size(name) for name in names)
-
-
-def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
-    """The names that a user passes as `argument`, as a tuple. Raises TypeError for other types."""
-    names = given
-    if given is None:
-        names = ()
-    elif isinstance(given, str):
-        names = (given,)
-    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{argument} must be the name of a mesh axis, or a tuple of names, got {given!r}: "
-            f'write {argument}="data"'
-        )
-    return tuple(names)
-
-
-def _scalar(name: str, value: Any) -> jax.Array | None:
-    """Converts a signal to float32 or bool, 0-d. Returns None for None."""
-    if value is None:
-        return None
-    try:
-        dtype, shape = jax.dtypes.result_type(value), jnp.shape(value)
-    except (TypeError, ValueError) as error:
-        raise SignalError(
-            f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
-        ) from error
-    is_flag = name in _FLAGS
-    if is_flag:
-        wanted, kind, write = jnp.bool_, "bool", f"({name} != 0)"
-    else:
-        wanted, kind, write = jnp.floating, "floating number", f"{name}.mean()"
-    if shape or not jnp.issubdtype(dtype, wanted):
-        raise SignalError(
-            f"{name} must be a 0-d {kind}, got {dtype} of shape {shape}: pass {name}={write}"
-        )
-    if is_flag:
-        return jnp.asarray(value)
-    with np.errstate(over="ignore"):  # a number beyond the range of float32 becomes Inf
-        return jnp.asarray(value).astype(jnp.float32)

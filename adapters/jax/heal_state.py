@@ -17,10 +17,8 @@ fingerprint, so each of them takes the engine, and checks that the state belongs
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +26,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
-from jax.tree_util import FlattenedIndexKey, SequenceKey, default_registry
+from jax.tree_util import SequenceKey
 
 from healcore.console import first_of
 from healcore.core import numerics
@@ -38,24 +36,36 @@ from healcore.core.engine.state import EngineConfig, config_differences
 from healcore.core.errors import HealcoreError
 from healcore.core.signals import Signals
 from healcore.jax import engine_rows
+from healcore.jax.array_leaves import PyTree
 from healcore.jax.engine_rows import Layout
 from healcore.jax.gradients import compiled, is_gradient
 from healcore.jax.namespace import JAX
 from healcore.jax.one_kernel import is_one_kernel, one_kernel
+from healcore.jax.tree_nodes import Path, node_at, nodes
 from healcore.policy.loader import engine_of, name_of
-
-Tree = TypeVar("Tree")
 
 RECORDS = 64
 """Default number of steps whose records a HealState has."""
 
 
 class HealStateError(HealcoreError, ValueError):
-    """An optimizer state has no healing state, several, or one of another policy."""
+    """An optimizer state has no healing state, several, or one of another policy.
+
+    The usual reasons are an optimizer that was made without healcore, a policy of `Healer` that
+    differs from the policy of `protect`, and a step that returned a part of its state. The message
+    says which, and what to write instead.
+    """
 
 
 class HealState(NamedTuple):
-    """The state of `heal`, `heal_zclip` and `protect`.
+    """The state of `heal`, `heal_zclip` and `protect`, within the state of your optimizer.
+
+        opt_state = protect(optax.adamw(1e-3)).init(params)
+        opt_state.heal  # the HealState; in a chain it is the entry at the place of heal()
+
+    Your program passes it from step to step, and reads it by the functions of `healcore.jax`, such
+    as `last_decision` and `metrics`. Its fields are an encoding that a release may change. Start a
+    run with a state from ``tx.init(params)``, never with a HealState made by hand.
 
     No other state has fields of these names, so that ``optax.tree.get(opt_state, "count")`` finds
     the optimizer's count. No array is empty, because Orbax cannot save empty arrays.
@@ -78,16 +88,46 @@ class HealState(NamedTuple):
     `protect`, and the ranges in which the Healer holds them; see `optimizer_numbers`. None if the
     optimizer has no such number."""
 
+    @property
+    def heal_decision(self) -> dict[str, jax.Array]:
+        """The decision of the last step, as healcore 0.3.0 stored it. Deprecated.
+
+            decision = healcore.jax.last_decision(opt_state)  # write this instead
+
+        Reading it warns with DeprecationWarning. It is no leaf of the state: `jax.tree` and
+        `optax.tree.get` do not see it.
+
+        Returns:
+            `heal_skip`, `heal_grad_scale`, `heal_lr_scale`, `heal_action`, `heal_cause`,
+            `heal_rollback_depth`, and `heal_group_scale` if the policy clips per tensor. The types
+            are those of `healcore.Decision`.
+        """
+        warnings.warn(
+            "HealState.heal_decision is deprecated: use healcore.jax.last_decision(opt_state), "
+            "whose fields have the same names without heal_",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        fields = {}
+        for name, value in last_decision(self)._asdict().items():
+            if value is not None:
+                fields[f"heal_{name}"] = value
+        return fields
+
 
 class ScaleByHealLrState(NamedTuple):
-    """The state of `scale_by_heal_lr`. No other state in a chain has a field of this name."""
+    """The state of `scale_by_heal_lr`.
+
+    No other state in a chain has a field of this name, so that
+    ``optax.tree.set(opt_state, heal_lr_scale=decision.lr_scale)`` finds it.
+    """
 
     heal_lr_scale: jax.Array
     """The learning-rate multiplier, float32 0-d in (0, 1]."""
 
 
 _NO_FINGERPRINT = "0" * 16
-"""Of a policy whose numbers are arrays."""
+"""Fingerprint in the state of a policy whose numbers are arrays."""
 
 _policies: dict[str, EngineConfig] = {}
 """Fingerprint -> policy, of each state that this process has made. A state holds the fingerprint
@@ -95,24 +135,33 @@ only, and the error for a wrong policy names what differs."""
 
 
 def init(engine: Engine, leaves: int, records: int) -> HealState:
-    """The state before the first step.
+    """Makes the state before the first step, for ``tx.init(params)``.
 
     Args:
         engine: the engine of the policy.
         leaves: number of tensors with a gradient.
         records: number of steps whose rows the state holds, at least the steps of one dispatch.
+
+    Returns:
+        The HealState, with a neutral decision and the engine's initial numbers in each row.
     """
     if engine.fingerprint is not None:
         _policies[engine.fingerprint] = engine.config
-    groups = leaves if engine.per_tensor else None
-    layout, first = Layout.of(engine, groups), engine.init(groups=groups or 0)
-    made = neutral(groups=groups)
-    row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, made, np)
+    groups = None
+    if engine.per_tensor:
+        groups = leaves
+    first = engine.init(groups=groups or 0)
+    layout = Layout.of(engine, groups)
+    decision = neutral(groups=groups)
+    row = layout.pack([*_halves(engine.fingerprint), 0, 0], first, decision, np)
+    group_scale = decision.group_scale
+    if group_scale is not None:
+        group_scale = jnp.asarray(group_scale)
     return HealState(
         jnp.tile(row, (1 + records, 1)),
         tuple(map(jnp.asarray, layout.windows_of(first))),
         jnp.zeros((leaves,), jnp.float32),
-        None if made.group_scale is None else jnp.asarray(made.group_scale),
+        group_scale,
     )
 
 
@@ -139,9 +188,15 @@ def step(
     """
     _check(engine, state)
     leaves, structure = jax.tree.flatten(engine.config)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]  # maybe traced
-    rest = tuple(None if isinstance(x, jax.Array | np.ndarray) else x for x in leaves)
-    policy = structure, rest, engine.limits_norm
+    arrays: list[Any] = []
+    rest: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array | np.ndarray):  # maybe traced
+            arrays.append(leaf)
+            rest.append(None)
+        else:
+            rest.append(leaf)
+    policy = structure, tuple(rest), engine.limits_norm
     return _step(policy, arrays, state, signals, leaf_norms)
 
 
@@ -176,29 +231,41 @@ def _judged(
     policy: Any, groups: int | None, arrays: list[Any], row: Any, windows: Any, signals: Signals
 ) -> tuple[jax.Array, tuple[Any, ...], jax.Array, Decision]:
     """The new row, the new windows, the number of the step, and the decision to enforce."""
-    (structure, rest, limits_norm), left = policy, iter(arrays)
-    config = structure.unflatten(next(left) if part is None else part for part in rest)
+    structure, rest, limits_norm = policy
+    left = iter(arrays)
+    leaves = []
+    for leaf in rest:
+        if leaf is None:
+            leaf = next(left)
+        leaves.append(leaf)
+    config = structure.unflatten(leaves)
     engine = Engine(config, limits_norm=limits_norm)
     layout = Layout.of(engine, groups)
     new, decision = engine.step(layout.unpack(row, windows), signals, xp=JAX)
     if signals.externally_skipped is not None:
         # The engine does not include an external skip in its decision.
         decision = decision._replace(skip=decision.skip | signals.externally_skipped)
-    template = neutral(groups=None if decision.group_scale is None else 1)
-    decision = numerics.map_leaves(
-        lambda kind, leaf: jnp.asarray(leaf, kind.dtype), template, decision
-    )
+    groups_of_template = None
+    if decision.group_scale is not None:
+        groups_of_template = 1
+    template = neutral(groups=groups_of_template)
+    decision = numerics.map_leaves(_as_dtype_of, template, decision)
     head = list(jnp.unstack(row[: engine_rows.STATIC]))
     if signals.loss is not None:
         head[engine_rows.LOSS_SEEN] |= jnp.isfinite(signals.loss)
     return layout.pack(head, new, decision, jnp), layout.windows_of(new), new.step, decision
 
 
+def _as_dtype_of(template: Any, leaf: Any) -> jax.Array:
+    """A leaf of the decision with the dtype of the same leaf of a neutral decision."""
+    return jnp.asarray(leaf, template.dtype)
+
+
 _judge = one_kernel(_judged, static=(0, 1))
 
 
 def engine_state(engine: Engine, state: HealState) -> EngineState:
-    """Unpacks the EngineState.
+    """Unpacks the EngineState, for a checkpoint, `to_dict` or a report.
 
     Args:
         engine: the engine of the policy.
@@ -221,7 +288,18 @@ def engine_state(engine: Engine, state: HealState) -> EngineState:
 
 
 def has_norm_limit(engine: Engine, state: HealState) -> Any:
-    """Whether a rollback has limited the gradient norm: a bool, 0-d, traced if the state is."""
+    """Whether a rollback has limited the gradient norm below the policy's own clip.
+
+    The value is not known while the step is traced, so the step asks on the device. A fixed clip is
+    computed by optax's own operations only while no such limit is in force.
+
+    Args:
+        engine: the engine of the policy.
+        state: the state, traced or not.
+
+    Returns:
+        bool 0-d, traced if the state is.
+    """
     layout = Layout.of(engine, _groups(state))
     places: EngineState = layout.structure.unflatten(range(len(layout.leaves)))
     bits = state.heal_engine[0, layout.column(places.norm_limit)]
@@ -239,38 +317,58 @@ def with_engine_state(engine: Engine, state: HealState, new: EngineState) -> Hea
         state: the HealState whose EngineState is replaced.
         new: the EngineState in NumPy arrays, as from `Engine.from_dict`.
 
+    Returns:
+        A HealState of the same structure, shapes and dtypes.
+
     Raises:
         StateError: `new` belongs to a model with another number of tensors.
     """
-    groups, saved = _groups(state), new.last.decision.group_scale
+    groups = _groups(state)
+    saved = new.last.decision.group_scale
     if saved is not None and len(saved) != groups:
         raise StateError(
             f"the saved state is of {len(saved)} tensors, and this optimizer's state is of "
             f"{groups}: it belongs to a model with other tensors; start from a fresh state"
         )
-    layout, made = Layout.of(engine, groups), neutral(groups=groups)
-    row = layout.pack([0, 0, 0, new.last.loss != 0], new, made, np)
+    layout = Layout.of(engine, groups)
+    decision = neutral(groups=groups)
+    row = layout.pack([0, 0, 0, new.last.loss != 0], new, decision, np)
     rows = state.heal_engine
     # An indexed update fails outside of jit on a mesh of several processes.
     place = np.arange(len(rows))[:, None]
     is_new = (place == 0) | (place == 1 + (new.step - 1) % (len(rows) - 1))
     is_kept = np.arange(len(row)) <= engine_rows.EDIT  # not of the EngineState
+    group_scale = None
+    if groups is not None:
+        group_scale = jnp.asarray(decision.group_scale)
     return state._replace(
         heal_engine=jnp.where(is_new & ~is_kept, row, rows),
         heal_windows=tuple(map(jnp.asarray, layout.windows_of(new))),
-        heal_group_scale=None if groups is None else jnp.asarray(made.group_scale),
+        heal_group_scale=group_scale,
     )
 
 
 def with_change_expected(state: HealState) -> HealState:
-    """Opens the engine's grace window at the next step."""
+    """Opens the engine's grace window at the next step, see `healcore.jax.expect_change`.
+
+    Args:
+        state: the state, outside of a compiled step or traced.
+
+    Returns:
+        The state with one flag set, which the next step reads and clears.
+    """
     return _with_number(state, engine_rows.CHANGE_EXPECTED, 1)
 
 
 def with_edit(state: HealState, number: int) -> HealState:
     """Sets the number of the Healer's last edit of the state.
 
-    A step keeps the number, so a state computed from an older state has an older number.
+    A step keeps the number, so a state computed from an older state has an older number. The driver
+    recognizes by it a program that continues from the state before a rollback.
+
+    Args:
+        state: the state to mark.
+        number: int32, higher than the number of any earlier edit of this run.
     """
     return _with_number(state, engine_rows.EDIT, number)
 
@@ -284,7 +382,15 @@ def _with_number(state: HealState, column: int, number: int) -> HealState:
 
 
 def last_decision(state: HealState) -> Decision:
-    """The decision of the last step, in 0-d arrays. Neutral before the first step."""
+    """Unpacks the decision of the last step.
+
+    Args:
+        state: the state, traced or not.
+
+    Returns:
+        The decision in 0-d arrays, `group_scale` in (n,). Neutral before the first step and after
+        `with_engine_state`.
+    """
     return engine_rows.decision_of(state.heal_engine, state.heal_group_scale)
 
 
@@ -294,6 +400,13 @@ def metrics(rows: jax.Array) -> dict[str, jax.Array]:
 
     The loss is NaN until the first finite loss. (The engine's state has 0 there, because a
     checkpoint with a NaN would count as bad.) One dispatch outside of a compiled step.
+
+    Args:
+        rows: `HealState.heal_engine`, int32 (1 + records, n), or with a leading axis over the runs
+            of a `vmap`.
+
+    Returns:
+        `heal/...` -> array 0-d, or (runs,).
     """
     if rows.ndim > 2:  # several runs, of `vmap`
         return jax.vmap(metrics)(rows)
@@ -314,8 +427,12 @@ def _check(engine: Engine, state: Any) -> None:
     if not isinstance(state, HealState):
         raise no_heal_state_error(state)
     layout = Layout.of(engine, _groups(state))
-    sizes = [layout.width, *(layout.leaves[i].shape[-1] for i in layout.windows)]
-    given = [jnp.shape(each)[-1] for each in (state.heal_engine, *state.heal_windows)]
+    sizes = [layout.width]
+    for i in layout.windows:
+        sizes.append(layout.leaves[i].shape[-1])
+    given = []
+    for array in (state.heal_engine, *state.heal_windows):
+        given.append(jnp.shape(array)[-1])
     made_with = None  # unknown within `jit`
     if not isinstance(state.heal_engine, Tracer):
         rows = np.asarray(state.heal_engine)
@@ -341,8 +458,12 @@ def _difference(made_with: str | None, engine: Engine) -> str:
     if theirs is None and name is not None:
         theirs = engine_of(name).config
     text = f"the policy that made it is {_policy_text(made_with)}, the policy passed here is {here}"
-    differences = [] if theirs is None else config_differences(theirs, engine.config)
-    return f"{text}; they differ in {first_of(differences, 5, '; ')}" if differences else text
+    if theirs is None:
+        return text
+    differences = config_differences(theirs, engine.config)
+    if not differences:
+        return text
+    return f"{text}; they differ in {first_of(differences, 5, '; ')}"
 
 
 def _policy_text(fingerprint: str | None) -> str:
@@ -350,11 +471,17 @@ def _policy_text(fingerprint: str | None) -> str:
     if fingerprint in (None, _NO_FINGERPRINT):
         return "an unknown one"
     name = name_of(fingerprint)
-    return f'"{name}"' if name else f"your own or a changed one (fingerprint {fingerprint[:8]})"
+    if name:
+        return f'"{name}"'
+    return f"your own or a changed one (fingerprint {fingerprint[:8]})"
 
 
 def no_heal_state_error(state: Any) -> HealStateError:
-    """The error for an optimizer state without a healing state where `update` needs one."""
+    """Makes the error for a state without a healing state, which `update` cannot judge with.
+
+    Args:
+        state: what the program has passed to `update`, usually a state of the bare optimizer.
+    """
     return HealStateError(
         f"this optimizer state ({type(state).__name__}) belongs to an optimizer without healcore, "
         "or to another chain: an optimizer with protect(), heal() or heal_zclip() starts with its "
@@ -366,7 +493,9 @@ def no_heal_state_error(state: Any) -> HealStateError:
 def _groups(state: HealState) -> int | None:
     """Number of tensors that a per-tensor policy clips, or None for any other policy."""
     factors = state.heal_group_scale
-    return None if factors is None else jnp.shape(factors)[-1]
+    if factors is None:
+        return None
+    return jnp.shape(factors)[-1]
 
 
 def _halves(fingerprint: str | None) -> np.ndarray:
@@ -377,16 +506,25 @@ def _halves(fingerprint: str | None) -> np.ndarray:
 # -- nested states ------------------------------------------------------------------------------
 
 
-def find(opt_state: Any) -> HealState:
-    """The HealState in an optimizer state. Raises HealStateError unless exactly one exists."""
+def find(opt_state: PyTree) -> HealState:
+    """Finds the HealState in an optimizer state.
+
+    Warns if an optimizer precedes it in a chain, see `warn_if_after_optimizer`.
+
+    Args:
+        opt_state: any nesting of optax states.
+
+    Raises:
+        HealStateError: `opt_state` has no HealState, or several.
+    """
     found = nodes(HealState, opt_state)
     if len(found) == 1:
         warn_if_after_optimizer(opt_state, found[0][0])
         return found[0][1]
     if found:
-        places = ", ".join(f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found)
+        places = [f"opt_state{jax.tree_util.keystr(path)}" for path, _ in found]
         raise HealStateError(
-            f"this optimizer state contains {len(found)} healing states, at {places}: "
+            f"this optimizer state contains {len(found)} healing states, at {', '.join(places)}: "
             "pass a part with only one of them"
         )
     raise HealStateError(
@@ -396,73 +534,30 @@ def find(opt_state: Any) -> HealState:
     )
 
 
-Kind = type | tuple[type, ...] | Callable[[Any], bool]
-"""A class, a tuple of classes, or a predicate of nodes."""
+def is_optax_state(node: PyTree) -> bool:
+    """Whether a node is the state of a transformation of optax.
 
-
-def nodes(kind: Kind, tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """The path and node of every node of a kind in a tree.
-
-    The search does not enter a node that it has found.
+    `optax.LookaheadParams` is not: it holds two copies of the parameters.
     """
-    matches = _matching(kind)
-    nodes_and_paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches)
-    return [(path, node) for path, node in nodes_and_paths if matches(node)]
-
-
-def map_nodes(kind: Kind, fn: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Replaces every node of a kind by the result of `fn`."""
-    matches = _matching(kind)
-    return jax.tree.map(lambda node: fn(node) if matches(node) else node, tree, is_leaf=matches)
-
-
-def _matching(kind: Kind) -> Callable[[Any], bool]:
-    """The predicate of a kind of nodes."""
-    if isinstance(kind, type | tuple):
-        return lambda node: isinstance(node, kind)
-    return kind
-
-
-def node_at(root: Any, path: tuple[Any, ...]) -> Any:
-    """The node at a path. Raises AttributeError, LookupError or TypeError if it does not exist."""
-    return node_getter(path)(root)
-
-
-def node_getter(path: tuple[Any, ...]) -> Callable[[Any], Any]:
-    """`node_at` of one path, for a node of each step: finds out the kinds of the keys once."""
-    getters = [_getter_of(key) for key in path]
-
-    def get(root: Any) -> Any:
-        for getter in getters:
-            root = getter(root)
-        return root
-
-    return get
-
-
-def _getter_of(key: Any) -> Callable[[Any], Any]:
-    """A function that takes one key of a path from a node."""
-    if isinstance(key, FlattenedIndexKey):  # a class registered without keys
-        return lambda node: default_registry.flatten_one_level(node)[0][key.key]
-    if hasattr(key, "name"):
-        return attrgetter(key.name)
-    return itemgetter(key.key if hasattr(key, "key") else key.idx)
-
-
-def is_optax_state(node: Any) -> bool:
-    """Whether a node is the state of a transformation of optax."""
     kind = type(node)
     return kind.__module__.startswith("optax.") and kind is not optax.LookaheadParams
 
 
-def warn_if_after_optimizer(root: Any, path: tuple[Any, ...]) -> None:
+def warn_if_after_optimizer(root: PyTree, path: Path) -> None:
     """Warns if an optimizer's state precedes the healing state at `path` in a chain.
 
     Detects only optimizers with a state (SGD without momentum has no state), and not in
     `optax.named_chain`, whose states are unordered. This is not an error, because the order may be
     intended, or the tuple may be a user's own.
+
+    Args:
+        root: any tree with the healing state, such as a TrainState.
+        path: path of a HealState in it.
     """
-    index = max((i for i, key in enumerate(path) if isinstance(key, SequenceKey)), default=None)
+    index = None
+    for i, key in enumerate(path):
+        if isinstance(key, SequenceKey):
+            index = i  # the last one: the innermost chain around the healing state
     if index is None:
         return
     chain = node_at(root, path[:index])

@@ -25,10 +25,10 @@ from healcore.jax.heal_state import (
     ScaleByHealLrState,
     engine_state,
     find,
-    map_nodes,
     with_engine_state,
 )
 from healcore.jax.transform import ProtectState
+from healcore.jax.tree_nodes import map_nodes
 from healcore.policy import PolicyLike, engine_of
 
 State = TypeVar("State")
@@ -47,11 +47,11 @@ for _type in (*_HEALING, Decision):  # for `jax.export` of a step that takes or 
 def last_decision(opt_state: optax.OptState) -> Decision:
     """The decision of the last step.
 
-    Return it from the compiled step as a separate output, because a donated state cannot be read
-    afterwards.
-
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, last_decision(opt_state)
+
+    Return it from the compiled step as a separate output, because a donated state cannot be read
+    afterwards.
 
     Args:
         opt_state: any nesting of optax states that contains one `heal`, `heal_zclip` or `protect`.
@@ -87,9 +87,10 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
 def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str, jax.Array]:
     """The norm of each parameter's gradient at the last step, before clipping.
 
-    The step computes these norms for its decision, so they add no cost.
-
+        norms = gradient_norms(opt_state, params)
         logger.log({f"grad_norm/{name}": float(norm) for name, norm in norms.items()})
+
+    The step computes these norms for its decision, so they add no cost.
 
     Args:
         opt_state: as in `last_decision`.
@@ -104,15 +105,15 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
             from the number of gradients.
     """
     norms = jnp.unstack(find(opt_state).heal_leaf_norms)
-    paths = [
-        path for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_gradient(leaf)
-    ]
-    if len(paths) != len(norms):
+    names = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if is_gradient(leaf):
+            names.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+    if len(names) != len(norms):
         raise HealStateError(
-            f"the last step had {len(norms)} gradients, and params has {len(paths)} floating "
+            f"the last step had {len(norms)} gradients, and params has {len(names)} floating "
             "tensors: pass the tree that was passed to tx.init"
         )
-    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path in paths]
     return dict(zip(names, norms, strict=True))
 
 
@@ -120,9 +121,21 @@ def gradient_norms(opt_state: optax.OptState, params: optax.Params) -> dict[str,
 
 
 def to_dict(opt_state: optax.OptState, policy: PolicyLike) -> dict[str, Any]:
-    """The engine's state in a framework-neutral form that JSON can hold. One sync.
+    """The engine's state in a framework-neutral form that JSON can hold.
 
-    `healcore.torch` and NumPy can load this form, and then make the same decisions.
+        saved = json.dumps(to_dict(opt_state, "default"))
+        opt_state = from_dict(tx.init(params), json.loads(saved), "default")
+
+    `healcore.torch` and NumPy can load this form, and then make the same decisions. A `Healer`
+    saves it in each checkpoint; call this function only if you write your own checkpoints without
+    the optimizer state.
+
+    Args:
+        opt_state: as in `last_decision`. Waits for the device once.
+        policy: the policy of the optimizer, which the state does not contain.
+
+    Returns:
+        Numbers, texts and lists only, with the fingerprint of the policy.
 
     Raises:
         HealStateError: as in `last_decision`, or the state belongs to another policy.
@@ -161,8 +174,18 @@ def expect_change(opt_state: State) -> State:
         params, opt_state = state
         opt_state = healcore.jax.expect_change(opt_state)  # the next step uses other data
 
-    Equivalent to ``change_expected=True`` in the next call of `update`. Raises HealStateError like
-    `last_decision`.
+    Without it, a new stage of the data looks like a spike of the loss. Equivalent to
+    ``change_expected=True`` in the next call of `update`. With a `Healer`, call
+    `Healer.expect_change` instead.
+
+    Args:
+        opt_state: as in `last_decision`, outside of a compiled step.
+
+    Returns:
+        A new state, from which the next step has to start.
+
+    Raises:
+        HealStateError: as in `last_decision`.
     """
     new = heal_state.with_change_expected(find(opt_state))
     return map_nodes(HealState, lambda _: new, opt_state)
@@ -174,13 +197,17 @@ def expect_change(opt_state: State) -> State:
 def without_heal_state(state: PyTree) -> PyTree:
     """Removes the healing states, as in a checkpoint of a plain optax run. Copies nothing.
 
-    The state of `protect` becomes the state of its inner optimizer. The state of a member of a
-    chain (`heal`, `heal_zclip`, `scale_by_heal_lr`) becomes `optax.EmptyState`.
-
         old = store.restore(step, {"state": without_heal_state(state)}).state["state"]
         state = with_heal_state(old, like=state)
 
-    `state` is any pytree, such as a train state.
+    Use it to load a checkpoint of a run without healcore, or to write one for such a run.
+
+    Args:
+        state: any pytree, such as a train state or an optimizer state.
+
+    Returns:
+        The tree in which the state of `protect` is the state of its inner optimizer, and the state
+        of a member of a chain (`heal`, `heal_zclip`, `scale_by_heal_lr`) is `optax.EmptyState`.
     """
 
     def bare(node: PyTree) -> PyTree:
@@ -194,7 +221,7 @@ def without_heal_state(state: PyTree) -> PyTree:
 def with_heal_state(bare: PyTree, like: State) -> State:
     """Inserts the healing states of `like`; the inverse of `without_heal_state`.
 
-    This can also continue a run without healcore, or with another policy, from its moments:
+    This continues a run without healcore, or with another policy, from its moments:
 
         # old is a state of adamw, or of chain(clip, adamw)
         opt_state = with_heal_state(old, like=tx.init(params))
@@ -220,10 +247,8 @@ def with_heal_state(bare: PyTree, like: State) -> State:
 
     members = jax.tree.leaves(bare, is_leaf=fits)
     if not fits(bare) and (len(members) != 1 or not fits(members[0])):
-        here, there = (
-            {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-            for tree in (bare, wanted)
-        )
+        here = _paths_in(bare)
+        there = _paths_in(wanted)
         raise HealStateError(
             "this state does not have the structure of without_heal_state(like): only here "
             f"{first_of(sorted(here - there)) or 'nothing'}, only there "
@@ -239,7 +264,15 @@ def with_heal_state(bare: PyTree, like: State) -> State:
             return node
         return next(leaves)
 
+    def is_healing(node: PyTree) -> bool:
+        return isinstance(node, _HEALING)
+
     def walk(tree: PyTree) -> PyTree:
-        return jax.tree.map(filled, tree, is_leaf=lambda node: isinstance(node, _HEALING))
+        return jax.tree.map(filled, tree, is_leaf=is_healing)
 
     return walk(like)
+
+
+def _paths_in(tree: PyTree) -> set[str]:
+    """The paths of all leaves of a tree, for a message."""
+    return {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}

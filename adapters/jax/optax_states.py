@@ -18,14 +18,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.gradients import is_gradient
-from healcore.jax.heal_state import (
-    HealState,
-    HealStateError,
-    ScaleByHealLrState,
-    map_nodes,
-    node_at,
-    nodes,
-)
+from healcore.jax.heal_state import HealState, HealStateError, ScaleByHealLrState
+from healcore.jax.tree_nodes import map_nodes, node_at, nodes
 
 State = TypeVar("State")
 
@@ -61,6 +55,13 @@ def replicate_over_mesh(params: PyTree, state: State) -> State:
 
     A compiled step returns its arrays on that mesh. If the first state were not on the mesh, the
     second step would be compiled again.
+
+    Args:
+        params: the parameters, as passed to ``tx.init``.
+        state: the state that `init` has made.
+
+    Returns:
+        The state on the mesh. The state itself if no parameter is on a mesh or has a value yet.
     """
     mesh = _mesh_of(params)
     if mesh is None:
@@ -105,6 +106,9 @@ def check_second_iterates(opt_state: PyTree, cut: str) -> None:
     Args:
         opt_state: the state of an optimizer.
         cut: name of the feature that scales the update, for the message.
+
+    Raises:
+        HealStateError: the optimizer keeps a second iterate that would still move at the full rate.
     """
 
     def has_second_iterate(node: PyTree) -> bool:
@@ -136,7 +140,9 @@ def reset_moments(tree: State, zeroed: Callable[[Any], Any]) -> State:
     """
 
     def reset(node: PyTree) -> PyTree:
-        fields = {name: getattr(node, name) for name in _MOMENTS[type(node).__name__]}
+        fields = {}
+        for name in _MOMENTS[type(node).__name__]:
+            fields[name] = getattr(node, name)
         return node._replace(**jax.tree.map(zeroed, fields))
 
     return map_nodes(_has_moments, reset, tree)
@@ -151,6 +157,9 @@ def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:
     Args:
         tree: a run's state.
         engines: path of each HealState in it. The optimizers beside these are looked at.
+
+    Returns:
+        The reason names the first leaf that `reset_moments` would not reset.
     """
 
     def is_known(node: PyTree) -> bool:
@@ -158,7 +167,8 @@ def moments_obstacle(tree: PyTree, engines: Iterable[tuple[Any, ...]]) -> str:
 
     for path in engines:
         for place, node in tree_leaves_with_path(node_at(tree, path[:-1]), is_leaf=is_known):
-            if is_known(node) or any(getattr(key, "name", "") == "acc_grads" for key in place):
+            in_accumulator = "acc_grads" in [getattr(key, "name", "") for key in place]
+            if is_known(node) or in_accumulator:
                 continue  # `JaxDriver.load` empties the accumulators of optax.MultiSteps
             if jnp.ndim(node) and is_gradient(node):  # 0-d numbers are scales or hyperparameters
                 return (

@@ -19,7 +19,7 @@ from jax import lax
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from healcore.jax.array_leaves import Leaf, PyTree
-from healcore.jax.heal_state import node_at
+from healcore.jax.tree_nodes import node_at
 
 Path = tuple[Any, ...]
 Range = tuple[float, float, float]
@@ -34,7 +34,11 @@ since `held`.
 
 
 class HeldNumbers(NamedTuple):
-    """The numbers that one step replaces."""
+    """The numbers that one step replaces, because they are outside of their held range.
+
+    Made and used within one step. The state keeps the program's own numbers, so that healcore can
+    see when the program's own value is back in the range.
+    """
 
     replaced: Sequence[jax.Array]
     """Whether the step replaces each number, bool 0-d."""
@@ -43,7 +47,14 @@ class HeldNumbers(NamedTuple):
 
 
 def injected_leaves(tree: PyTree) -> dict[Path, Leaf]:
-    """Path -> each 0-d hyperparameter in the states of `optax.inject_hyperparams`."""
+    """Finds each 0-d hyperparameter in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        Path -> hyperparameter, of any dtype.
+    """
     found = {}
     for path, leaf in tree_leaves_with_path(tree):
         is_injected = len(path) > 1 and getattr(path[-2], "name", None) == "hyperparams"
@@ -53,10 +64,19 @@ def injected_leaves(tree: PyTree) -> dict[Path, Leaf]:
 
 
 def number_leaves(tree: PyTree) -> dict[Path, Leaf]:
-    """Path -> each injected number except learning rates and scheduled numbers.
+    """Finds each number that healcore can hold.
+
+    These are all injected numbers except learning rates, which have limits of their own, and
+    scheduled numbers.
 
     `optax.inject_hyperparams` computes a scheduled number from the schedule's own state within its
     update, and ignores the number in the state: a replacement would have no effect.
+
+    Args:
+        tree: the inner state of `protect`.
+
+    Returns:
+        Path -> number, in the order of the columns of `HealState.heal_numbers`.
     """
     numbers = {}
     for path, leaf in injected_leaves(tree).items():
@@ -120,7 +140,14 @@ def warn_if_rounded(make_state: Callable[[Any], Any], params: PyTree, inner_stat
 
 
 def init(inner_state: PyTree) -> jax.Array | None:
-    """The first `HealState.heal_numbers`: nothing is held. None if there are no numbers."""
+    """Makes the first `HealState.heal_numbers`, in which no number is held.
+
+    Args:
+        inner_state: the inner state of `protect`.
+
+    Returns:
+        float32 (6, n), or None if the optimizer has no number that can be held.
+    """
     count = len(number_leaves(inner_state))
     if not count:
         return None
@@ -133,18 +160,30 @@ def held(ranges: Sequence[Range | None]) -> np.ndarray:
     Args:
         ranges: the range in which each number is held, and its value outside of it; None for a
             number that is not held.
+
+    Returns:
+        The array, with one column for each number.
     """
     not_held = (-math.inf, math.inf, 0.0)  # no NaN: processes compare what they put on a device
     unseen = (math.inf, -math.inf, 0.0)
     columns = []
     for each in ranges:
-        limits = not_held if each is None else each
+        limits = each
+        if limits is None:
+            limits = not_held
         columns.append((*limits, *unseen))
     return np.array(columns, np.float32).T
 
 
 def seen(numbers: np.ndarray) -> list[Range | None]:
-    """The range of each number since `held`. None if there was no step."""
+    """Reads the range of each number since `held` or `init`.
+
+    Args:
+        numbers: `HealState.heal_numbers` in host memory, float32 (6, n).
+
+    Returns:
+        Lowest, highest and newest value of each number, or None if there was no step since.
+    """
     ranges: list[Range | None] = []
     for column in numbers[_SEEN_LOW:].T:
         # The shortest decimal number: 0.999 instead of 0.9990000128746033.
@@ -168,8 +207,11 @@ def step(numbers: jax.Array, inner_state: PyTree) -> tuple[jax.Array, HeldNumber
     Returns:
         The new `HealState.heal_numbers`, and the numbers that are outside of their held range.
     """
-    leaves = [jnp.asarray(each).astype(jnp.float32) for each in number_leaves(inner_state).values()]
-    column, row = (lax.broadcasted_iota(np.int32, numbers.shape, axis) for axis in (1, 0))
+    leaves = []
+    for leaf in number_leaves(inner_state).values():
+        leaves.append(jnp.asarray(leaf).astype(jnp.float32))
+    column = lax.broadcasted_iota(np.int32, numbers.shape, 1)
+    row = lax.broadcasted_iota(np.int32, numbers.shape, 0)
     values = numbers
     for i, leaf in enumerate(leaves):
         values = jnp.where(column == i, leaf, values)
@@ -178,7 +220,8 @@ def step(numbers: jax.Array, inner_state: PyTree) -> tuple[jax.Array, HeldNumber
     is_held = (numbers[_LOW] > -jnp.inf) | (numbers[_HIGH] < jnp.inf)
     replaced = ~inside & is_held
     # A NaN is outside of every range, as if it were below and above all numbers.
-    low, high = (jnp.where(jnp.isnan(values), limit, values) for limit in (-jnp.inf, jnp.inf))
+    low = jnp.where(jnp.isnan(values), -jnp.inf, values)
+    high = jnp.where(jnp.isnan(values), jnp.inf, values)
     new = jnp.where(row == _SEEN_LOW, jnp.minimum(numbers, low), numbers)
     new = jnp.where(row == _SEEN_HIGH, jnp.maximum(numbers, high), new)
     new = jnp.where(row == _LAST, values, new)
@@ -186,7 +229,16 @@ def step(numbers: jax.Array, inner_state: PyTree) -> tuple[jax.Array, HeldNumber
 
 
 def with_held(inner_state: PyTree, numbers: HeldNumbers) -> PyTree:
-    """The state in which the numbers to replace are replaced. Keeps dtypes and weak types."""
+    """Makes the state with which the optimizer takes its step.
+
+    Args:
+        inner_state: the optimizer's state, with the program's numbers.
+        numbers: the numbers to replace, from `step`.
+
+    Returns:
+        The state with these numbers replaced, in their dtypes and weak types. Other dtypes would
+        compile the step again.
+    """
 
     def replaced(i: int, leaf: Leaf) -> Leaf:
         return jnp.where(numbers.replaced[i], jnp.full_like(leaf, numbers.values[i]), leaf)
@@ -195,15 +247,22 @@ def with_held(inner_state: PyTree, numbers: HeldNumbers) -> PyTree:
 
 
 def with_own(new: PyTree, given: PyTree, own: PyTree, numbers: HeldNumbers) -> PyTree:
-    """The state after a step, with the program's own numbers unless the step has changed them.
+    """Puts the program's own numbers back after a step, unless the step has changed them.
+
+    Without it, healcore would never see when the program's own value is back in the range, and a
+    checkpoint would hold the replacements.
 
     Args:
         new: the inner state that the step has returned.
         given: the inner state with replaced numbers that the step has received.
         own: the inner state with the program's numbers.
         numbers: which numbers were replaced.
+
+    Returns:
+        The inner state to keep.
     """
-    replaced, before = (list(number_leaves(each).values()) for each in (given, own))
+    replaced = list(number_leaves(given).values())
+    before = list(number_leaves(own).values())
 
     def restored(i: int, leaf: Leaf) -> Leaf:
         is_same = leaf == jnp.full_like(leaf, replaced[i])

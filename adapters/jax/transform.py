@@ -18,9 +18,10 @@ from healcore.core.engine import Engine
 from healcore.jax import gradients, heal_state, optimizer_numbers, update_check
 from healcore.jax.array_leaves import PyTree, arrays_of, with_arrays
 from healcore.jax.commit import Step, step_or_keep
-from healcore.jax.gradients import Axes, AxisName, count_leaves, make_signals, split_keywords
-from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState, map_nodes, nodes
+from healcore.jax.heal_state import RECORDS, HealState, ScaleByHealLrState
 from healcore.jax.optax_states import check_second_iterates, replicate_over_mesh, reset_moments
+from healcore.jax.signals import Axes, AxisName, count_leaves, make_signals, split_keywords
+from healcore.jax.tree_nodes import map_nodes, nodes
 from healcore.policy import Overrides, PolicyLike, engine_of
 
 
@@ -33,6 +34,9 @@ def heal(
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Judges each step by a policy, and clips or replaces its gradients.
+
+        tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
+        updates, state = tx.update(grads, state, params, value=loss)
 
     On a skip, `heal` passes zeros to the optimizer that follows it in the chain. The optimizer
     still takes a step: moments decay, counters count, and Adam and weight decay still move the
@@ -115,14 +119,21 @@ def heal_zclip(
         Kumar et al., `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
-    numbers: dict[str, Any] = {"z_threshold": z_threshold, "ema_decay": ema_decay}
-    numbers |= {"warmup_steps": warmup_steps, "max_norm": max_norm}
-    arrays = {
-        name: jnp.asarray(each).astype(jnp.int32 if name == "warmup_steps" else jnp.float32)
-        for name, each in numbers.items()
-        if isinstance(each, jax.Array | np.ndarray)
+    numbers: dict[str, Any] = {
+        "z_threshold": z_threshold,
+        "ema_decay": ema_decay,
+        "warmup_steps": warmup_steps,
+        "max_norm": max_norm,
     }
-    plain = {name: each for name, each in numbers.items() if name not in arrays}
+    arrays: dict[str, jax.Array] = {}
+    plain: dict[str, Any] = {}
+    for name, value in numbers.items():
+        if not isinstance(value, jax.Array | np.ndarray):
+            plain[name] = value
+        elif name == "warmup_steps":
+            arrays[name] = jnp.asarray(value).astype(jnp.int32)
+        else:
+            arrays[name] = jnp.asarray(value).astype(jnp.float32)
     engine = engine_of("zclip", {"clip": {**plain, "target": target}})
     if arrays and engine.config.clip:
         kind, clip = engine.config.clip
@@ -131,9 +142,13 @@ def heal_zclip(
 
 
 class ProtectState(NamedTuple):
-    """The healing state, and the state of the protected optimizer."""
+    """The state of `protect`: the healing state, and the state of the protected optimizer.
+
+    `without_heal_state` takes the inner state out, and `with_heal_state` puts one in.
+    """
 
     heal: HealState
+    """What the engine knows of the run, and the decision of the last step."""
     heal_reset_moments: Any
     """bool 0-d: whether the last step that was not skipped cut the learning rate. The next step
     then resets the moments to zero. None if the policy does not reset moments."""
@@ -151,6 +166,9 @@ def protect(
     **overrides: Unpack[Overrides],
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer: clips its gradients, and skips a bad step exactly.
+
+        tx = protect(optax.adamw(1e-3), "default")
+        updates, state = tx.update(grads, state, params, value=loss)
 
     On a skip, every leaf of the inner state (moments, counters, schedules, accumulators, keys)
     stays bit-identical. The updates are -0.0, so that ``optax.apply_updates`` keeps every parameter
@@ -220,11 +238,11 @@ def protect(
         if scales_lr:
             check_second_iterates(inner_state, "a cut of the learning rate")
         healing = heal_state.init(engine, count_leaves(params), records)
-        state = ProtectState(
-            heal=healing._replace(heal_numbers=optimizer_numbers.init(inner_state)),
-            heal_reset_moments=jnp.zeros((), jnp.bool_) if engine.resets_moments else None,
-            inner_state=inner_state,
-        )
+        healing = healing._replace(heal_numbers=optimizer_numbers.init(inner_state))
+        resets = None
+        if engine.resets_moments:
+            resets = jnp.zeros((), jnp.bool_)
+        state = ProtectState(healing, resets, inner_state)
         return replicate_over_mesh(params, state)
 
     def update(
@@ -235,18 +253,22 @@ def protect(
         given, others = split_keywords(extra_args)
         keywords = given | others
         if accepted_keywords is not None:
-            keywords = {name: each for name, each in keywords.items() if name in accepted_keywords}
-        whole, params = params, arrays_of(params)
+            keywords = _only(accepted_keywords, keywords)
+        whole = params
+        params = arrays_of(params)
 
         def optimizer_step(updates: PyTree, state: PyTree, arrays: PyTree) -> tuple[Any, Any]:
             return inner.update(updates, state, with_arrays(whole, arrays), **keywords)
 
+        # Measure: the gradients that the optimizer reads, its numbers, and whether it would make
+        # NaN of finite gradients.
         inputs = updates, state.inner_state, params
         unread = gradients.find_unread(unread_if_eager, optimizer_step, *inputs)
         if engine.limits_lr and "learning_rate" not in given:
             given |= _injected_rate(optimizer_step, *inputs)
         read = gradients.without_unread(updates, unread)
-        numbers, held = state.heal.heal_numbers, None
+        numbers = state.heal.heal_numbers
+        held = None
         if numbers is not None:
             numbers, held = optimizer_numbers.step(numbers, state.inner_state)
         bad_update = None
@@ -255,19 +277,29 @@ def protect(
             if held is not None:
                 given_state = optimizer_numbers.with_held(given_state, held)
             # The first is the same function at every call, so that eager code compiles it once.
-            check = (inner.update, keywords) if whole is params else (optimizer_step, {})
-            bad_update = update_check.makes_nonfinite(*check, updates, given_state, params)
+            checked_step: Any = inner.update
+            checked_keywords = keywords
+            if whole is not params:
+                checked_step = optimizer_step
+                checked_keywords = {}
+            bad_update = update_check.makes_nonfinite(
+                checked_step, checked_keywords, updates, given_state, params
+            )
         signals = make_signals(engine, read, given, axes, bad_update)
+
+        # Judge: the engine sees the signals only.
         judged = state.heal._replace(heal_numbers=None)
         healed, decision = heal_state.step(engine, judged, *signals)
+
+        # Enforce: clip the gradients, then take the optimizer's step or keep its state.
         resets = state.heal_reset_moments
         scales_inside = scales_lr and bool(nodes(ScaleByHealLrState, state.inner_state))
-        step = _changed_step(
-            optimizer_step,
-            resets,
-            decision.lr_scale if scales_inside else None,
-            held if heals else None,
-        )
+        inside_scale = None
+        if scales_inside:
+            inside_scale = decision.lr_scale
+        if not heals:
+            held = None
+        step = _changed_step(optimizer_step, resets, inside_scale, held)
         if heals or "externally_skipped" in given:
             finite = gradients.finite_unread(updates, unread)
             if _clips_as_optax(engine, given, axes):
@@ -292,14 +324,14 @@ def protect(
 def scale_by_heal_lr() -> optax.GradientTransformationExtraArgs:
     """Multiplies the updates by `heal_lr_scale` in the state, initially 1.0.
 
-    `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
-    Put this transformation last:
-
         tx = optax.chain(heal("default"), optax.adamw(schedule), scale_by_heal_lr())
         ...
         decision = last_decision(opt_state)
         # from the next step on
         opt_state = optax.tree.set(opt_state, heal_lr_scale=decision.lr_scale)
+
+    `heal` precedes the optimizer in a chain, and therefore cannot scale the optimizer's updates.
+    This transformation does, at the end of the chain.
 
     `protect` applies the multiplier itself, in the same step. It needs this transformation only
     within an optimizer that keeps a second iterate, such as `optax.contrib.schedule_free`:
@@ -360,11 +392,14 @@ def _changed_step(
         held: the numbers to replace for this step. The new state has the program's own numbers.
     """
 
+    def zeroed_if_reset(leaf: jax.Array) -> jax.Array:
+        return jnp.where(resets, jnp.zeros_like(leaf), leaf)
+
     def step(updates: PyTree, state: PyTree, params: PyTree) -> tuple[Any, Any]:
         if resets is not None:
             # At the start of the step after the cut, XLA fuses the reset into the optimizer's
             # kernel. At the end of the step that cuts, it would be a second pass over all moments.
-            state = reset_moments(state, lambda leaf: jnp.where(resets, jnp.zeros_like(leaf), leaf))
+            state = reset_moments(state, zeroed_if_reset)
         if lr_scale is not None:
             scale = ScaleByHealLrState(lr_scale.astype(jnp.float32))
             state = map_nodes(ScaleByHealLrState, lambda _: scale, state)
@@ -382,33 +417,61 @@ def _injected_rate(
 ) -> dict[str, Any]:
     """The step's learning rate in a state of `optax.inject_hyperparams`, unless it has several."""
     rates = injected_rates(inner_state)
-    paths = (keystr(path) for path, _ in tree_leaves_with_path(inner_state))
-    scheduled = any(".hyperparams_states['learning_rate']" in path for path in paths)
-    if len(rates) == 1 and scheduled:
+    is_scheduled = False
+    for path, _ in tree_leaves_with_path(inner_state):
+        if ".hyperparams_states['learning_rate']" in keystr(path):
+            is_scheduled = True
+    if len(rates) == 1 and is_scheduled:
         # The state has the last step's rate. XLA keeps only the schedule of this call.
         zeros = gradients.fill_where(updates, jnp.array(True), 0.0)
         rates = injected_rates(update(zeros, inner_state, params)[1])
-    return {"learning_rate": rates[0]} if len(rates) == 1 else {}
+    if len(rates) != 1:
+        return {}
+    return {"learning_rate": rates[0]}
+
+
+def _only(accepted: frozenset[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords with the accepted names."""
+    return {name: value for name, value in keywords.items() if name in accepted}
 
 
 def injected_hyperparameters(tree: PyTree) -> dict[str, jax.Array]:
-    """Path -> hyperparameter (floating, 0-d) in states of `optax.inject_hyperparams`."""
-    return {
-        keystr(path): leaf
-        for path, leaf in optimizer_numbers.injected_leaves(tree).items()
-        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-    }
+    """Finds the hyperparameters in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        Path -> hyperparameter, floating and 0-d, such as a learning rate or a weight decay.
+    """
+    found = {}
+    for path, leaf in optimizer_numbers.injected_leaves(tree).items():
+        if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            found[keystr(path)] = leaf
+    return found
 
 
 def injected_rates(tree: PyTree) -> list[jax.Array]:
-    """The learning rates (floating, 0-d) in states of `optax.inject_hyperparams`."""
-    found = injected_hyperparameters(tree)
-    return [leaf for path, leaf in found.items() if path.endswith(".hyperparams['learning_rate']")]
+    """Finds the learning rates in the states of `optax.inject_hyperparams`.
+
+    Args:
+        tree: an optimizer state, or any tree that contains some.
+
+    Returns:
+        The rates, floating and 0-d. More than one if the tree has several such states.
+    """
+    rates = []
+    for path, leaf in injected_hyperparameters(tree).items():
+        if path.endswith(".hyperparams['learning_rate']"):
+            rates.append(leaf)
+    return rates
 
 
 def _transformation(
     engine: Engine, axes: Axes, records: int = RECORDS
 ) -> optax.GradientTransformationExtraArgs:
+    """The transformation of `heal` and `heal_zclip` for an engine."""
+
     def init(params: optax.Params) -> HealState:
         return replicate_over_mesh(params, heal_state.init(engine, count_leaves(params), records))
 
@@ -431,6 +494,7 @@ def _transformation(
 
 
 def _check_records(records: int) -> None:
+    """Raises ValueError unless `records` is a number of steps."""
     if not isinstance(records, int | np.integer) or records < 1:
         raise ValueError(f"records is a number of steps >= 1, as records=64, not {records!r}")
 
@@ -440,9 +504,11 @@ def _clips_as_optax(engine: Engine, given: Mapping[str, Any], axes: Axes) -> boo
 
     Not with a norm that the caller has reduced over devices, and not for parts of gradients.
     """
-    kind = engine.config.clip[0] if engine.config.clip else "none"
+    if engine.config.clip is None or engine.mode == "observe":
+        return False
+    kind, _ = engine.config.clip
     is_whole = "grad_norm" not in given and not axes.split
-    return kind == "fixed" and engine.mode != "observe" and is_whole
+    return kind == "fixed" and is_whole
 
 
 def _clip_as_optax(
@@ -453,7 +519,9 @@ def _clip_as_optax(
     max_norm = engine.config.clip[1].max_norm
     if isinstance(max_norm, int | float):
         max_norm = numerics.as_written(max_norm)
-    is_limited = heal_state.has_norm_limit(engine, state) if engine.limits_norm else None
+    is_limited = None
+    if engine.limits_norm:
+        is_limited = heal_state.has_norm_limit(engine, state)
     return gradients.clip_as_optax(updates, measured, max_norm, decision.grad_scale, is_limited)
 
 
@@ -482,16 +550,21 @@ def _enforce(engine: Engine, decision: Decision, updates: optax.Updates) -> opta
 
 def _keywords_of(update: Any) -> frozenset[str] | None:
     """The keywords that an `update` names, or None if it takes any keyword."""
-    parameters = inspect.signature(update).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return None
-    return frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+    names = []
+    for parameter in inspect.signature(update).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return None
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            names.append(parameter.name)
+    return frozenset(names)
 
 
 def _check_optimizer(inner: Any) -> None:
     """Raises TypeError unless `inner` has the methods `init` and `update`."""
     is_made = not isinstance(inner, type)
-    if is_made and all(callable(getattr(inner, name, None)) for name in ("init", "update")):
+    has_init = callable(getattr(inner, "init", None))
+    has_update = callable(getattr(inner, "update", None))
+    if is_made and has_init and has_update:
         return  # accepts optax.MultiSteps too, which is not a GradientTransformation
     name = getattr(inner, "__name__", f"a {type(inner).__name__}")
     raise TypeError(

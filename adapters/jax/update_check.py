@@ -16,6 +16,7 @@ quarter slower, and the next save finds moments that are NaN.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -36,13 +37,19 @@ _LOOPS = {"while", "scan"}
 
 
 def makes_nonfinite(step: Callable[..., Any], keywords: dict[str, Any], *args: Any) -> Any:
-    """Whether the updates of small tensors are not finite, bool 0-d. None if nothing is cheap.
+    """Whether the updates of small tensors are not finite although their gradients are.
+
+    `protect` calls this function before its decision, so that such a step is skipped. Without it,
+    the NaN would be in the moments after the step.
 
     Args:
         step: the optimizer's own step, ``(gradients, state, params, **keywords) -> (updates,
             state)``, a pure function.
         keywords: further keywords of the step.
         args: gradients, state and parameters.
+
+    Returns:
+        bool 0-d, or None if no check is cheap or the step cannot be traced.
     """
     try:
         if is_traced((args, keywords)):
@@ -54,13 +61,15 @@ def makes_nonfinite(step: Callable[..., Any], keywords: dict[str, Any], *args: A
 
 def _check(step: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """`makes_nonfinite`, by a trace of the step of which only the cheap parts are evaluated."""
-    closed, outputs = jax.make_jaxpr(lambda *given: step(*given, **keywords), return_shape=True)(
-        *args
-    )
+
+    def step_of(*given: Any) -> Any:
+        return step(*given, **keywords)
+
+    closed, outputs = jax.make_jaxpr(step_of, return_shape=True)(*args)
     leaves = jax.tree.leaves(args)
     found = []
     for jaxpr, used in _cheap_parts(closed.jaxpr, jax.tree.leaves(outputs[0]), args):
-        inputs = [leaf for leaf, is_used in zip(leaves, used, strict=True) if is_used]
+        inputs = list(itertools.compress(leaves, used))
         (update,) = eval_jaxpr(jaxpr, closed.consts, *inputs)
         found.append(jnp.isfinite(update).all())
     if not found:
@@ -77,17 +86,31 @@ def _cheap_parts(jaxpr: Any, updates: list[Any], args: tuple[Any, ...]) -> Itera
     One tensor for each set of 0-d inputs (rates, counts, injected numbers) and dtype, because
     tensors of the same set fail together.
     """
-    count = len(jax.tree.leaves(args[0]))
-    places = [i for i, each in enumerate(updates) if is_gradient(each) and each.size]
+    gradients = len(jax.tree.leaves(args[0]))
+
+    def size_of(place: int) -> int:
+        return updates[place].size
+
+    places = []
+    for place, update in enumerate(updates):
+        if is_gradient(update) and update.size:
+            places.append(place)
     seen = set()
-    for place in sorted(places, key=lambda i: updates[i].size)[:MOST_LOOKED_AT]:
-        wanted = [i == place for i in range(len(jaxpr.outvars))]
+    for place in sorted(places, key=size_of)[:MOST_LOOKED_AT]:
+        wanted = [False] * len(jaxpr.outvars)
+        wanted[place] = True
         part, used = dce_jaxpr(jaxpr, wanted)
-        reads_gradient = any(used[:count])
-        shared = tuple(i for i, v in enumerate(jaxpr.invars) if used[i] and not v.aval.shape)
+        shared_inputs = []
+        size = 0
+        for i, variable in enumerate(jaxpr.invars):
+            if used[i]:
+                size += variable.aval.size
+                if not variable.aval.shape:
+                    shared_inputs.append(i)
+        shared = tuple(shared_inputs)
+        reads_gradient = any(used[:gradients])
         if not reads_gradient or (shared, updates[place].dtype) in seen:
             continue
-        size = sum(v.aval.size for v, is_used in zip(jaxpr.invars, used, strict=True) if is_used)
         if size > MOST_ELEMENTS or _LOOPS & _primitives(part.eqns):
             continue
         seen.add((shared, updates[place].dtype))
@@ -96,12 +119,14 @@ def _cheap_parts(jaxpr: Any, updates: list[Any], args: tuple[Any, ...]) -> Itera
 
 def _primitives(eqns: Iterable[Any]) -> set[str]:
     """The names of all operations, also within the functions that operations call."""
+
+    def is_jaxpr(value: Any) -> bool:
+        return isinstance(value, jex.ClosedJaxpr)
+
     names = set()
     for eqn in eqns:
         names.add(eqn.primitive.name)
-        for value in jax.tree.leaves(
-            list(eqn.params.values()), is_leaf=lambda each: isinstance(each, jex.ClosedJaxpr)
-        ):
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
             inner = getattr(value, "jaxpr", value)
             names |= _primitives(getattr(inner, "eqns", ()))
     return names

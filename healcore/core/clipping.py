@@ -59,7 +59,11 @@ EPSILON = 1e-6  # added to the norm, as in torch and in the papers
 
 
 class Clip(NamedTuple):
-    """Clipping of one step: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules."""
+    """Clipping of one step: arrays of the norm's shape, 0-d, or (n,) for per-tensor rules.
+
+    A rule only says how to scale. The engine combines it with the other decisions of the step, and
+    the adapter scales the gradients.
+    """
 
     scale: Float
     """From 0 to 1: factor on the gradient; 1 = unchanged."""
@@ -72,13 +76,16 @@ class Clip(NamedTuple):
 
 
 def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Float:
-    """Factor that reduces a norm to a limit.
+    """Returns the factor that reduces a norm to a limit.
 
     Args:
         limit: the norm after clipping.
         norm: the norm before clipping, of the same shape.
         over: whether the norm is clipped. Elsewhere the factor is exactly 1.
         xp: the array namespace.
+
+    Returns:
+        float32 of the norm's shape, from 0 to 1. A subnormal factor is 0, in every backend.
     """
     target = xp.where(over, limit, norm)
     scale = xp.quotient(target, norm + EPSILON)
@@ -86,11 +93,14 @@ def scale_to(limit: Float, norm: Float, over: Flag, *, xp: ArrayNamespace) -> Fl
 
 
 class FixedState(NamedTuple):
-    """Empty: the rule has no state."""
+    """No state: the limit is fixed."""
 
 
 class FixedConfig(NamedTuple):
-    """Parameter of fixed clipping."""
+    """Parameter of fixed clipping, the usual rule of training loops.
+
+    It has no memory, so a limit that is too low clips every step.
+    """
 
     max_norm: Positive = 1.0
     """Largest gradient norm that is not clipped; above 0."""
@@ -101,7 +111,17 @@ class FixedConfig(NamedTuple):
     def update(
         self, state: FixedState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[FixedState, Clip]:
-        """Clips `seen.grad_norm` to `max_norm`."""
+        """Clips `seen.grad_norm` to `max_norm`.
+
+        Args:
+            state: the empty state.
+            seen: the signals of the step. Reads `grad_norm`.
+            learn: not needed, because the rule learns nothing.
+            xp: the array namespace.
+
+        Returns:
+            The same state, and the clipping of this step.
+        """
         del learn
         norm = seen.grad_norm
         over = norm > self.max_norm
@@ -111,18 +131,26 @@ class FixedConfig(NamedTuple):
 
 
 class ZClipState(NamedTuple):
-    """Statistics of the accepted norms."""
+    """Statistics of the accepted norms, with which the next norm is compared.
+
+    A clipped norm is learnt as its limit, so one spike hardly moves them.
+    """
 
     count: Int
     """Norms learnt, at most `warmup_steps`."""
     mean: Float
+    """Mean during warm-up, then its moving average."""
     var: Float
     """Population variance during warm-up, then its moving average."""
     shift: baseline.ShiftState
+    """The count of clipped norms, by which the mean follows a lasting level shift."""
 
 
 class ZClipConfig(NamedTuple):
-    """Parameters of ZClip."""
+    """Parameters of ZClip: clips a norm that is unusually large for its history.
+
+    The top of this file has the equations and the differences from the paper.
+    """
 
     z_threshold: Positive = 2.5
     """z-score above which a norm is a spike (paper: 2.5; 2.0 at learning rates >= 3e-3)."""
@@ -145,7 +173,17 @@ class ZClipConfig(NamedTuple):
     def update(
         self, state: ZClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[ZClipState, Clip]:
-        """Judges `seen.grad_norm`, then learns it."""
+        """Judges `seen.grad_norm`, then learns it.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
+            learn: whether the norm may be learnt, bool 0-d. False for a step that is skipped.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the clipping of this step.
+        """
         norm = seen.grad_norm
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps
@@ -246,14 +284,20 @@ BINS = len(EDGES) - 1  # number of bins
 
 
 class AutoClipState(NamedTuple):
-    """Histogram of the recent norms."""
+    """Histogram of the recent norms, from which the percentile is read.
+
+    The paper sorts the whole history instead, which grows with the run.
+    """
 
     counts: Int
     """(BINS,): norms per bin."""
 
 
 class AutoClipConfig(NamedTuple):
-    """Parameters of AutoClip."""
+    """Parameters of AutoClip: clips at a percentile of the recent norms.
+
+    With a percentile of 10, about nine of ten steps are clipped.
+    """
 
     percentile: Annotated[Number, number(above=0, below=100)] = 10.0
     """Percentile of the recent norms at which norms are clipped, in (0, 100)."""
@@ -265,14 +309,28 @@ class AutoClipConfig(NamedTuple):
     kind = "autoclip"
 
     def init(self, *, groups: int = 0) -> AutoClipState:
-        """An empty histogram."""
+        """Makes an empty histogram.
+
+        Args:
+            groups: number of tensors of a per-tensor policy. This rule clips the global norm.
+        """
         del groups
         return zeros(AutoClipState, (BINS,))
 
     def update(
         self, state: AutoClipState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AutoClipState, Clip]:
-        """Adds `seen.grad_norm` to the histogram, then clips it at the percentile."""
+        """Adds `seen.grad_norm` to the histogram, then clips it at the percentile.
+
+        Args:
+            state: the state before the step: counts (BINS,).
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
+            learn: whether the norm may be learnt, bool 0-d. False for a step that is skipped.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the clipping of this step.
+        """
         norm = seen.grad_norm
         learn = learn & seen.finite & (norm > 0)
         edges = xp.asarray(EDGES)
@@ -323,7 +381,10 @@ _SHIFT = baseline.ShiftConfig(patience=25, gain=1, forgive=8)
 
 
 class AdaGCState(NamedTuple):
-    """State of n tensors."""
+    """State of n tensors: how large the norm of each tensor usually is.
+
+    A tensor has a level of its own, because norms differ by orders of magnitude between layers.
+    """
 
     count: Int
     """Steps learnt, at most `warmup_steps`."""
@@ -334,7 +395,10 @@ class AdaGCState(NamedTuple):
 
 
 class AdaGCConfig(NamedTuple):
-    """Parameters of AdaGC."""
+    """Parameters of AdaGC: clips each tensor's gradient by the history of its own norm.
+
+    The top of this file has the equations and the differences from the paper.
+    """
 
     ratio: Ratio = 1.04
     """Multiple of gamma to which larger norms are clipped (the paper's lambda_rel)."""
@@ -345,17 +409,33 @@ class AdaGCConfig(NamedTuple):
     max_norm: Positive = 1.0
     """Global limit during warm-up (the paper's lambda_abs)."""
     shift: baseline.ShiftConfig = _SHIFT
+    """When repeatedly clipped norms become the new level of a tensor."""
 
     kind = "adagc"
 
     def init(self, *, groups: int = 0) -> AdaGCState:
-        """The state of `groups` tensors at the start of the warm-up."""
+        """Makes the state at the start of the warm-up.
+
+        Args:
+            groups: number of tensors.
+        """
         return zeros(AdaGCState, (groups,))._replace(count=np.zeros((), np.int32))
 
     def update(
         self, state: AdaGCState, seen: Observed, learn: Flag, *, xp: ArrayNamespace
     ) -> tuple[AdaGCState, Clip]:
-        """Judges `seen.group_norms` (n,), then learns them; `Clip` holds arrays of shape (n,)."""
+        """Judges the norm of each tensor, then learns it.
+
+        Args:
+            state: the state before the step.
+            seen: the signals of the step. Reads `group_norms` (n,), `grad_norm`, `finite` and
+                `restart`.
+            learn: whether the norms may be learnt, bool 0-d. False for a step that is skipped.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the clipping of this step, in arrays of shape (n,).
+        """
         norms = seen.group_norms
         count = xp.where(seen.restart, 0, state.count)
         warm = count < self.warmup_steps

@@ -90,7 +90,15 @@ def test_every_public_symbol_has_one_page_and_every_page_is_of_one():
         assert hooks.summary(each.definition), f"{each.path} has no docstring"
 
 
-MODULES_WITH_EXAMPLES = ("healcore", "healcore.torch", "healcore.torch.store", "healcore.policy")
+MODULES_WITH_EXAMPLES = (
+    "healcore",
+    "healcore.torch",
+    "healcore.torch.store",
+    "healcore.policy",
+    "healcore.jax",
+    "healcore.jax.flax_nnx",
+    "healcore.jax.flax_linen",
+)
 NEVER_MADE = {
     "Action", "Cause", "Decision", "Cursor", "Difference", "Problem", "PolicyLike", "PolicySource",
     "SCHEMA",

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from healcore.jax import heal_state
-from healcore.jax.array_leaves import is_array, is_number
-from healcore.jax.driver.engines import Path
-from healcore.jax.driver.pending_step import BlockRecords, block_records
+from healcore.jax.array_leaves import Leaf, PyTree, is_array, is_number
+from healcore.jax.driver.engine_tensors import Path
+from healcore.jax.driver.step_reader import BlockRecords, block_records
+from healcore.jax.tree_nodes import node_at
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 """(state, number of the update) -> (state, outputs), as for `lax.scan`."""
@@ -42,40 +42,56 @@ class _Split(NamedTuple):
     leaves: tuple[Any, ...]
     """`_Traced`, or the constant."""
 
-    def traced(self, state: Any) -> Any:
+    def traced(self, state: PyTree) -> Any:
         """The state with None in the place of each constant."""
         leaves, structure = jax.tree.flatten(state)
         if structure != self.structure:
             return state  # `lax.scan` says what differs
-        pairs = zip(leaves, self.leaves, strict=True)
-        return structure.unflatten(leaf if kind is _Traced else None for leaf, kind in pairs)
+        traced = []
+        for leaf, kind in zip(leaves, self.leaves, strict=True):
+            if kind is _Traced:
+                traced.append(leaf)
+            else:
+                traced.append(None)
+        return structure.unflatten(traced)
 
-    def whole(self, traced: Any) -> Any:
+    def whole(self, traced: PyTree) -> Any:
         """The state of a result of `traced`."""
         new = iter(jax.tree.leaves(traced))
-        return self.structure.unflatten(
-            next(new) if kind is _Traced else kind for kind in self.leaves
-        )
+        leaves = []
+        for kind in self.leaves:
+            if kind is _Traced:
+                leaves.append(next(new))
+            else:
+                leaves.append(kind)
+        return self.structure.unflatten(leaves)
 
 
 class Block(NamedTuple):
-    """A block that was dispatched. Its arrays may still be computed."""
+    """A block that was dispatched. The device may still compute its arrays.
 
-    begins_with: Any
+    A block is a number of updates that the device runs without the host.
+    """
+
+    begins_with: PyTree
     """The state before its first update."""
     first: int
     """Number of its first update."""
     count: int
     """Number of its updates."""
-    state: Any
+    state: PyTree
     """The state after its last update."""
-    outputs: Any
+    outputs: PyTree
     """The outputs of its updates, stacked."""
     records: BlockRecords
+    """What the host reads of each update."""
 
 
 class CompiledBlocks:
     """The blocks of one update function, compiled once for each number of updates.
+
+    `Healer.scan` replaces the program's own `lax.scan`. The Healer works between two blocks, so a
+    block ends where the Healer saves or compares.
 
     Args:
         update: the program's function.
@@ -87,12 +103,21 @@ class CompiledBlocks:
         self._update, self._paths = update, paths
         self.donates = donate
         self._split: _Split | None = None
-        self._compiled = jax.jit(self._block, donate_argnums=(0,) if donate else ())
+        donated: tuple[int, ...] = ()
+        if donate:
+            donated = (0,)
+        self._compiled = jax.jit(self._block, donate_argnums=donated)
         self._is_first = True
         """Whether no block was dispatched yet."""
 
-    def run(self, state: Any, first: int, count: int) -> Block:
-        """Dispatches a block of `count` updates, the first of them with the number `first`."""
+    def run(self, state: PyTree, first: int, count: int) -> Block:
+        """Dispatches a block, and returns without waiting for the device.
+
+        Args:
+            state: the state before the block. Unusable afterwards if the block donates it.
+            first: number of the first update, from 0.
+            count: number of updates.
+        """
         steps = np.arange(first, first + count, dtype=np.int32)
         split = self._split_of(state)
         traced = split.traced(state)
@@ -104,25 +129,34 @@ class CompiledBlocks:
         traced, outputs, records = self._compiled(traced, steps)
         return Block(state, first, count, split.whole(traced), outputs, records)
 
-    def no_outputs(self, state: Any) -> Any:
-        """The outputs of zero updates: the first axis has the length 0."""
+    def no_outputs(self, state: PyTree) -> Any:
+        """Returns the outputs of zero updates, as `lax.scan` does: the first axis has length 0.
+
+        Args:
+            state: a state of the run, for the shapes.
+        """
         traced = self._split_of(state).traced(state)
         _, outputs, _ = jax.eval_shape(self._block, traced, np.zeros(1, np.int32))
-        return jax.tree.map(lambda x: jnp.zeros((0, *x.shape[1:]), x.dtype), outputs)
 
-    def _block(self, traced: Any, steps: Any) -> tuple[Any, Any, Any]:
+        def empty(output: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros((0, *output.shape[1:]), output.dtype)
+
+        return jax.tree.map(empty, outputs)
+
+    def _block(self, traced: PyTree, steps: Any) -> tuple[Any, Any, Any]:
+        """The function that is compiled: state after the updates, their outputs, their records."""
         split = self._split
         assert split is not None
 
-        def body(traced: Any, step: Any) -> tuple[Any, Any]:
+        def body(traced: PyTree, step: Any) -> tuple[Any, Any]:
             state, outputs = self._update(split.whole(traced), step)
-            states = [heal_state.node_at(state, path) for path in self._paths]
+            states = [node_at(state, path) for path in self._paths]
             return split.traced(state), (outputs, block_records(states))
 
         traced, (outputs, records) = lax.scan(body, traced, steps)
         return traced, outputs, records
 
-    def _with_types_of_outputs(self, traced: Any, steps: np.ndarray) -> Any:
+    def _with_types_of_outputs(self, traced: PyTree, steps: np.ndarray) -> Any:
         """A state without the weak types that a block does not return, as of `jnp.full(3, 0.1)`.
 
         `lax.scan` would convert them within the first block. The second block would then have other
@@ -140,24 +174,32 @@ class CompiledBlocks:
 
         return jax.tree.map(converted, traced, new)
 
-    def _split_of(self, state: Any) -> _Split:
+    def _split_of(self, state: PyTree) -> _Split:
         """The split of the first state, to which all later states have to fit."""
         if self._split is None:
             leaves, structure = jax.tree.flatten(state)
-            constant = _Split(structure, tuple(_Traced if is_array(x) else x for x in leaves))
-            changed = self._changed_numbers(constant, state)
-            kinds = [_Traced if i in changed else x for i, x in enumerate(constant.leaves)]
+            kinds = []
+            for leaf in leaves:
+                if is_array(leaf):
+                    kinds.append(_Traced)
+                else:
+                    kinds.append(leaf)
+            for i in self._changed_numbers(_Split(structure, tuple(kinds)), state):
+                kinds[i] = _Traced
             self._split = _Split(structure, tuple(kinds))
         return self._split
 
-    def _changed_numbers(self, split: _Split, state: Any) -> set[int]:
+    def _changed_numbers(self, split: _Split, state: PyTree) -> set[int]:
         """Indices of the Python numbers that the update replaces, as `count + 1` does."""
-        numbers = {i: leaf for i, leaf in enumerate(split.leaves) if is_number(leaf)}
+        numbers = {}
+        for i, leaf in enumerate(split.leaves):
+            if is_number(leaf):
+                numbers[i] = leaf
         if not numbers:
             return set()
         found: list[Any] = []
 
-        def probe(traced: Any) -> None:
+        def probe(traced: PyTree) -> None:
             found[:] = jax.tree.leaves(self._update(split.whole(traced), jnp.int32(_FIRST))[0])
 
         try:
@@ -166,7 +208,11 @@ class CompiledBlocks:
             return set(numbers)
         if len(found) != len(split.leaves):
             return set(numbers)
-        return {i for i, x in numbers.items() if type(found[i]) is not type(x) or found[i] != x}
+        changed = set()
+        for i, number in numbers.items():
+            if type(found[i]) is not type(number) or found[i] != number:
+                changed.add(i)
+        return changed
 
 
 class _Driver(Protocol):
@@ -175,7 +221,7 @@ class _Driver(Protocol):
     @property
     def live(self) -> Any: ...
 
-    def take_block(self, state: Any, records: BlockRecords) -> None: ...
+    def take_block(self, state: PyTree, records: BlockRecords) -> None: ...
 
 
 class Scan:
@@ -205,17 +251,21 @@ class Scan:
         self._looks_ahead = not blocks.donates
 
     def run(self, first: int, count: int, next_count: int) -> None:
-        """Dispatches a block, and the block after it. Outputs from `first` on are replaced.
+        """Dispatches a block, and the block after it.
+
+        After a rollback, `first` is lower than before. The outputs of the undone updates are then
+        replaced.
 
         Args:
             first: number of the block's first update.
             count: number of its updates.
             next_count: number of updates in the block after it, or 0.
         """
-        block, self._ahead = self._ahead, None
+        block = self._ahead
+        self._ahead = None
         if block is None or not self._is_next(block, first, count):
             block = self._blocks.run(self._driver.live, first, count)
-        kept = [each for each in self._outputs if each[0] < first]
+        kept = [(number, outputs) for number, outputs in self._outputs if number < first]
         self._outputs = [*kept, (first, block.outputs)]
         self._driver.take_block(block.state, block.records)
         if next_count and self._looks_ahead:
@@ -237,24 +287,29 @@ class Scan:
             return None
 
     def outputs(self) -> Any:
-        """The outputs of all blocks, stacked."""
+        """Returns the outputs of all blocks, stacked, as the program's own `lax.scan` would."""
         parts = [outputs for _, outputs in self._outputs]
         if not parts:
             return self._blocks.no_outputs(self._driver.live)
-        return parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
+        if len(parts) == 1:
+            return parts[0]
+        return jax.tree.map(_joined, *parts)
 
 
 def _joined(*parts: jax.Array) -> jax.Array:
+    """The outputs of several blocks along the first axis."""
     return jnp.concatenate(parts)
 
 
-def _each_buffer_once(traced: Any) -> Any:
+def _each_buffer_once(traced: PyTree) -> Any:
     """The arrays of a state for a donation: a second use of an array is a copy."""
     seen: set[int] = set()
 
-    def owned(leaf: Any) -> Any:
+    def owned(leaf: Leaf) -> Any:
         is_second = id(leaf) in seen
         seen.add(id(leaf))
-        return jnp.copy(leaf) if isinstance(leaf, jax.Array) and is_second else leaf
+        if isinstance(leaf, jax.Array) and is_second:
+            return jnp.copy(leaf)
+        return leaf
 
     return jax.tree.map(owned, traced)

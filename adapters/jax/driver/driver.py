@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Iterable, Mapping
-from operator import is_, is_not
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,15 +12,20 @@ import optax
 
 from healcore.core.engine import Engine
 from healcore.jax import heal_state
+from healcore.jax.array_leaves import PyTree
 from healcore.jax.driver import engines as engine_states
+from healcore.jax.driver import held_numbers
 from healcore.jax.driver.blocks import CompiledBlocks, Scan, Update
-from healcore.jax.driver.live_state import array_of, as_live, live_state_of
-from healcore.jax.driver.pending_step import BlockRecords, Dispatch, StepReader
+from healcore.jax.driver.leaf_forms import as_live
+from healcore.jax.driver.live_state import array_of, live_state_of
+from healcore.jax.driver.step_reader import BlockRecords, Dispatch, StepReader
+from healcore.jax.driver.summed_gradients import SummedGradients, differ
 from healcore.jax.driver.weights import JaxWeights, transferring
 from healcore.jax.heal_state import HealState, HealStateError, with_change_expected, with_edit
 from healcore.jax.optax_states import moments_obstacle
 from healcore.jax.optax_states import reset_moments as reset_moments_of
 from healcore.jax.transform import ProtectState, injected_hyperparameters, injected_rates
+from healcore.jax.tree_nodes import node_at, nodes
 from healcore.policy import PolicyLike, engine_of
 from healcore.runtime.driver import STEPPED, WEIGHTS, Driver, NumberRange, json_setting
 from healcore.runtime.store.checkpoints import IN_MEMORY, StateMismatch
@@ -36,6 +39,11 @@ if TYPE_CHECKING:
 class JaxDriver(Driver):
     """Implements `healcore.runtime.driver.Driver` for a JAX run.
 
+    The Healer decides, and this class reads and replaces the state for it. A compiled step returns
+    a new state, so the driver has to know which state is the live one: the program passes it by
+    `update`, and takes it from `live`. An edit, such as a rollback, replaces the live state. The
+    next step has to start from it, and `update` raises an error for a step that has not.
+
     Args:
         state: a pytree that contains the state of `protect`, `heal` or `heal_zclip` (one for each
             optimizer), or a mapping of names to nnx objects, which are updated in place.
@@ -48,7 +56,7 @@ class JaxDriver(Driver):
     framework = "jax"
 
     @transferring
-    def __init__(self, state: Any, policy: PolicyLike = "default") -> None:
+    def __init__(self, state: PyTree, policy: PolicyLike = "default") -> None:
         self._engine: Engine = engine_of(policy)
         self._live = live_state_of(state)
         tree = self._live.read()
@@ -60,8 +68,8 @@ class JaxDriver(Driver):
         """Parameters that were not finite at the start."""
         self.warnings: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
-        steps = heal_state.nodes(optax.MultiStepsState, tree)
-        accumulates = any(heal_state.nodes(HealState, state) for _, state in steps)
+        steps = nodes(optax.MultiStepsState, tree)
+        accumulates = any(nodes(HealState, state) for _, state in steps)
         self._reader = StepReader(self._engines, accumulates, self.warnings.append)
         self._marks: VoteMarks | None = None
         """The votes of a program of several processes, created by `ranks`."""
@@ -83,16 +91,25 @@ class JaxDriver(Driver):
 
     @property
     def live(self) -> Any:
-        """The live state, as the user passed it."""
+        """The live state, in the form in which the program passed its state.
+
+        After an edit of the Healer it is another object. `Healer.state` returns it.
+        """
         return self._live.state
 
     @property
     def state_is_in_place(self) -> bool:
-        """Whether the state consists of nnx objects."""
+        """Whether the state consists of nnx objects, which a step updates in place.
+
+        The program then passes no state to `update`.
+        """
         return self._live.in_place
 
-    def update(self, state: Any = None) -> None:
-        """Sets the state that a step has returned. None for nnx objects, updated in place.
+    def update(self, state: PyTree = None) -> None:
+        """Sets the state that a step has returned.
+
+        Args:
+            state: the new state, or None for nnx objects, which the step has updated in place.
 
         Raises:
             HealStateError: `state` is not a state of this run, or was computed from a state before
@@ -103,7 +120,7 @@ class JaxDriver(Driver):
             return
         self._set_state(state)
 
-    def _set_state(self, state: Any) -> None:
+    def _set_state(self, state: PyTree) -> None:
         """Checks a state of the program, and makes it the live state."""
         before, self._live.state = self._live.state, state
         try:
@@ -140,50 +157,75 @@ class JaxDriver(Driver):
             engines = engine_states.find_engines(tree, live.trained, self._engine)
         except HealStateError:
             return False
-        names = [[entry.name for entry in each] for each in (engines, self._engines)]
-        fit = (engine_states.trains_its_parameters(tree, entry) for entry in engines)
-        if live.in_place or names[0] != names[1] or not all(fit):
+        names = [entry.name for entry in engines]
+        known_names = [entry.name for entry in self._engines]
+        if live.in_place or names != known_names:
             return False
-        self._live, self._engines = live, engines
+        for entry in engines:
+            if not engine_states.trains_its_parameters(tree, entry):
+                return False
+        self._live = live
+        self._engines = engines
         self._set_weights()
         states = self._states()
         self._reader = self._reader.continues(engines, states)
-        self._edit, self._edit_is_new = max(engine_states.edit_numbers(states)), False
+        self._edit = max(engine_states.edit_numbers(states))
+        self._edit_is_new = False
         return True
 
     def _set_weights(self) -> None:
+        """Sets the part of the state that comparisons replace, and the methods that use it."""
         self._weights = JaxWeights(self._live, [entry.candidates for entry in self._engines])
         self.copy_weights, self.losses_of = self._weights.copy, self._weights.losses_of
         self.nonfinite_weights = self._weights.nonfinite
 
     def structure_changes(self) -> list[str]:
-        """See `Driver.structure_changes`."""
-        changes, self._changes = self._changes, []
+        """Returns what has changed in the structure of the state since the last call, as texts.
+
+        The Healer then saves a checkpoint, because earlier ones do not fit the state any more.
+        """
+        changes = self._changes
+        self._changes = []
         return changes
 
     def take_dispatch(self) -> Dispatch | None:
-        """Begins to copy the step since the last call to the host. None if no step was taken.
+        """Begins to copy the step since the last call to the host.
 
-        Every new state counts as a step. If no engine has judged the step (optax.MultiSteps), which
-        only the device knows, `StepRecord.step` does not change.
+        The Healer calls this between two batches. Every new state counts as a step. If no engine
+        has judged the step (optax.MultiSteps), which only the device knows, `StepRecord.step` does
+        not change.
+
+        Returns:
+            The dispatch, or None if the program has not taken a step since the last call.
         """
         states = self._states()
         counters = _counters_in(states)
-        if not _differ(counters, self._last_counters):
+        if not differ(counters, self._last_counters):
             return None
         self._last_counters = counters
-        votes = bool if self._marks is None else self._marks.begin_dispatch()
-        block, self._block = self._block, None
+        votes: Callable[[], bool] = bool  # False
+        if self._marks is not None:
+            votes = self._marks.begin_dispatch()
+        block = self._block
+        self._block = None
         return self._reader.dispatch(states, votes, block)
 
-    def begin_scan(self, update: Update, state: Any, *, donate: bool) -> Scan:
+    def begin_scan(self, update: Update, state: PyTree, *, donate: bool) -> Scan:
         """Begins a loop of compiled blocks, see `Healer.scan`.
+
+        Args:
+            update: the program's function of the state and the number of the update.
+            state: the state with which the program begins the loop.
+            donate: whether a block reuses the memory of the state that it begins with.
+
+        Returns:
+            The loop, whose blocks the Healer runs. Blocks of the same `update` are compiled once.
 
         Raises:
             HealStateError: `state` is neither the state of the Healer nor one computed from it.
         """
         leaves = jax.tree.leaves(state)
-        is_first = len(leaves) == len(self._given) and all(map(is_, leaves, self._given))
+        is_first = len(leaves) == len(self._given) and not differ(leaves, self._given)
         if state is not self._live.state and not is_first:
             self._set_state(state)
             self._last_counters = self._counters()  # this is no step
@@ -194,26 +236,46 @@ class JaxDriver(Driver):
             self._scans[key] = CompiledBlocks(update, paths, donate=donate)
         return Scan(self, self._scans[key])
 
-    def take_block(self, state: Any, records: BlockRecords) -> None:
-        """Sets the state after a block of `Healer.scan`, with the records of its updates."""
+    def take_block(self, state: PyTree, records: BlockRecords) -> None:
+        """Sets the state after a block of `Healer.scan`.
+
+        Args:
+            state: the state after the last update of the block.
+            records: the records of its updates, which the ring in the state has no room for.
+
+        Raises:
+            HealStateError: as in `update`.
+        """
         self.update(state)
         self._block = records
 
     def request_vote(self) -> None:
-        """Requests a vote after one of the next dispatches, the same one in all processes."""
+        """Requests a vote after one of the next dispatches, the same one in all processes.
+
+        A process that has received a signal to end may not end alone: the others would wait for it
+        in the next collective. Signal handlers call this method too.
+        """
         assert self._marks is not None, "only called with several processes"
         self._marks.request()
 
     @transferring
     def expect_change(self) -> None:
-        """Opens every engine's grace window."""
+        """Opens every engine's grace window, because the program will change the data or the rate.
+
+        This edits the state: the next step has to start from `live`.
+        """
         self._edit_state(engine_states.map_states(with_change_expected, self._live.read()))
 
     # -- the state --------------------------------------------------------------------------------
 
     @transferring
     def state(self) -> dict[str, Any]:
-        """The live state to save, without healing states. Copies nothing.
+        """Returns the live state to save, without healing states. Copies nothing.
+
+        Warns of texts in the state that the program has changed, see `LiveState.changed_texts`.
+
+        Returns:
+            Name of an item -> tree, see `LiveState.items`.
 
         Raises:
             StateMismatch: the program has changed the structure of nnx objects in place.
@@ -228,11 +290,18 @@ class JaxDriver(Driver):
 
     @transferring
     def engines(self) -> dict[str, dict[str, Any]]:
-        """Engine name -> `Engine.to_dict`. One sync per engine."""
-        tree, engine = self._live.read(), self._engine
-        nodes = {entry.name: heal_state.node_at(tree, entry.path) for entry in self._engines}
-        states = {name: heal_state.engine_state(engine, node) for name, node in nodes.items()}
-        return {name: engine.to_dict(state) for name, state in states.items()}
+        """Reads the states of the engines, for a checkpoint or a report. One sync per engine.
+
+        Returns:
+            Engine name -> `Engine.to_dict`.
+        """
+        tree = self._live.read()
+        states = {}
+        for entry in self._engines:
+            node = node_at(tree, entry.path)
+            state = heal_state.engine_state(self._engine, node)
+            states[entry.name] = self._engine.to_dict(state)
+        return states
 
     @transferring
     def load(
@@ -242,111 +311,190 @@ class JaxDriver(Driver):
         *,
         reset_moments: bool = False,
     ) -> None:
-        """See `Driver.load`."""
-        tree = self._live.read() if state is None else self._live.restored(state)
+        """Replaces the live state, for a rollback or a resume, see `Driver.load`.
+
+        The next step has to start from `live`. Steps that `take_dispatch` has not returned are
+        dropped.
+
+        Args:
+            state: the items of a checkpoint, or None to keep the live state.
+            engines: engine name -> the state to load. Engines without an entry keep their state.
+            reset_moments: whether moments and counts of the bias correction become zero.
+
+        Raises:
+            StateError: an engine state is of another policy, or the run has no such engine. The
+                live state is unchanged.
+        """
+        if state is None:
+            tree = self._live.read()
+        else:
+            tree = self._live.restored(state)
         if reset_moments:
-            tree = reset_moments_of(tree, lambda leaf: as_live(jnp.zeros_like(leaf), leaf))
+            tree = reset_moments_of(tree, _zeros_of)
         self._edit_state(engine_states.with_engines(self._engine, self._engines, tree, engines))
         self._remember_step()
 
     def moments_obstacle(self) -> str:
-        """Reason why moments cannot be reset, or an empty string."""
+        """Returns the reason why moments cannot be reset, or an empty string.
+
+        The Healer asks at the start, because a policy may ask for this reset at a rollback.
+        """
         return moments_obstacle(self._live.read(), [entry.path for entry in self._engines])
 
     def may_save(self, patience: int | None = None) -> bool:
-        """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates."""
+        """Whether optax.MultiSteps is not accumulating. One sync if the optimizer accumulates.
+
+        Args:
+            patience: not needed in JAX, where no accumulation is abandoned.
+        """
         return self._live.between_steps()
 
     def undo_window(self) -> str:
-        """The reason why the window cannot be undone, or an empty string."""
-        return "" if self.may_save() else "the exception occurred within an accumulation"
+        """Returns the reason why the window cannot be undone, or an empty string.
+
+        After an exception in a step, the program repeats the batch from the live state. Within an
+        accumulation this state has gradients of other batches in it.
+        """
+        if self.may_save():
+            return ""
+        return "the exception occurred within an accumulation"
 
     # -- weights and numbers ----------------------------------------------------------------------
 
     def has_finite_weights(self) -> bool:
-        """Whether all parameters are finite that were finite at the start."""
+        """Whether all parameters are finite that were finite at the start. One sync.
+
+        A mask of -Inf among the parameters is no damage.
+        """
         return set(self.nonfinite_weights()) <= self._not_finite
 
     def memory(self) -> dict[str, int]:
-        """See `Driver.memory`. Activations are of the peak. A failed step may have needed more."""
+        """Returns what the memory of the first device is used for, after an error for its lack.
 
-        def size(leaves: Iterable[Any]) -> int:  # bytes on one device; also of deleted arrays
-            arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-            shapes = [array.sharding.shard_shape(array.shape) for array in arrays]
-            return sum(a.dtype.itemsize * math.prod(s) for a, s in zip(arrays, shapes, strict=True))
-
-        params = size(self._weights.arrays().values())
-        whole = size(jax.tree.leaves(self._live.read()))
+        Returns:
+            Bytes by name, see `Driver.memory`. Activations are of the peak so far. A failed step
+            may have needed more.
+        """
+        params = _bytes_on_one_device(self._weights.arrays().values())
+        whole = _bytes_on_one_device(jax.tree.leaves(self._live.read()))
         peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
         used = max(0, peak - whole)
         return {"parameters": params, "optimizer state": whole - params, "activations": used}
 
     def memory_profiles(self) -> dict[str, bytes]:
-        """The arrays of the devices by the lines that made them, for `pprof`."""
+        """Returns the arrays of the devices by the lines that made them.
+
+        Returns:
+            Suffix of a file -> its content, for the tool `pprof`.
+        """
         return {".prof": jax.profiler.device_memory_profile()}
 
     def settings(self) -> dict[str, Any]:
-        """The hyperparameters of optax.inject_hyperparams, and a digest of the weights."""
+        """Returns the settings of the run that a later start is compared with.
+
+        Returns:
+            Name -> value that JSON can hold: the hyperparameters of optax.inject_hyperparams, the
+            dtypes of the weights, and a digest of the weights.
+        """
         injected = jax.device_get(injected_hyperparameters(self._live.read()))
-        short = [path.rpartition("['")[2].removesuffix("']") for path in injected]
-        names = short if len(set(short)) == len(short) else list(injected)
-        # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
-        values = [json_setting(float(str(value))) for value in injected.values()]
-        dtypes = sorted({str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()})
-        has_stepped = any(each["state"]["step"] for each in self.engines().values())
-        digest = self._weights.digest() + STEPPED * has_stepped
-        others: dict[str, Any] = {"precision": ", ".join(dtypes), WEIGHTS: digest}
-        return {**dict(zip(names, values, strict=True)), **others}
+        names = [path.rpartition("['")[2].removesuffix("']") for path in injected]
+        if len(set(names)) < len(names):
+            names = list(injected)
+        found: dict[str, Any] = {}
+        for name, value in zip(names, injected.values(), strict=True):
+            # The shortest decimal number: 0.001 instead of 0.0010000000474974513.
+            found[name] = json_setting(float(str(value)))
+        dtypes = {str(jnp.result_type(leaf)) for leaf in self._weights.arrays().values()}
+        digest = self._weights.digest()
+        if any(engine["state"]["step"] for engine in self.engines().values()):
+            digest += STEPPED
+        found["precision"] = ", ".join(sorted(dtypes))
+        found[WEIGHTS] = digest
+        return found
 
     def learning_rates(self) -> dict[str, float | None]:
-        """The rate that `protect` finds in its optimizer, or else what each last update received.
+        """Returns the learning rate of each optimizer, to limit it after a rollback. One sync.
 
-        Other rates in the state may have another unit than the engine's. One sync.
+        Other rates in the state may have another unit than the engine's.
+
+        Returns:
+            Engine name -> the rate that `protect` finds in its optimizer, or else the rate that the
+            last update received, or None if no rate is known.
         """
-        tree, found = self._live.read(), {}
+        tree = self._live.read()
+        found = {}
         reads_rate = self._engine.limits_lr or self._engine.cuts_lr
         for entry, engine in zip(self._engines, self.engines().values(), strict=True):
-            owner = heal_state.node_at(tree, entry.path[:-1])
-            injected = injected_rates(owner) if isinstance(owner, ProtectState) else []
-            received = engine["state"]["lr"]["rate"]
+            owner = node_at(tree, entry.path[:-1])
+            injected = []
+            if isinstance(owner, ProtectState):
+                injected = injected_rates(owner)
             if len(injected) == 1:
                 found[entry.name] = float(jax.device_get(injected[0]))
-            else:  # 1.0 if none was passed, 0.0 also before a step
-                unread = received == 0.0 and not (reads_rate and engine["state"]["step"])
-                found[entry.name] = None if received == 1.0 or unread else received
+                continue
+            received = engine["state"]["lr"]["rate"]
+            # 1.0 if the program has passed no rate, 0.0 also before a step.
+            unread = received == 0.0 and not (reads_rate and engine["state"]["step"])
+            if received == 1.0 or unread:
+                found[entry.name] = None
+            else:
+                found[entry.name] = received
         return found
 
     @transferring
     def numbers(self) -> dict[str, NumberRange]:
-        """The numbers of `optax.inject_hyperparams` within `protect`, see `Driver.numbers`.
+        """Returns the ranges of the numbers of the optimizers, see `Driver.numbers`. One sync.
 
-        For example ``b2``, or the path in the state if several optimizers have a ``b2``. Without
-        numbers that `optax.inject_hyperparams` schedules, because they cannot be held. One sync.
+        These are the numbers of `optax.inject_hyperparams` within `protect`, for example ``b2``, or
+        the path in the state if several optimizers have a ``b2``. Without numbers that
+        `optax.inject_hyperparams` schedules, because they cannot be held.
+
+        Returns:
+            Name -> lowest, highest and newest value since the last edit of the ranges.
         """
-        return engine_states.numbers_of(self._engines, self._live.read())
+        return held_numbers.numbers_of(self._engines, self._live.read())
 
     @transferring
     def suspect_numbers(self) -> list[str]:
-        """The numbers of `optax.inject_hyperparams`, see `Driver.suspect_numbers`. One sync."""
-        return engine_states.suspect_numbers(self._live.read())
+        """Names the numbers that can make NaN of finite gradients. One sync.
+
+        The alarm of a step that the optimizer has spoiled names them, see `Driver.suspect_numbers`.
+        """
+        return held_numbers.suspect_numbers(self._live.read())
 
     @transferring
     def hold_numbers(self, ranges: Mapping[str, NumberRange]) -> None:
-        """See `Driver.hold_numbers`. No edit of the state if nothing would change. One sync."""
-        tree = engine_states.with_held_numbers(self._engines, self._live.read(), ranges)
+        """Holds numbers of the optimizers, and releases all others, see `Driver.hold_numbers`.
+
+        Does not edit the state if nothing would change. One sync.
+
+        Args:
+            ranges: name, as in `numbers` -> the range in which the number was healthy.
+        """
+        tree = held_numbers.with_held_numbers(self._engines, self._live.read(), ranges)
         if tree is not None:
             self._edit_state(tree)
 
     # -- the run ----------------------------------------------------------------------------------
 
     def store(self, where: Any) -> CheckpointStore:
-        """The default store: memory, and also Orbax if `where` is a directory."""
+        """Makes the default store of a run.
+
+        Args:
+            where: directory for checkpoints, or None to keep copies in memory only.
+        """
         from healcore.jax.store import MemoryStore, OrbaxStore  # loads Orbax
 
-        return MemoryStore() if where is None else OrbaxStore(where, in_memory=IN_MEMORY)
+        if where is None:
+            return MemoryStore()
+        return OrbaxStore(where, in_memory=IN_MEMORY)
 
     def ranks(self) -> Ranks:
-        """The exchange between processes. All processes make the first call together."""
+        """Returns the exchange between the processes of the run, or `Alone` for one process.
+
+        All processes make the first call together, at the same position in the program: each call
+        of it makes new keys for the exchange.
+        """
         if self._ranks is None:
             self._ranks = Alone()
             if jax.process_count() > 1:
@@ -359,11 +507,15 @@ class JaxDriver(Driver):
         return self._ranks
 
     def close(self) -> None:
-        """Ends the thread of the votes. The optimizer itself has no hooks to remove."""
+        """Ends the thread of the votes, at the end of a run.
+
+        The optimizer itself has no hooks to remove: the program's step contains healcore's.
+        """
         if self._marks is not None:
             self._marks.close()
 
     def _states(self) -> list[HealState]:
+        """The HealState of each engine in the live state. Leaves may be nnx Variables."""
         roots = self._live.roots()
         return [entry.state_in(roots) for entry in self._engines]
 
@@ -372,9 +524,10 @@ class JaxDriver(Driver):
         return _counters_in(self._states())
 
     def _all_polled(self) -> bool:
-        return not _differ(self._counters(), self._last_counters)
+        """Whether `take_dispatch` has returned every step."""
+        return not differ(self._counters(), self._last_counters)
 
-    def _edit_state(self, tree: Any) -> None:
+    def _edit_state(self, tree: PyTree) -> None:
         """Makes `tree` the live state, from which the next step has to start. This is no step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
@@ -392,51 +545,24 @@ class JaxDriver(Driver):
         self._last_counters = self._counters()
 
 
-class SummedGradients:
-    """Implements `healcore.runtime.faults.microbatches.Gradients`: the loop sums the gradients.
+def _zeros_of(leaf: jax.Array) -> Any:
+    """Zeros in the form of a live leaf."""
+    return as_live(jnp.zeros_like(leaf), leaf)
 
-    `counters` returns arrays that every optimizer step replaces.
-    """
 
-    def __init__(self, counters: Callable[[], list[Any]]) -> None:
-        self._counters = counters
-        self._begin: list[Any] | None = None
-
-    def is_accumulating(self) -> bool:
-        """Whether a window has begun without a step since."""
-        return self._begin is not None and not self.has_stepped()
-
-    def begin_window(self) -> None:
-        """Records the counters of the current state."""
-        self._begin = self._counters()
-
-    def has_stepped(self) -> bool:
-        """Whether the state has been replaced since `begin_window`."""
-        return self._begin is not None and _differ(self._counters(), self._begin)
-
-    def redo_window(self, held: list[Any], *, clear_cache: bool) -> None:
-        """Frees unreferenced arrays. Ignores `clear_cache`, because XLA caches no device memory."""
-        del clear_cache
-        held.clear()
-        gc.collect()  # an exception and its frames refer to each other
-
-    def between_ranks(self, ranks: Ranks) -> str:
-        """Reason why several processes cannot repeat a step together."""
-        del ranks
-        return (
-            "the other processes wait in collectives of the compiled step, which this process has "
-            "left"
-        )
+def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
+    """Size of some arrays on one device, in bytes. Also of arrays that a step has donated."""
+    size = 0
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            shape = leaf.sharding.shard_shape(leaf.shape)
+            size += leaf.dtype.itemsize * math.prod(shape)
+    return size
 
 
 def _counters_in(states: Iterable[HealState]) -> list[Any]:
     """The array with each engine's counters. Each step replaces these arrays."""
     return [array_of(state.heal_engine) for state in states]
-
-
-def _differ(arrays: list[Any], others: list[Any]) -> bool:
-    """Whether any array was replaced by another object."""
-    return any(map(is_not, arrays, others))
 
 
 _LINE = "state = healer.update(step(healer.state, batch))"

@@ -1,7 +1,6 @@
 """Converts the live state of a run to a pytree of arrays, and to the items of a checkpoint.
 
-A checkpoint stores only dtypes. A restored leaf also receives the weak type, sharding and
-commitment of the live leaf, so that the step is not compiled again.
+`leaf_forms.py` converts single leaves.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from healcore.console import first_of
-from healcore.jax.array_leaves import arrays_of, is_number, is_static, with_arrays
-from healcore.jax.heal_state import HealStateError, map_nodes, nodes
+from healcore.jax.array_leaves import Leaf, PyTree, arrays_of, is_number, is_static, with_arrays
+from healcore.jax.driver.leaf_forms import as_live, as_saved
+from healcore.jax.heal_state import HealStateError
 from healcore.jax.opt_state import with_heal_state, without_heal_state
+from healcore.jax.tree_nodes import Path, map_nodes, nodes
 
 STATE = "state"
 """Name of the only item of a state that is not a dictionary."""
@@ -33,13 +34,21 @@ _RESETS = "heal_reset_moments"
 class LiveState:
     """The state of a run as a pytree, such as a TrainState. `NnxLiveState` is for nnx objects.
 
+    The driver holds one of these. Programs keep their state in many forms: as a dictionary, a
+    dataclass, an Equinox module with functions among its leaves, or nnx objects. This class hides
+    the difference: `read` gives a tree of arrays, `write` takes one, and `items` and `restored` do
+    the same for the content of a checkpoint.
+
     The values of a dictionary are the items of a checkpoint, the same in every process.
+
+    Args:
+        state: the state as the program passes it to the Healer.
     """
 
     in_place = False
     """Whether a step updates the state in place."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: PyTree) -> None:
         self.state = state
         """The state as the user passed it."""
         self._named = type(state) is dict and all(isinstance(name, str) for name in state)
@@ -55,65 +64,120 @@ class LiveState:
         self._checked: Any = None
         """Structure and abstract values of the last state that passed `check_if_new`, or None."""
 
-    def read(self) -> Any:
-        """The state as a pytree of arrays, with optax's own state types. Copies nothing.
+    def read(self) -> PyTree:
+        """Returns the state as a pytree of arrays, with optax's own state types. Copies nothing.
 
         Static leaves, such as the functions of an Equinox module, are None, see `array_leaves`.
         """
-        return arrays_of(self.state) if self._has_static else self.state
-
-    def whole(self, tree: Any) -> Any:
-        """A tree with the structure of `read`, and with the program's own static leaves."""
-        return with_arrays(self.state, tree) if self._has_static else tree
-
-    def write(self, tree: Any) -> None:
-        """Replaces the state by a tree with the structure of `read`."""
-        self.state = self.whole(tree)
-
-    def copy_with(self, tree: Any) -> Any:
-        """A copy of the state as the user passed it, with the values of a tree as of `read`."""
-        return self.whole(tree)
-
-    def roots(self) -> Any:
-        """A cheap tree with each optimizer state at its path in `read`. Leaves need `array_of`."""
+        if self._has_static:
+            return arrays_of(self.state)
         return self.state
 
-    def trained(self, optimizer: str) -> Any:
-        """A tree that contains the parameters of an optimizer, for their names."""
+    def whole(self, tree: PyTree) -> PyTree:
+        """Adds the program's own static leaves to a tree, so that the program can use it.
+
+        Args:
+            tree: a tree with the structure of `read`.
+
+        Returns:
+            A tree in the form in which the program passed its state.
+        """
+        if self._has_static:
+            return with_arrays(self.state, tree)
+        return tree
+
+    def write(self, tree: PyTree) -> None:
+        """Replaces the state, after a rollback or another edit of the Healer.
+
+        Args:
+            tree: a tree with the structure of `read`.
+        """
+        self.state = self.whole(tree)
+
+    def copy_with(self, tree: PyTree) -> PyTree:
+        """Makes a second state, and leaves the live one as it is.
+
+        Args:
+            tree: a tree with the structure of `read`.
+
+        Returns:
+            A state in the form in which the program passed its own, with the values of `tree`.
+        """
+        return self.whole(tree)
+
+    def roots(self) -> PyTree:
+        """Returns a cheap tree with each optimizer state at its path in `read`.
+
+        Each step reads the engines' states from it, and `read` would copy a tree of nnx objects.
+        The leaves may be nnx Variables, so pass a leaf to `array_of`.
+        """
+        return self.state
+
+    def trained(self, optimizer: str) -> PyTree:
+        """Returns a tree that contains the parameters of an optimizer, to find their names.
+
+        Args:
+            optimizer: name of the item of the state that contains the optimizer.
+        """
+        del optimizer  # a pytree does not say which part of it an optimizer trains
         return self.read()
 
-    def batch_statistics(self) -> list[tuple[Any, ...]]:
-        """Path in `read` of each leaf of a part that is called `batch_stats`, as flax calls it."""
-        leaves = tree_leaves_with_path(self.read())
-        return [path for path, _ in leaves if any(_is_named(key, BATCH_STATS) for key in path)]
+    def batch_statistics(self) -> list[Path]:
+        """Finds the leaves of each part that is called `batch_stats`, as flax calls it.
+
+        A layer in evaluation mode reads them, so a comparison of weights replaces them too.
+
+        Returns:
+            The path in `read` of each leaf.
+        """
+        found = []
+        for path, _ in tree_leaves_with_path(self.read()):
+            if any(_is_named(key, BATCH_STATS) for key in path):
+                found.append(path)
+        return found
 
     def check_if_new(self) -> None:
         """Calls `check` if the structure or an `aval` differs from the last state that passed.
 
-        A compiled step returns the same `aval` objects, so that the comparison is fast.
+        Called after each step. A compiled step returns the same `aval` objects, so that the
+        comparison is fast.
+
+        Raises:
+            HealStateError: as in `check`.
         """
-        leaves, structure = jax.tree.flatten(self.read() if self.in_place else self.state)
+        if self.in_place:
+            tree = self.read()
+        else:
+            tree = self.state
+        leaves, structure = jax.tree.flatten(tree)
         found = structure, [getattr(leaf, "aval", type(leaf)) for leaf in leaves]
         if found != self._checked:
             self.check()
             self._checked = found
 
     def check(self) -> None:
-        """Raises HealStateError unless the leaves have the first state's paths, shapes and dtypes.
+        """Checks that the leaves have the first state's paths, shapes and dtypes.
 
-        A step may widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
+        A state of another form would be saved, and no program could load the checkpoint. A step may
+        widen a dtype, as the first steps of `optax.inject_hyperparams` and Prodigy do.
+
+        Raises:
+            HealStateError: a leaf is new, missing, or of another shape or dtype.
         """
         new = _avals(self.read())
         known = self._avals
-        known |= {path: each for path, each in new.items() if _widens(known.get(path), each)}
-        forms, wanted = ({p: _form(e) for p, e in avals.items()} for avals in (new, known))
-        wrong = [path for path in {**wanted, **forms} if forms.get(path) != wanted.get(path)]
-        if wrong:
-            differences = [
-                f"state{path} is {forms.get(path, 'missing')}, and was "
-                f"{wanted.get(path, 'not present')}"
-                for path in wrong
-            ]
+        for path, aval in new.items():
+            if _widens(known.get(path), aval):
+                known[path] = aval
+        forms = {path: _form(aval) for path, aval in new.items()}
+        wanted = {path: _form(aval) for path, aval in known.items()}
+        differences = []
+        for path in {**wanted, **forms}:
+            form = forms.get(path, "missing")
+            known_form = wanted.get(path, "not present")
+            if form != known_form:
+                differences.append(f"state{path} is {form}, and was {known_form}")
+        if differences:
             raise HealStateError(
                 "update takes the state with the structure, shapes and dtypes of the first state: "
                 f"{first_of(differences, separator='; ')}. Nothing was saved or replaced. Return "
@@ -123,33 +187,50 @@ class LiveState:
             )
 
     def items(self) -> dict[str, Any]:
-        """The items of a checkpoint by name, without healing states. Copies nothing.
+        """Returns the items of a checkpoint, without healing states. Copies nothing.
 
-        Raises HealStateError like `check`.
+        Returns:
+            Name of an item -> tree, and `SIDE_STATE` -> `SideState`.
+
+        Raises:
+            HealStateError: as in `check`.
         """
         self.check_if_new()
         tree = self.read()
-        whole, bare = map(tree_leaves_with_path, (tree, without_heal_state(tree)))
-        kept = [(p, e) for p, e in bare if is_number(e) or _is_widened(p, e, self._first)]
-        kept += [(path, leaf) for path, leaf in whole if _is_of_protect(path)]
+        kept = {}
+        for path, leaf in tree_leaves_with_path(without_heal_state(tree)):
+            if is_number(leaf) or _is_widened(path, leaf, self._first):
+                kept[keystr(path)] = leaf
+        for path, leaf in tree_leaves_with_path(tree):
+            if _is_of_protect(path):
+                kept[keystr(path)] = leaf
         # SIDE_STATE also if empty: a new process does not know which leaves a later step widens.
-        return {**self._saved(), SIDE_STATE: SideState({keystr(p): leaf for p, leaf in kept})}
+        return {**self._saved(), SIDE_STATE: SideState(kept)}
 
     def restored(self, items: Mapping[str, Any]) -> Any:
         """Makes a tree of a checkpoint's items and the live healing states.
 
         The store has checked that the items fit `items`. Zeroes the accumulators of
         optax.MultiSteps, because a NaN would stay in them.
+
+        Args:
+            items: the items of a checkpoint, as `items` has made them.
+
+        Returns:
+            A tree for `write` or `copy_with`.
         """
         tree = self.read()
         bare = without_heal_state(tree)
-        saved = {name: items[name] for name in bare} if self._named else items[STATE]
+        if self._named:
+            saved = {name: items[name] for name in bare}
+        else:
+            saved = items[STATE]
         side_state = items.get(SIDE_STATE, {})
 
-        def restored(path: Any, new: Any, live: Any) -> Any:
+        def restored(path: Path, new: Any, live: Any) -> Any:
             return as_live(side_state.get(keystr(path), new), live)
 
-        def with_side_state(path: Any, live: Any) -> Any:
+        def with_side_state(path: Path, live: Any) -> Any:
             if not _is_of_protect(path):
                 return live
             # The initial value, False, if the checkpoint lacks this field.
@@ -163,41 +244,64 @@ class LiveState:
         """The items with the first state's dtypes: every checkpoint fits a new process."""
         tree = without_heal_state(self.read())
 
-        def saved(path: Any, leaf: Any) -> Any:
-            leaf = _as_saved(leaf)
+        def saved(path: Path, leaf: Leaf) -> Any:
+            leaf = as_saved(leaf)
             if not _is_widened(path, leaf, self._first):
                 return leaf
             # An Inf by overflow would make the checkpoint count as bad.
             return jnp.nan_to_num(leaf.astype(self._first[keystr(path)].dtype))
 
         tree = tree_map_with_path(saved, tree)
-        return dict(tree) if self._named else {STATE: tree}
+        if self._named:
+            return dict(tree)
+        return {STATE: tree}
 
     def changed_texts(self) -> list[str]:
-        """Paths of the texts in the state that the program has changed, reported once.
+        """Finds the texts in the state that the program has changed.
 
-        A restart does not know the new text, because a checkpoint holds no static leaves.
+        A restart does not know the new text, because a checkpoint holds no static leaves. So the
+        driver warns of it.
+
+        Returns:
+            The paths of these texts. Empty after a call that has found some.
         """
         now = _texts(self.state)
         changed = [path for path, text in self._texts.items() if now.get(path) != text]
-        self._texts = {} if changed else self._texts
+        if changed:
+            self._texts = {}
         return changed
 
     def between_steps(self) -> bool:
-        """Whether nothing is accumulated. One sync if the optimizer accumulates."""
+        """Whether no optax.MultiSteps has accumulated gradients that no step has used yet.
+
+        A checkpoint in the middle of an accumulation would lose these gradients. One sync if the
+        optimizer accumulates.
+        """
         if not self._accumulates:
             return True
-        steps = nodes(optax.MultiStepsState, self.read())
-        return not any(jax.device_get(each.mini_step) for _, each in steps)
+        for _, accumulator in nodes(optax.MultiStepsState, self.read()):
+            if jax.device_get(accumulator.mini_step):
+                return False
+        return True
 
 
 class NnxLiveState(LiveState):
-    """The state of a run as a mapping of names to pytrees and nnx objects, updated in place."""
+    """The state of a run as a mapping of names to pytrees and nnx objects, updated in place.
+
+        state = {"model": model, "optimizer": optimizer}
+
+    A step changes the Variables of these objects, and the program keeps the objects. So `write`
+    sets the Variables instead of replacing the state.
+    """
 
     in_place = True
 
     def read(self) -> Any:
-        """The state as a pytree of the Variables' current arrays."""
+        """Returns the state as a pytree of the Variables' current arrays.
+
+        Optimizer states keep optax's own types, and sown values (`nnx.Intermediate`) are left out,
+        because their structure changes from call to call.
+        """
         from flax import nnx
 
         def arrays(live: Any) -> Any:
@@ -208,15 +312,24 @@ class NnxLiveState(LiveState):
             # nnx.state would convert optax's named tuples to dictionaries.
             # A ModelAndOptimizer contains the model, which may have a name of its own.
             model = getattr(live, "model", None)
-            named = {"model"} if any(model is each for each in self.state.values()) else set()
-            flat = nnx.to_flat_state(nnx.state(live))
-            rest = nnx.from_flat_state([x for x in flat if x[0][0] not in {"opt_state", *named}])
+            elsewhere = {"opt_state"}
+            if any(model is other for other in self.state.values()):
+                elsewhere.add("model")
+            kept = []
+            for path, value in nnx.to_flat_state(nnx.state(live)):
+                if path[0] not in elsewhere:
+                    kept.append((path, value))
+            rest = nnx.from_flat_state(kept)
             return {"opt_state": _arrays(live.opt_state), "rest": _arrays(rest)}
 
         return {name: arrays(live) for name, live in self.state.items()}
 
-    def write(self, tree: Any) -> None:
-        """Sets the Variables of nnx objects, and replaces pytrees."""
+    def write(self, tree: PyTree) -> None:
+        """Sets the Variables of nnx objects, and replaces pytrees.
+
+        Args:
+            tree: a tree with the structure of `read`.
+        """
         from flax import nnx
 
         for name, new in tree.items():
@@ -230,8 +343,15 @@ class NnxLiveState(LiveState):
             else:
                 self.state[name] = with_arrays(live, new)
 
-    def copy_with(self, tree: Any) -> Any:
-        """New nnx objects. The objects of the user keep their values."""
+    def copy_with(self, tree: PyTree) -> Any:
+        """Makes new nnx objects. The objects of the user keep their values.
+
+        Args:
+            tree: a tree with the structure of `read`.
+
+        Returns:
+            A mapping of the same names to the new objects.
+        """
         from flax import nnx
 
         copy = NnxLiveState(nnx.clone(self.state))  # together, because objects may share Variables
@@ -239,44 +359,66 @@ class NnxLiveState(LiveState):
         return copy.state
 
     def roots(self) -> Any:
-        """The optimizer states with Variables as leaves."""
+        """Returns the optimizer states with Variables as leaves, without a copy of the model."""
         from flax import nnx
 
-        return {
-            name: {"opt_state": live.opt_state} if isinstance(live, nnx.Optimizer) else live
-            for name, live in self.state.items()
-        }
+        roots = {}
+        for name, live in self.state.items():
+            if isinstance(live, nnx.Optimizer):
+                roots[name] = {"opt_state": live.opt_state}
+            else:
+                roots[name] = live
+        return roots
 
     def trained(self, optimizer: str) -> Any:
-        """The Variables of each module that the optimizer of this name trains."""
+        """Returns the Variables of each module that the optimizer of this name trains.
+
+        Args:
+            optimizer: name of an item of the state. The optimizer's `wrt` says which Variables.
+        """
         from flax import nnx
 
         wrt = getattr(self.state.get(optimizer), "wrt", nnx.Param)
-        return {
-            name: _arrays(nnx.state(each, wrt))
-            for name, each in self.state.items()
-            if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
-        }
+        return self._variables(wrt)
 
-    def batch_statistics(self) -> list[tuple[Any, ...]]:
-        """Also the path of each `nnx.BatchStat`, in `read`."""
+    def batch_statistics(self) -> list[Path]:
+        """Finds the leaves of parts called `batch_stats`, and each `nnx.BatchStat`.
+
+        Returns:
+            The path in `read` of each leaf.
+        """
         from flax import nnx
 
-        found = {
-            name: _arrays(nnx.state(each, nnx.BatchStat))
-            for name, each in self.state.items()
-            if isinstance(each, nnx.Pytree) and not isinstance(each, nnx.Optimizer)
-        }
-        return [*super().batch_statistics(), *(path for path, _ in tree_leaves_with_path(found))]
+        found = super().batch_statistics()
+        for path, _ in tree_leaves_with_path(self._variables(nnx.BatchStat)):
+            found.append(path)
+        return found
+
+    def _variables(self, kind: Any) -> dict[str, PyTree]:
+        """Name of each module -> arrays of its Variables of a kind. Optimizers are no modules."""
+        from flax import nnx
+
+        found = {}
+        for name, live in self.state.items():
+            if isinstance(live, nnx.Pytree) and not isinstance(live, nnx.Optimizer):
+                found[name] = _arrays(nnx.state(live, kind))
+        return found
 
 
-def live_state_of(state: Any) -> LiveState:
-    """Wraps a user's state. Raises HealStateError for nnx objects without names."""
+def live_state_of(state: PyTree) -> LiveState:
+    """Wraps the state that a program passes to the Healer.
+
+    Args:
+        state: a pytree, or a mapping of names to pytrees and nnx objects.
+
+    Raises:
+        HealStateError: nnx objects are not the values of a mapping, so that they have no names.
+    """
     nnx = sys.modules.get("flax.nnx")  # if not imported, the state cannot contain nnx objects
     if nnx is None:
         return LiveState(state)
 
-    def is_object(node: Any) -> bool:
+    def is_object(node: PyTree) -> bool:
         return isinstance(node, nnx.Pytree) and not isinstance(node, (nnx.State, nnx.Variable))
 
     if isinstance(state, Mapping) and any(map(is_object, state.values())):
@@ -289,98 +431,71 @@ def live_state_of(state: Any) -> LiveState:
     return LiveState(state)
 
 
-def array_of(leaf: Any) -> Any:
-    """The array of a leaf of `LiveState.roots`, which may be an nnx.Variable."""
+def array_of(leaf: Leaf) -> Any:
+    """Returns the array of a leaf of `LiveState.roots`, which may be an nnx.Variable.
+
+    Args:
+        leaf: an array or a Variable.
+    """
     nnx = sys.modules.get("flax.nnx")  # as in `_is_variable`, without a call: each step asks
     if nnx is not None and isinstance(leaf, nnx.Variable):
         return leaf[...]
     return leaf
 
 
-def _arrays(tree: Any) -> Any:
+def _arrays(tree: PyTree) -> PyTree:
+    """The tree with the array of each Variable in its place."""
     return jax.tree.map(array_of, tree, is_leaf=_is_variable)
 
 
-def _is_variable(node: Any) -> bool:
+def _is_variable(node: PyTree) -> bool:
+    """Whether a node is an nnx.Variable. Does not import flax."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(node, nnx.Variable)
 
 
 class SideState:
-    """What the other items cannot hold: Python numbers, `_RESETS` fields and widened leaves."""
+    """The item of a checkpoint with what the other items cannot hold.
 
-    optional = True  # checkpoints of a run without healcore lack this item
+    The other items have the form of a plain run's checkpoint, so that a program without healcore
+    can load them. They have arrays in the place of Python numbers, the first state's dtypes, and
+    no fields of healcore. This item has the Python numbers, the leaves that a step has widened, and
+    `ProtectState.heal_reset_moments`.
+
+    Args:
+        kept: path in the state -> value.
+    """
+
+    optional = True
+    """A checkpoint of a run without healcore lacks this item, and can be restored."""
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self._kept = kept
 
     def state_dict(self) -> dict[str, Any]:
-        """Path in the state -> value."""
+        """Returns path in the state -> value; the store calls it, as for any object."""
         return self._kept
 
 
-def as_live(new: Any, live: Any) -> Any:
-    """Converts a restored leaf to the form of the live leaf: a number, or a donatable array.
-
-    Keeps the saved dtype. It differs from the live one if a step between them has widened it.
-    """
-    dtype = getattr(new, "dtype", None)
-    if is_number(live):
-        if dtype in (None, _as_saved(live).dtype):
-            return type(live)(np.asarray(new).item())
-        return jnp.asarray(new)
-    if not isinstance(live, jax.Array):
-        return new
-    if jnp.issubdtype(live.dtype, jax.dtypes.prng_key):
-        data = _put_like(jax.random.key_data(new), live)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
-    if not isinstance(new, jax.Array):
-        new = np.asarray(new, dtype or live.dtype)
-    new = _put_like(new, live)
-    if not live.weak_type or new.weak_type:
-        return new
-    weak = jnp.full(new.shape, 0.0 if jnp.issubdtype(new.dtype, jnp.floating) else 0)
-    return new if weak.dtype != new.dtype else weak.at[...].set(new)  # no weak type of this dtype
-
-
-def _put_like(new: Any, live: jax.Array) -> jax.Array:
-    """Puts an array on the devices of the live array, with the same commitment."""
-    if not live.committed and not (isinstance(new, jax.Array) and not new.committed):
-        return jnp.asarray(np.asarray(new))  # only an array from the host is uncommitted
-    is_there = isinstance(new, jax.Array) and new.committed == live.committed
-    return new if is_there and new.sharding == live.sharding else jax.device_put(new, live.sharding)
-
-
-def _is_widened(path: Any, leaf: Any, first: Mapping[str, Any]) -> bool:
+def _is_widened(path: Path, leaf: Leaf, first: Mapping[str, Any]) -> bool:
     """Whether a leaf of the bare state has another dtype than in the first state."""
     return isinstance(leaf, jax.Array) and leaf.dtype != first[keystr(path)].dtype
 
 
-def _as_saved(leaf: Any) -> Any:
-    """Converts a Python number to an array for a checkpoint, as `jit` does.
-
-    A TrainState's `step` is a number at the start and an array after the first compiled step, and
-    both must have the same form. `SideState` keeps the number.
-    """
-    if not is_number(leaf):
-        return leaf
-    zero = jnp.asarray(type(leaf)())
-    if zero.dtype == jnp.bool_:
-        return jnp.asarray(leaf)
-    limits = jnp.finfo(zero.dtype) if type(leaf) is float else jnp.iinfo(zero.dtype)
-    # An Inf, for instance by overflow, would make the checkpoint count as bad.
-    return jnp.asarray(leaf) if abs(leaf) <= limits.max else zero
-
-
 def _empty_accumulator(accumulator: optax.MultiStepsState) -> optax.MultiStepsState:
-    count, gradients = jax.tree.map(
-        lambda leaf: as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf),
-        (accumulator.mini_step, accumulator.acc_grads),
+    """The state of an optax.MultiSteps at the start of an accumulation."""
+
+    def zeros(leaf: jax.Array) -> jax.Array:
+        return as_live(jnp.zeros(leaf.shape, leaf.dtype), leaf)
+
+    return accumulator._replace(
+        mini_step=jax.tree.map(zeros, accumulator.mini_step),
+        acc_grads=jax.tree.map(zeros, accumulator.acc_grads),
     )
-    return accumulator._replace(mini_step=count, acc_grads=gradients)
 
 
-def _is_of_protect(path: tuple[Any, ...]) -> bool:
+def _is_of_protect(path: Path) -> bool:
+    """Whether a path leads to `ProtectState.heal_reset_moments`."""
     return bool(path) and getattr(path[-1], "name", None) == _RESETS
 
 
@@ -389,25 +504,36 @@ def _is_named(key: Any, name: str) -> bool:
     return name in (getattr(key, "name", None), getattr(key, "key", None))
 
 
-def _texts(state: Any) -> dict[str, str | bytes]:
-    leaves = tree_leaves_with_path(state)
-    return {keystr(path): leaf for path, leaf in leaves if isinstance(leaf, str | bytes)}
+def _texts(state: PyTree) -> dict[str, str | bytes]:
+    """Path -> text, of the leaves that are texts."""
+    found = {}
+    for path, leaf in tree_leaves_with_path(state):
+        if isinstance(leaf, str | bytes):
+            found[keystr(path)] = leaf
+    return found
 
 
-def _avals(tree: Any) -> dict[str, Any]:
+def _avals(tree: PyTree) -> dict[str, Any]:
     """Path -> abstract value of the leaf."""
-    saved = ((keystr(path), _as_saved(leaf)) for path, leaf in tree_leaves_with_path(tree))
-    return {path: getattr(leaf, "aval", leaf) for path, leaf in saved}
+    found = {}
+    for path, leaf in tree_leaves_with_path(tree):
+        saved = as_saved(leaf)
+        found[keystr(path)] = getattr(saved, "aval", saved)
+    return found
 
 
 def _widens(old: Any, new: Any) -> bool:
     """Whether the dtype of `new` holds every number of `old`, or the type of `old` is weak."""
-    kinds = [getattr(each, "dtype", np.dtype(object)) for each in (old, new)]
-    if not all(jnp.issubdtype(kind, jnp.number) for kind in kinds) or old.shape != new.shape:
+    before = getattr(old, "dtype", np.dtype(object))
+    after = getattr(new, "dtype", np.dtype(object))
+    are_numbers = jnp.issubdtype(before, jnp.number) and jnp.issubdtype(after, jnp.number)
+    if not are_numbers or old.shape != new.shape:
         return False
-    return getattr(old, "weak_type", False) or jnp.promote_types(*kinds) == kinds[1]
+    return getattr(old, "weak_type", False) or jnp.promote_types(before, after) == after
 
 
-def _form(leaf: Any) -> str:
+def _form(leaf: Leaf) -> str:
     """Dtype and shape."""
-    return f"{leaf.dtype}{tuple(leaf.shape)}" if hasattr(leaf, "dtype") else "no array"
+    if not hasattr(leaf, "dtype"):
+        return "no array"
+    return f"{leaf.dtype}{tuple(leaf.shape)}"

@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from healcore.jax.array_leaves import Leaf, PyTree
 from healcore.jax.driver.live_state import LiveState
-from healcore.jax.heal_state import is_optax_state, nodes
+from healcore.jax.heal_state import is_optax_state
 from healcore.jax.opt_state import without_heal_state
 from healcore.jax.transform import ProtectState
+from healcore.jax.tree_nodes import Path, nodes
 from healcore.runtime.data.positions import DataError
 from healcore.runtime.driver import DIGESTED, WeightsChanged
 
@@ -50,8 +52,14 @@ class JaxWeights:
 
     def __init__(self, live: LiveState, candidates: Sequence[Sequence[Part]]) -> None:
         self._live = live
-        known = candidates if all(candidates) else []
-        self._paths = {path for parts in known for part in parts for path in part}
+        known: Sequence[Sequence[Part]] = []
+        if all(candidates):
+            known = candidates
+        self._paths: set[str] = set()
+        """Paths of all parts that may be parameters. Empty if they are unknown."""
+        for parts in known:
+            for part in parts:
+                self._paths.update(part)
         self._averages = frozenset[str]()
         """Paths that are known not to be trained."""
         self._mixed = mixed_groups(known, self.arrays())
@@ -60,20 +68,35 @@ class JaxWeights:
         """Path of each array of batch statistics -> paths of the parameters to which it belongs."""
 
     def copy(self) -> dict[str, Any]:
-        """Path -> copy of each array of the weights, in host memory."""
+        """Copies the weights into host memory, to compare later weights with them.
+
+        Returns:
+            Path -> copy of each array. The copies stay valid when a step donates the state.
+        """
         return {path: _copy(leaf) for path, leaf in self._weights().items()}
 
     def digest(self) -> str:
-        """See `Driver.settings`. One sync per parameter."""
+        """Returns a digest of some values of each parameter, see `Driver.settings`.
+
+        It shows after a crash whether the program has started with other initial weights. One sync
+        per parameter.
+        """
         found = hashlib.blake2b(digest_size=8)
         for leaf in self.arrays().values():
-            part = leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+            part = leaf
+            if isinstance(leaf, jax.Array):
+                part = leaf.addressable_data(0)
             flat = np.asarray(jax.device_get(part)).reshape(-1)
-            found.update(flat[:: max(1, flat.size // DIGESTED)][:DIGESTED].tobytes())
+            interval = max(1, flat.size // DIGESTED)
+            found.update(flat[::interval][:DIGESTED].tobytes())
         return found.hexdigest()
 
     def nonfinite(self) -> list[str]:
-        """Paths of the parameters with a NaN or Inf, averages included."""
+        """Finds the parameters with a NaN or Inf, averages included. One sync.
+
+        Returns:
+            Their paths, such as ``['params']['w']``.
+        """
         found = {path: jnp.isfinite(leaf).all() for path, leaf in self.arrays().items()}
         return [path for path, finite in jax.device_get(found).items() if not finite]
 
@@ -88,48 +111,80 @@ class JaxWeights:
     ) -> list[Any]:
         """Calls `loss_fn(state, batch)` for each batch, or `loss_fn(batch)` for nnx objects.
 
-        Replaces the current weights by `weights`, but keeps the random keys of the state.
+        Replaces the current weights by `weights`, but keeps the random keys of the state. The
+        live state is the same afterwards, also if `loss_fn` raises.
+
+        Args:
+            loss_fn: the program's function.
+            batches: the batches to evaluate.
+            weights: a result of `copy`, or None for the current weights.
+            redraw: whether other random keys are used, to see by how much the loss varies.
+
+        Returns:
+            The results of `loss_fn` in host memory, one for each batch.
+
+        Raises:
+            WeightsChanged: the parameters have other names or shapes than `weights`.
+            DataError: a step has donated a batch.
         """
         weights = weights or {}
-        shapes = {path: getattr(leaf, "shape", None) for path, leaf in weights.items()}
-        if weights and any(shapes.get(k) != leaf.shape for k, leaf in self._weights().items()):
-            raise WeightsChanged
-        leaves = jax.tree.leaves(batches)
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            raise DataError("the step has donated the batch: remove it from donate_argnums")
-        live, in_place = self._live.read(), self._live.in_place
+        if weights:
+            for path, leaf in self._weights().items():
+                if getattr(weights.get(path), "shape", None) != leaf.shape:
+                    raise WeightsChanged
+        for leaf in jax.tree.leaves(batches):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise DataError("the step has donated the batch: remove it from donate_argnums")
+        live = self._live.read()
+        in_place = self._live.in_place
         replaced = self._without_averages(weights)
         if redraw:
-            leaves = tree_leaves_with_path(live)
-            replaced |= {keystr(path): _other_key(leaf) for path, leaf in leaves}
+            for path, leaf in tree_leaves_with_path(live):
+                replaced[keystr(path)] = _other_key(leaf)
         state = _with(live, replaced)
         try:
             if in_place and replaced:
                 self._live.write(state)
-            arguments = () if in_place else (self._live.whole(state),)
+            arguments = ()
+            if not in_place:
+                arguments = (self._live.whole(state),)
             return [jax.device_get(loss_fn(*arguments, batch)) for batch in batches]
         finally:
             if in_place:
                 self._live.write(live)
 
-    def arrays(self, tree: Any = None) -> dict[str, Any]:
-        """Path -> parameter (or floating array, if unknown), in the same order in all processes.
+    def arrays(self, tree: PyTree = None) -> dict[str, Any]:
+        """Finds the parameters, or all floating arrays if the parameters are unknown.
 
         The healing states do not count: they contain norms of gradients that were not applied.
+
+        Args:
+            tree: a state, or None for the live state.
+
+        Returns:
+            Path -> array, in the same order in all processes.
         """
-        tree = without_heal_state(self._live.read() if tree is None else tree)
-        leaves = {keystr(path): leaf for path, leaf in tree_leaves_with_path(tree)}
-        if self._paths:
-            return {path: leaf for path, leaf in leaves.items() if path in self._paths}
-        kinds = {path: getattr(leaf, "dtype", np.dtype(object)) for path, leaf in leaves.items()}
-        return {k: leaf for k, leaf in leaves.items() if jnp.issubdtype(kinds[k], jnp.floating)}
+        if tree is None:
+            tree = self._live.read()
+        found = {}
+        for path, leaf in tree_leaves_with_path(without_heal_state(tree)):
+            name = keystr(path)
+            if self._paths:
+                is_wanted = name in self._paths
+            else:
+                is_wanted = _is_floating(leaf)
+            if is_wanted:
+                found[name] = leaf
+        return found
 
     def _weights(self) -> dict[str, Any]:
         """Path -> parameter that may be trained, or array of batch statistics."""
         found = self.arrays()
         if self._owners:
-            leaves = tree_leaves_with_path(self._live.read())
-            found |= {name: x for path, x in leaves if (name := keystr(path)) in self._owners}
+            for path, leaf in tree_leaves_with_path(self._live.read()):
+                name = keystr(path)
+                if name in self._owners:
+                    found[name] = leaf
         return {path: leaf for path, leaf in found.items() if not self._is_average(path)}
 
     def _is_average(self, path: str) -> bool:
@@ -158,27 +213,36 @@ def _owners(live: LiveState, parameters: Collection[str]) -> dict[str, frozenset
     leaves: dict[Any, Any] = dict(tree_leaves_with_path(tree))
     within: dict[Any, set[str]] = {}
     for path in leaves:
-        if (name := keystr(path)) in parameters:
+        name = keystr(path)
+        if name in parameters:
             for depth in range(len(path) + 1):
                 within.setdefault(path[:depth], set()).add(name)
     optimizers = {path for path, _ in nodes(_is_of_optimizer, tree)}
     found = {}
     for path in live.batch_statistics():
         parts = [path[:depth] for depth in reversed(range(len(path)))]
-        dtype = getattr(leaves[path], "dtype", np.dtype(object))
         if path in within or not optimizers.isdisjoint(parts):
             continue
-        if jnp.issubdtype(dtype, jnp.floating):
-            owners = next((within[part] for part in parts if part in within), None)
-            found |= {} if owners is None else {keystr(path): frozenset(owners)}
+        if not _is_floating(leaves[path]):
+            continue
+        for part in parts:  # the innermost part first
+            if part in within:
+                found[keystr(path)] = frozenset(within[part])
+                break
     return found
 
 
-def _is_of_optimizer(node: Any) -> bool:
+def _is_floating(leaf: Leaf) -> bool:
+    """Whether a leaf is an array of a floating dtype."""
+    return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jnp.floating)
+
+
+def _is_of_optimizer(node: PyTree) -> bool:
+    """Whether a node is a state of optax or of `protect`."""
     return is_optax_state(node) or isinstance(node, ProtectState)
 
 
-def _copy(leaf: Any) -> Any:
+def _copy(leaf: Leaf) -> Any:
     """A copy in host memory, which a donation of the state does not delete."""
     if not isinstance(leaf, jax.Array):
         return leaf
@@ -187,52 +251,79 @@ def _copy(leaf: Any) -> Any:
     return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
 
 
-def _other_key(leaf: Any) -> Any:
+def _other_key(leaf: Leaf) -> Any:
     """Another random key, or the leaf if it is no key. Raw keys and counts of keys are uint32."""
     kind = getattr(leaf, "dtype", None)
     if kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key):
         data = _other_key(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    return leaf + 1 if kind == np.uint32 else leaf
+    if kind == np.uint32:
+        return leaf + 1
+    return leaf
 
 
 def _with(live: Any, weights: Mapping[str, Any]) -> Any:
     """Replaces leaves of a state by `weights`."""
 
-    def one(path: Any, leaf: Any) -> Any:
+    def replaced(path: Path, leaf: Leaf) -> Any:
         saved = weights.get(keystr(path), leaf)
-        moved = isinstance(saved, jax.Array) and saved is not leaf
-        return jax.device_put(saved, leaf.sharding) if moved else saved
+        if isinstance(saved, jax.Array) and saved is not leaf:
+            return jax.device_put(saved, leaf.sharding)
+        return saved
 
-    return tree_map_with_path(one, live)
+    return tree_map_with_path(replaced, live)
 
 
 class PartGroup(NamedTuple):
-    """Parts with tensors of the same shapes, and how many of these parts are trained."""
+    """Parts with tensors of the same shapes, and how many of these parts are trained.
+
+    For example the parameters, and an average of them in the same state: two parts, one trained.
+    """
 
     parts: Sequence[Part]
+    """The parts, of which the movement has to show which are trained."""
     trained: int
+    """Number of trained parts: as many as optimizers have parameters of these shapes."""
 
 
 def mixed_groups(fitting: Iterable[Iterable[Part]], tensors: Mapping[str, Any]) -> list[PartGroup]:
-    """The groups of which not all parts are trained. `fitting` are the parts for each optimizer."""
+    """Groups the parts by their shapes, and returns the groups of which not all parts are trained.
+
+    Args:
+        fitting: for each optimizer, the parts that may be its parameters.
+        tensors: path -> tensor, of all these parts.
+
+    Returns:
+        The groups for `untrained`. Empty if each part is trained, as in most runs.
+    """
     groups: dict[Any, Counter[Part]] = {}
-    for part in (part for parts in fitting for part in parts):
-        shapes = tuple(jnp.shape(tensors[name]) for name in part)
-        groups.setdefault(shapes, Counter())[part] += 1
-    found = [PartGroup(list(parts), max(parts.values())) for parts in groups.values()]
-    return [each for each in found if len(each.parts) > each.trained]
+    for parts in fitting:
+        for part in parts:
+            shapes = tuple(jnp.shape(tensors[name]) for name in part)
+            groups.setdefault(shapes, Counter())[part] += 1
+    mixed = []
+    for counts in groups.values():
+        group = PartGroup(list(counts), max(counts.values()))
+        if len(group.parts) > group.trained:
+            mixed.append(group)
+    return mixed
 
 
 def untrained(
     among: Sequence[PartGroup], before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """Paths of the tensors that are not trained, or None if the movement does not show them.
+    """Finds the tensors that are not trained, by the movement of the parts.
+
+    An average moves towards the parameters, so it comes nearer to another part by most of its
+    movement. The parameters move ahead of it. A frozen copy does not move.
 
     Args:
         among: result of `mixed_groups`.
         before: path -> earlier tensor.
         now: path -> current tensor, several steps later.
+
+    Returns:
+        Paths of these tensors, or None if the movement does not show them clearly.
     """
     found: list[str] = []
     for parts, trained in among:
@@ -240,7 +331,9 @@ def untrained(
         last, first = sorted(shares.values())[trained - 1 : trained + 1]
         if not first - last > _CLEAR:  # also if NaN
             return None
-        found += [name for part in parts if shares[part] >= first for name in part]
+        for part in parts:
+            if shares[part] >= first:
+                found += part
     return frozenset(found)
 
 
@@ -250,11 +343,18 @@ def _share_towards_others(
     """Largest share of a part's movement that has brought it nearer to another, or Inf at rest."""
 
     def distance(tensors: Mapping[str, Any], other: Part) -> jax.Array:
-        pairs = zip(part, other, strict=True)
-        gaps = [jnp.asarray(tensors[a], jnp.float32) - now[b] for a, b in pairs]
-        return jnp.sqrt(sum(jnp.square(gap).sum() for gap in gaps))
+        squares: Any = 0
+        for name, other_name in zip(part, other, strict=True):
+            gap = jnp.asarray(tensors[name], jnp.float32) - now[other_name]
+            squares += jnp.square(gap).sum()
+        return jnp.sqrt(squares)
 
-    others = [each for each in parts if each != part]
-    nearer = jnp.stack([distance(before, each) - distance(now, each) for each in others]).max()
-    moved, nearer = map(float, jax.device_get((distance(before, part), nearer)))
-    return nearer / moved if moved else math.inf
+    approaches = []
+    for other in parts:
+        if other != part:
+            approaches.append(distance(before, other) - distance(now, other))
+    largest = jnp.stack(approaches).max()
+    moved, nearer = map(float, jax.device_get((distance(before, part), largest)))
+    if not moved:
+        return math.inf
+    return nearer / moved

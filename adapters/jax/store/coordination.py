@@ -58,7 +58,13 @@ class CoordinatedRanks:
         self._failure: RankFailed | None = None
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, on every rank.
+        """Returns every rank's item, on every rank. All ranks have to call it, in the same order.
+
+        Args:
+            item: any value that pickle can store. The other ranks unpickle it.
+
+        Returns:
+            The items, by rank.
 
         Raises:
             RankFailed: a process did not join this exchange or an earlier exchange in time.
@@ -76,11 +82,21 @@ class CoordinatedRanks:
         return items
 
     def call_together(self) -> None:
-        """Requests the next exchange from all processes; see `called_together`."""
+        """Requests the next exchange from all processes; see `called_together`.
+
+        A process that needs an exchange cannot begin it alone, because the other processes would
+        not join it. It publishes a key, and each process looks for this key at times.
+        """
         self._client.key_value_set_bytes(self._request_key(), b"", allow_overwrite=True)
 
     def called_together(self) -> bool:
-        """Whether any process has requested the next exchange. Does not wait."""
+        """Whether any process has requested the next exchange by `call_together`. Does not wait.
+
+        A process that reads True calls `gather`, for which the other processes wait.
+
+        Raises:
+            jax.errors.JaxRuntimeError: the coordination service has ended.
+        """
         try:
             self._client.key_value_try_get_bytes(self._request_key())
         except jax.errors.JaxRuntimeError as error:
@@ -105,7 +121,11 @@ class CoordinatedRanks:
 
 
 def coordination_client() -> Any:
-    """JAX's client of its coordination service. Raises StoreError if it does not exist."""
+    """Returns JAX's client of its coordination service.
+
+    Raises:
+        StoreError: the program has not called `jax.distributed.initialize`.
+    """
     from jax._src import distributed  # no public function returns the client
 
     client = distributed.global_state.client
@@ -128,7 +148,16 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 class VoteMarks:
-    """The marks of one run. Every process creates one, at the same position in the program."""
+    """Marks the dispatches of one run after which all processes vote.
+
+    Every process creates one object, at the same position in the program. If one process decides
+    to stop, for example at SIGTERM, the others have to hear of it at the same dispatch. Otherwise
+    they wait in a collective of the next step for a process that has left:
+
+        process 0   request()      thread: call_together()
+        both        threads see the request, gather the numbers of begun dispatches: 7 and 8
+        both        dispatch 9 is marked, which no process has begun; both vote after it
+    """
 
     def __init__(self) -> None:
         self._ranks = CoordinatedRanks(timeout_s=_EXCHANGE_TIMEOUT_S)
@@ -141,11 +170,20 @@ class VoteMarks:
         self._thread: threading.Thread | None = None
 
     def request(self) -> None:
-        """Requests a vote. Lock-free, for calls in signal handlers."""
+        """Requests a vote. Lock-free, because a signal handler calls it.
+
+        A signal may interrupt the thread that holds a lock, and a handler that waits for this lock
+        never returns. So this method only sets a time, and the thread publishes the request.
+        """
         self._due = 0.0
 
     def begin_dispatch(self) -> Callable[[], bool]:
-        """Counts a dispatch, and returns a function that tells whether a vote follows it."""
+        """Counts a dispatch, before which the thread may still mark it.
+
+        Returns:
+            A function that tells whether a vote follows this dispatch. Its answer is the same in
+            all processes once the records of the dispatch have been read.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="healcore-votes", daemon=True)
             self._thread.start()
@@ -155,7 +193,11 @@ class VoteMarks:
         return lambda: number in self._marked
 
     def close(self) -> None:
-        """Ends the thread, because a return from a C++ call during the program's exit can crash."""
+        """Ends the thread at the end of a run, and waits for it a few seconds.
+
+        A return from a C++ call during the program's exit can crash, so no thread may be in such a
+        call then.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S)

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ _thread = threading.local()
 
 
 class _JaxStore(CheckpointStore):
-    """A store of JAX states."""
+    """A store of JAX states, which also takes the state of a Healer as the program passed it."""
 
     def restore(self, step: int, like: Any) -> Restored:
         """Verifies a checkpoint and reads it, from memory if possible.
@@ -57,6 +57,9 @@ class _JaxStore(CheckpointStore):
             step: step of the checkpoint.
             like: the live state, or some of its names. It is not changed. The result has its
                 structure, shapes, dtypes and shardings.
+
+        Returns:
+            The state and the records of the checkpoint.
 
         Raises:
             CheckpointDamaged: the content differs from the saved content.
@@ -83,6 +86,9 @@ class _JaxStore(CheckpointStore):
 
 class MemoryStore(_JaxStore):
     """Stores copies of a JAX state in host memory. Copies of arrays on a GPU are pinned.
+
+    The store of a `Healer` without a directory: a rollback works, but a killed process loses the
+    copies.
 
     Args:
         keep: number of copies of each kind to keep. A save needs the memory of one more copy.
@@ -126,7 +132,9 @@ class OrbaxStore(_JaxStore):
     root: Path
 
     def __init__(self, root: str | os.PathLike[str], *, in_memory: Keep | None = None) -> None:
-        ranks = CoordinatedRanks() if jax.process_count() > 1 else None
+        ranks = None
+        if jax.process_count() > 1:
+            ranks = CoordinatedRanks()
         super().__init__(JaxFormat(ranks), root, keep=in_memory, ranks=ranks)
 
 
@@ -146,7 +154,7 @@ class _Layout(NamedTuple):
 
 
 class JaxFormat(ArrayFormat):
-    """Copies JAX states, and writes and reads their arrays with Orbax's handler.
+    """Copies JAX states for a store, and writes and reads their arrays with Orbax's handler.
 
     The parts of a leaf are this process's distinct shards, by (start, stop) per axis. Shards on a
     CPU are copied before `copy` returns, because the next step may reuse donated memory. JAX copies
@@ -160,14 +168,27 @@ class JaxFormat(ArrayFormat):
         self.arrays_by_rank = self._ranks.world == 1  # Orbax writes them from one process only
 
     def add(self, flat: FlatState, name: str, value: Any) -> None:
-        """Adds the entry and the arrays of a value. See `ArrayFormat.add`."""
+        """Adds the entry and the arrays of one item of the state. See `ArrayFormat.add`.
+
+        Args:
+            flat: the flat state to add to.
+            name: name of the item.
+            value: a pytree, or an object with `state_dict`.
+
+        Raises:
+            UnsavableState: the item is saved by each process separately and contains an array, and
+                the program has several processes.
+        """
         encode = functools.partial(_encode_array, flat)
         if not hasattr(value, "state_dict"):
             paths, flat.treedefs[name] = jax.tree_util.tree_flatten_with_path(value)
-            flat.entries[name] = {"leaves": (leaves := [])}
+            leaves = []
+            flat.entries[name] = {"leaves": leaves}
             for path, leaf in paths:
-                readable = jax.tree_util.keystr(path, simple=True, separator=".")
-                node = values.encode(leaf, (name, readable) if path else (name,), encode)
+                place: tuple[str, ...] = (name,)
+                if path:
+                    place = name, jax.tree_util.keystr(path, simple=True, separator=".")
+                node = values.encode(leaf, place, encode)
                 leaves.append([jax.tree_util.keystr(path), node])
             return
         flat.entries[name] = {"tree": values.encode(value.state_dict(), (name,), encode)}
@@ -180,32 +201,72 @@ class JaxFormat(ArrayFormat):
             flat.entries[name]["per_rank"] = True
 
     def on_cpu(self, part: Any) -> bool:
-        """Whether a shard is in host memory. Empty shards count as such."""
-        on_device = isinstance(part, jax.Array) and part.size
-        return not on_device or next(iter(part.devices())).platform == "cpu"
+        """Whether a shard is in host memory. Empty shards count as such.
+
+        A shard in host memory is copied at once, because the next step may reuse donated memory.
+
+        Args:
+            part: a shard, of JAX or NumPy.
+        """
+        if not isinstance(part, jax.Array) or not part.size:
+            return True
+        device = next(iter(part.devices()))
+        return device.platform == "cpu"
 
     def copy_parts(
         self, parts: Sequence[Any], old: Sequence[Any]
     ) -> tuple[Sequence[Any], Callable[[], object]]:
-        """Copies shards. See `ArrayFormat.copy_parts`."""
-        pinned = {
-            index: jax.device_put(part, part.sharding.with_memory_kind(_PINNED))
-            for index, part in enumerate(parts)
-            if not self.on_cpu(part)
-        }
-        sources = {i: np.asarray(part) for i, part in enumerate(parts) if i not in pinned}
-        old = [part for part in old if isinstance(part, np.ndarray)]
-        if [(x.shape, x.dtype) for x in old] != [(x.shape, x.dtype) for x in sources.values()]:
-            old = [allocate(x.nbytes).view(x.dtype).reshape(x.shape) for x in sources.values()]
-        pairs = [*zip(old, sources.values(), strict=True)]
-        files.map_in_threads(lambda pair: np.copyto(*pair), pairs, sum(x.nbytes for x in old))
-        copies = pinned | dict(zip(sources, old, strict=True))
+        """Copies shards into host memory. See `ArrayFormat.copy_parts`.
+
+        Args:
+            parts: the shards, in host memory or on a device.
+            old: copies of an earlier save, whose memory is used again if it fits. A new allocation
+                of gigabytes would cost as much time as the copy.
+
+        Returns:
+            The copies in the order of `parts`, and a function that waits until those of shards on
+            a device are complete.
+        """
+        pinned: dict[int, jax.Array] = {}
+        sources: dict[int, np.ndarray] = {}
+        for index, part in enumerate(parts):
+            if self.on_cpu(part):
+                sources[index] = np.asarray(part)
+            else:
+                sharding = part.sharding.with_memory_kind(_PINNED)
+                pinned[index] = jax.device_put(part, sharding)
+        memory = [part for part in old if isinstance(part, np.ndarray)]
+        if list(map(_form, memory)) != list(map(_form, sources.values())):
+            memory = []
+            for source in sources.values():
+                new = allocate(source.nbytes).view(source.dtype).reshape(source.shape)
+                memory.append(new)
+
+        def copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
+            target, source = pair
+            np.copyto(target, source)
+
+        pairs = list(zip(memory, sources.values(), strict=True))
+        size = sum(array.nbytes for array in memory)
+        files.map_in_threads(copy, pairs, size)
+        copies: dict[int, Any] = dict(zip(sources, memory, strict=True))
+        copies.update(pinned)
         ordered = [copies[index] for index in range(len(parts))]
         return ordered, lambda: jax.block_until_ready([*pinned.values()])
 
     def array(self, leaf: Leaf, live: Leaf | None) -> Any:
-        """The array of shards in NumPy's memory, placed like the live or else the saved array."""
-        like: _Layout = leaf.layout if live is None else live.layout
+        """Makes the array of a copy, placed like the live array or else like the saved array.
+
+        Args:
+            leaf: the copy, whose shards are in NumPy's memory.
+            live: the leaf of the state to restore into, or None if it has none.
+
+        Raises:
+            ValueError: other processes hold shards that this process needs for the live sharding.
+        """
+        like: _Layout = leaf.layout
+        if live is not None:
+            like = live.layout
         if like.sharding is None:
             return _assembled(leaf)
         if live is not None and not like.committed:
@@ -214,17 +275,30 @@ class JaxFormat(ArrayFormat):
 
         def shard(slices: Any) -> np.ndarray:
             saved = leaf.parts.get(_index_of(slices, shape))
-            return _assembled(leaf)[slices] if saved is None else saved
+            if saved is None:  # the live sharding differs from the saved one
+                return _assembled(leaf)[slices]
+            return saved
 
         # Replicas on a CPU share memory. This is safe with donation, because XLA never writes to
         # memory that belongs to NumPy.
         return jax.make_array_from_callback(shape, like.sharding, shard)
 
     def decode_array(self, node: Mapping[str, Any], array: Any, live: Leaf | None) -> Any:
-        """An array, a NumPy scalar, or a random key."""
+        """Makes what the program has saved from the array that the checkpoint holds.
+
+        Args:
+            node: entry of the array, with its `kind`: "jax", "numpy", "scalar" or "key".
+            array: the array; the data of a random key.
+            live: not needed here; stores of torch use it.
+
+        Returns:
+            An array, a NumPy scalar, or a random key.
+        """
         if node["kind"] == "key":
             return jax.random.wrap_key_data(array, impl=node["impl"])
-        return array[()] if node["kind"] == "scalar" and isinstance(array, np.ndarray) else array
+        if node["kind"] == "scalar" and isinstance(array, np.ndarray):
+            return array[()]
+        return array
 
     @functools.cached_property
     def _handler(self) -> ocp.PyTreeCheckpointHandler:
@@ -238,7 +312,11 @@ class JaxFormat(ArrayFormat):
         return ocp.PyTreeCheckpointHandler(use_compression=False)
 
     def whole(self, leaf: Leaf) -> tuple[ArrayType, np.ndarray] | None:
-        """The array, or None if it has several shards."""
+        """Returns the type and the bytes of an array, for a small checkpoint in one file.
+
+        Args:
+            leaf: the copy of an array. None is returned if it has several shards.
+        """
         (first, *others) = leaf.parts.values()
         shape = leaf.layout.shape
         if others or first.shape != shape:
@@ -247,9 +325,24 @@ class JaxFormat(ArrayFormat):
         return ArrayType(leaf.dtype, shape, dtype.itemsize), raw(first)
 
     def write(self, copy: HostCopy, folder: Path) -> None:
-        """Writes the shards of this process. Orbax does not save empty arrays."""
+        """Writes the shards of this process. All processes call this method together.
+
+        Empty arrays are not written, because Orbax cannot save them; `read` makes them from their
+        entries.
+
+        Args:
+            copy: the copy of a state in host memory.
+            folder: folder of the checkpoint's data, the same for all processes.
+
+        Raises:
+            StoreError: an array that does not span processes differs between them, or a process
+                failed to write.
+        """
         self._check_equal(copy)
-        saved = [leaf for leaf in copy.flat.leaves.values() if math.prod(leaf.layout.shape)]
+        saved = []
+        for leaf in copy.flat.leaves.values():
+            if math.prod(leaf.layout.shape):
+                saved.append(leaf)
         item = epath.Path(folder / _ITEM)
 
         def save() -> None:
@@ -269,11 +362,17 @@ class JaxFormat(ArrayFormat):
 
     def _check_equal(self, copy: HostCopy) -> None:
         """Raises StoreError unless arrays that do not span processes are equal in all processes."""
-        leaves = copy.flat.leaves.values()
-        digests = {leaf.name: leaf.digests for leaf in leaves if not leaf.layout.spans}
-        gathered = self._ranks.gather(digests)
+        own = {}
+        for leaf in copy.flat.leaves.values():
+            if not leaf.layout.spans:
+                own[leaf.name] = leaf.digests
+        gathered = self._ranks.gather(own)
+
+        def differs(name: str) -> bool:
+            return any(digests.get(name) != gathered[0].get(name) for digests in gathered)
+
         for name in sorted(set().union(*gathered)):
-            if any(digests.get(name) != gathered[0].get(name) for digests in gathered):
+            if differs(name):
                 raise StoreError(
                     f"{name} differs between the {self._ranks.world} processes, and does not "
                     "span them: make it one array over the mesh of all processes, "
@@ -282,32 +381,42 @@ class JaxFormat(ArrayFormat):
                 )
 
     def read(self, checkpoint: StoredCheckpoint, target: Target) -> dict[str, Any]:
-        """Reads arrays with the live shardings.
+        """Reads arrays with the live shardings: each process reads its own shards.
 
         An array that is not committed to a device is read as NumPy's, and put there afterwards.
+
+        Args:
+            checkpoint: the checkpoint on disk.
+            target: the arrays to read, and the live leaves into which they are restored.
+
+        Returns:
+            Name -> array.
+
+        Raises:
+            ValueError: a stored array has another shape or dtype than its entry says.
         """
         saved, live = target.arrays, target.flat.leaves
-        nodes = {name: node for name, node in saved.items() if math.prod(node["shape"])}
-        layouts = {name: leaf.layout for name, leaf in live.items() if name in saved}
-        shardings = {name: each.sharding for name, each in layouts.items() if each.committed}
-        read = {}
+        nodes = {}
+        for name, node in saved.items():
+            if math.prod(node["shape"]):  # an empty array is not stored
+                nodes[name] = node
+        shardings = {}
+        for name, leaf in live.items():
+            if name in saved and leaf.layout.committed:
+                shardings[name] = leaf.layout.sharding
+        stored = {}
         if checkpoint.only_file is not None:
-            read = _read_only_file(checkpoint.only_file, nodes)
+            stored = _read_only_file(checkpoint.only_file, nodes)
         elif nodes:
-            args = {
-                _escaped(name): ocp.ArrayRestoreArgs(sharding=shardings[name])
-                if shardings.get(name) is not None
-                else ocp.RestoreArgs(restore_type=np.ndarray)
-                for name in nodes
-            }
-            item = dict.fromkeys(args, 0)
-            wanted = ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
             folder = epath.Path(checkpoint.folder / manifest.DATA / _ITEM)
-            read = self._handler.restore(folder, args=wanted)
+            stored = self._handler.restore(folder, args=_restore_args(nodes, shardings))
         arrays = {}
         for name, node in saved.items():
             shape, dtype = tuple(node["shape"]), np.dtype(node["dtype"])
-            array = read[_escaped(name)] if name in nodes else np.empty(shape, dtype)
+            if name in nodes:
+                array = stored[_escaped(name)]
+            else:
+                array = np.empty(shape, dtype)
             if (array.shape, array.dtype) != (shape, dtype):
                 actual = f"{array.dtype}{list(array.shape)}"
                 raise ValueError(f"{name} is stored as {actual}, not as {dtype}{list(shape)}")
@@ -320,13 +429,34 @@ class JaxFormat(ArrayFormat):
         return arrays
 
 
+def _form(array: np.ndarray) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an array, by which its memory can be used again."""
+    return array.shape, array.dtype
+
+
+def _restore_args(
+    names: Iterable[str], shardings: Mapping[str, jax.sharding.Sharding | None]
+) -> ocp.args.PyTreeRestore:
+    """What Orbax reads: arrays with a sharding as JAX's, all others as NumPy's."""
+    args = {}
+    for name in names:
+        sharding = shardings.get(name)
+        if sharding is None:
+            args[_escaped(name)] = ocp.RestoreArgs(restore_type=np.ndarray)
+        else:
+            args[_escaped(name)] = ocp.ArrayRestoreArgs(sharding=sharding)
+    item = dict.fromkeys(args, 0)
+    return ocp.args.PyTreeRestore(item, restore_args=args, partial_restore=True)
+
+
 def _read_only_file(path: Path, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Reads arrays from the only file of a small checkpoint; escaped name -> array."""
-    dtypes = {name: np.dtype(node["dtype"]) for name, node in nodes.items()}
-    types = {
-        name: ArrayType(dtypes[name].name, node["shape"], dtypes[name].itemsize)
-        for name, node in nodes.items()
-    }
+    dtypes = {}
+    types = {}
+    for name, node in nodes.items():
+        dtype = np.dtype(node["dtype"])
+        dtypes[name] = dtype
+        types[name] = ArrayType(dtype.name, node["shape"], dtype.itemsize)
     arrays = {}
     for name, stored in single_file.read_arrays(path, types).items():
         memory = allocate(len(stored))
@@ -357,25 +487,33 @@ def _wait_for_no_signals() -> None:
     original = Contract.get_awaitable_signals_from_contract
 
     def signals(operation_id: str | None = None) -> Any:
-        return [] if getattr(_thread, "saves", False) else original(operation_id)
+        if getattr(_thread, "saves", False):
+            return []
+        return original(operation_id)
 
     Contract.get_awaitable_signals_from_contract = staticmethod(signals)  # type: ignore[method-assign]
 
 
 def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node | None:
     """Encodes an array, NumPy scalar or random key. Returns None for any other value."""
-    extra, sharding, committed = {}, None, True
+    extra = {}
+    sharding = None
+    committed = True
     if isinstance(value, jax.Array):
         kind = "jax"
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             kind, extra = "key", {"impl": str(jax.random.key_impl(value))}
             value = jax.random.key_data(value)
         sharding, committed = value.sharding, value.committed
-        parts = {_index_of(x.index, value.shape): x.data for x in value.addressable_shards}
+        parts = {}
+        for piece in value.addressable_shards:
+            parts[_index_of(piece.index, value.shape)] = piece.data
     elif type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         if value.dtype.hasobject or value.dtype.names is not None or value.dtype.kind in "SUMm":
             return None
-        kind = "scalar" if isinstance(value, np.generic) else "numpy"
+        kind = "numpy"
+        if isinstance(value, np.generic):
+            kind = "scalar"
         value = np.asarray(value, value.dtype.newbyteorder("="))
         parts = {tuple((0, size) for size in value.shape): value}
     else:
@@ -388,17 +526,18 @@ def _encode_array(flat: FlatState, path: values.Path, value: Any) -> values.Node
 
 def _to_write(leaf: Leaf) -> Any:
     """The copy of an array: of NumPy if it is whole, else of JAX in the host's memory."""
-    shape, sharding, first = leaf.layout.shape, leaf.layout.sharding, [*leaf.parts.values()][:1]
-    if not leaf.layout.spans and first[0].shape == shape:
-        return np.asarray(first[0])
-    if first and isinstance(first[0], jax.Array):  # of an accelerator: stays in host memory
+    shape = leaf.layout.shape
+    sharding = leaf.layout.sharding
+    first: Any = next(iter(leaf.parts.values()), None)  # None: other processes hold all shards
+    if not leaf.layout.spans and first.shape == shape:
+        return np.asarray(first)
+    if isinstance(first, jax.Array):  # of an accelerator: stays in host memory
         sharding = sharding.with_memory_kind(_PINNED)
-    return jax.make_array_from_callback(
-        shape,
-        sharding,
-        lambda slices: np.asarray(leaf.parts[_index_of(slices, shape)]),
-        dtype=np.dtype(leaf.dtype),
-    )
+
+    def shard(slices: Any) -> np.ndarray:
+        return np.asarray(leaf.parts[_index_of(slices, shape)])
+
+    return jax.make_array_from_callback(shape, sharding, shard, dtype=np.dtype(leaf.dtype))
 
 
 def _assembled(leaf: Leaf) -> np.ndarray:
@@ -429,9 +568,15 @@ def _escaped(name: str) -> str:
 
 
 def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any] | None:
-    """Converts an array or a random key to JSON; returns None for any other value.
+    """Converts an array or a random key to JSON, for values outside of the arrays of a checkpoint.
 
-    `keep` keeps the bytes, see `values.dumps`.
+    Args:
+        value: any value.
+        keep: keeps the bytes and returns their text, see `values.dumps`.
+
+    Returns:
+        A dictionary for `value_of`. None if `value` is neither an array nor a key of JAX, or if
+        other processes hold a part of it.
     """
     if not isinstance(value, jax.Array) or not value.is_fully_addressable:
         return None
@@ -442,6 +587,13 @@ def node_of(value: Any, keep: values.Keep = values.base64_text) -> dict[str, Any
 
 
 def value_of(content: dict[str, Any]) -> jax.Array:
-    """Converts JSON from `node_of` to an array or key. Raises an exception for other JSON."""
-    found = jnp.asarray(values.unpack_array(content))
-    return jax.random.wrap_key_data(found, impl=content["impl"]) if "impl" in content else found
+    """Converts JSON from `node_of` to an array or a random key.
+
+    Args:
+        content: result of `node_of`. The content of a damaged checkpoint raises an exception of
+            any type, which the store reports as damage.
+    """
+    array = jnp.asarray(values.unpack_array(content))
+    if "impl" in content:
+        return jax.random.wrap_key_data(array, impl=content["impl"])
+    return array

@@ -33,7 +33,10 @@ _NORM = 0.03125  # smallest weight of a norm in the usual norm, which covers abo
 
 
 class RecordHistory(NamedTuple):
-    """Extremes of the loss since the start of the history."""
+    """Extremes of the loss since the start of the history, float32 0-d.
+
+    They decide whether the next loss is a record, see `add_loss`.
+    """
 
     highest: Float
     """The largest loss."""
@@ -52,10 +55,22 @@ def add_loss(
     *,
     xp: ArrayNamespace,
 ) -> tuple[RecordHistory, Flag]:
-    """Learns a finite loss where `learn` holds, and decides whether the loss is a record.
+    """Learns a loss, and decides whether the loss is a record.
 
     A record exceeds all earlier losses. It also exceeds the last record by the share `growth` of
-    that record's height above the lowest loss. `first` is whether the loss begins a history.
+    that record's height above the lowest loss. Without this share, a loss that rises by design
+    would set records all the time.
+
+    Args:
+        history: the extremes before this step.
+        loss: float32 0-d, finite where `learn` holds.
+        growth: required growth over the last record, at least 0.
+        first: whether the loss begins a history, bool 0-d.
+        learn: whether the loss is learnt, bool 0-d.
+        xp: the array namespace.
+
+    Returns:
+        The new extremes, and whether the loss is a record, bool 0-d.
     """
     highest, lowest, last = (xp.where(first, loss, each) for each in history)
     margin = xp.product(growth, last - lowest)
@@ -68,11 +83,15 @@ def add_loss(
 
 
 class RecordsState(NamedTuple):
-    """History of the loss since the start or the last alarm, and the score."""
+    """History of the loss since the start or the last alarm, and the score.
+
+    An alarm accepts the new level: the history then begins again.
+    """
 
     count: Int
     """Steps learnt."""
     history: RecordHistory
+    """Extremes of the loss."""
     score: Float
     """Evidence for damage; the alarm is at 1 / alpha."""
     record: Flag
@@ -80,7 +99,11 @@ class RecordsState(NamedTuple):
 
 
 class RecordsConfig(NamedTuple):
-    """Thresholds of the records detector."""
+    """Thresholds of the records detector: all-time records of the loss are too frequent.
+
+    It has a bound on false alarms, `alpha`, and needs no unit of the loss. See the top of this
+    file for the statistics.
+    """
 
     alpha: Annotated[Number, number(least=1e-9, below=1)] = 1e-3
     """Largest probability of any alarm in an endless exchangeable run."""
@@ -99,7 +122,19 @@ class RecordsConfig(NamedTuple):
     def update(
         self, state: RecordsState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[RecordsState, Reading]:
-        """Compares the loss with the largest earlier loss, then learns it."""
+        """Compares the loss with the largest earlier loss, then learns it.
+
+        Multiplies the score by the likelihood ratio of this step: high for a record, below 1
+        otherwise. So the score falls while the loss behaves, and a few records in a row raise it.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `bad_loss` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading. An alarm is sustained at once.
+        """
         bad = seen.bad_loss
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0
@@ -131,13 +166,18 @@ class RecordsConfig(NamedTuple):
 
 
 class InstabilityState(NamedTuple):
-    """Extremes of the loss, the usual norm, and the current series of records."""
+    """Extremes of the loss, the usual norm, and the current series of records.
+
+    A series ends after `patience` steps without a further record.
+    """
 
     count: Int
     """Steps learnt since the start of the history."""
     history: RecordHistory
+    """Extremes of the loss."""
     usual: Float
-    """Usual size of the gradient norm."""
+    """Usual size of the gradient norm: an average, in which a norm counts for at most `norm_ratio`
+    times the average."""
     records: Int
     """Records with a large norm at intervals of at most `patience` steps."""
     since: Int
@@ -145,7 +185,10 @@ class InstabilityState(NamedTuple):
 
 
 class InstabilityConfig(NamedTuple):
-    """Thresholds of the instability detector."""
+    """Thresholds of the instability detector: loss and gradient norm grow together.
+
+    It finds a model that its own updates damage, from the first steps of a run on.
+    """
 
     growth: NotNegative = 0.25
     """Required growth over the last record, as a share of that record's height above the lowest
@@ -164,7 +207,17 @@ class InstabilityConfig(NamedTuple):
     def update(
         self, state: InstabilityState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[InstabilityState, Reading]:
-        """Compares loss and norm with the history, then learns them."""
+        """Compares loss and norm with the history, then learns them.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `grad_norm`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at the last of `records` records
+            with a large norm. An alarm is sustained at once.
+        """
         learn, norm = seen.finite, seen.grad_norm
         before = xp.where(seen.restart, 0, state.count)
         first = before == 0

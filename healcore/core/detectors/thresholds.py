@@ -26,7 +26,7 @@ from healcore.core.signals import Observed
 
 
 class NonFiniteState(NamedTuple):
-    """Empty."""
+    """No state: each step is judged by itself."""
 
 
 class NonFiniteConfig(NamedTuple):
@@ -43,7 +43,17 @@ class NonFiniteConfig(NamedTuple):
     def update(
         self, state: NonFiniteState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[NonFiniteState, Reading]:
-        """Reads the flags of `seen`."""
+        """Reads the flags of `seen`.
+
+        Args:
+            state: the empty state.
+            seen: the signals of the step. Reads `bad`, `bad_grad` and `bad_loss`.
+            xp: the array namespace.
+
+        Returns:
+            The same state, and the reading, whose cause says whether loss, gradient or both are not
+            finite. An alarm is sustained at once.
+        """
         flags = []
         if seen.bad_grad is not None:
             flags.append(xp.flag(seen.bad_grad, Cause.NONFINITE_GRAD))
@@ -80,7 +90,17 @@ class VanishingConfig(NamedTuple):
     def update(
         self, state: VanishingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[VanishingState, Reading]:
-        """Counts steps below the threshold. Non-finite steps change nothing."""
+        """Counts steps below the threshold. Non-finite steps change nothing.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm from the step on at which `patience`
+            norms in a row were small. An alarm is sustained at once.
+        """
         vanished = seen.grad_norm < self.threshold
         longer = xp.where(state.run < self.patience, state.run + 1, state.run)
         streak = xp.where(seen.finite, xp.where(vanished, longer, 0), state.run)
@@ -90,7 +110,10 @@ class VanishingConfig(NamedTuple):
 
 
 class CeilingState(NamedTuple):
-    """Largest of the first values, and the count of consecutive alarms."""
+    """Largest of the first values, and the count of consecutive alarms.
+
+    The state of both ceilings, of losses and of norms.
+    """
 
     count: Int
     """Values learnt, at most `first_steps`."""
@@ -126,7 +149,17 @@ class LossCeilingConfig(NamedTuple):
     def update(
         self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[CeilingState, Reading]:
-        """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing."""
+        """Judges `seen.loss`, or learns it in the first steps. Non-finite steps change nothing.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at each loss above a ceiling, which
+            is sustained after `sustain` of them in a row.
+        """
         learn, loss = seen.finite, seen.loss
         count = xp.where(seen.restart, 0, state.count)
         early = count < self.first_steps
@@ -171,7 +204,18 @@ class GradCeilingConfig(NamedTuple):
     def update(
         self, state: CeilingState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[CeilingState, Reading]:
-        """Judges the norm, and learns the first norms. Non-finite steps change nothing."""
+        """Judges the norm, and learns the first norms. Non-finite steps change nothing.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`. A norm of 0 is
+                neither judged nor learnt.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            after `sustain` of them in a row.
+        """
         norm = seen.grad_norm
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)
@@ -222,9 +266,17 @@ class NoiseState(NamedTuple):
 def begin_noise(
     state: NoiseState, value: Float, restart: Flag, *, xp: ArrayNamespace
 ) -> tuple[NoiseState, Flag]:
-    """Prepares the state for `value`; returns the state, and whether `value` is the first one.
+    """Prepares the state for a value. A restart resets the count and keeps the noise.
 
-    A restart resets the count and keeps the noise.
+    Args:
+        state: the state before the value.
+        value: float32 0-d.
+        restart: whether a change was expected at this step, bool 0-d.
+        xp: the array namespace.
+
+    Returns:
+        The state, and whether the value is the first one, bool 0-d. The first value has no
+        difference to an earlier one.
     """
     count = xp.where(restart, 0, state.count)
     first = count == 0
@@ -232,7 +284,19 @@ def begin_noise(
 
 
 def noise_unit(state: NoiseState, level: Float, min_share: Number, *, xp: ArrayNamespace) -> Float:
-    """The noise, but at least the share `min_share` of the level; 0 if all values were zero."""
+    """Returns the unit in which spikes and trends are measured: the noise, with a floor.
+
+    Without the floor, a run that is almost without noise would raise an alarm at each small rise.
+
+    Args:
+        state: the noise.
+        level: the level of the values, float32 0-d.
+        min_share: smallest noise, as a share of the level.
+        xp: the array namespace.
+
+    Returns:
+        float32 0-d, in the unit of the values. 0 if all values were zero.
+    """
     return xp.maximum(state.noise, xp.product(min_share, xp.abs(level)))
 
 
@@ -245,10 +309,20 @@ def learn_noise(
     *,
     xp: ArrayNamespace,
 ) -> tuple[NoiseState, Float]:
-    """Learns a value where `allowed`; a difference counts for at most `max_jump`.
+    """Learns a value: its difference to the last value moves the noise.
 
-    Also returns the weight of this value: 1 / count, but at least 1 / window. The weight may be
-    infinite where `allowed` does not hold.
+    Args:
+        state: the state from `begin_noise`.
+        value: float32 0-d, finite where `allowed` holds.
+        allowed: whether the value is learnt, bool 0-d.
+        max_jump: largest difference that counts, float32 0-d. One outlier would otherwise raise
+            the noise, and hide the outliers after it.
+        window: number of values that determine the noise.
+        xp: the array namespace.
+
+    Returns:
+        The new state, and the weight of this value, float32 0-d: 1 / count, but at least
+        1 / window. The weight may be infinite where `allowed` does not hold.
     """
     value = xp.where(allowed, value, state.last)  # without a jump the noise stays
     count = xp.minimum(state.count + allowed, window)
@@ -269,10 +343,15 @@ MIN_THRESHOLD_SHARE = 0.5  # smallest threshold, as a share of `z_threshold`
 
 
 class SpikeState(NamedTuple):
-    """The level, the threshold and the votes."""
+    """The level, the threshold and the votes, as the top of this file explains them.
+
+    All three adapt to the run: the level to its values, the threshold to its frequent outliers.
+    """
 
     values: NoiseState
+    """The noise around the level."""
     level: Float
+    """The level of the values, which rises slowly and falls at once."""
     threshold: Float
     """Height of an outlier above the level, in units of the noise."""
     votes: Float
@@ -282,7 +361,10 @@ class SpikeState(NamedTuple):
 
 
 class LossSpikeConfig(NamedTuple):
-    """One bad batch, or a sustained rise of the loss above the run's own noise."""
+    """One bad batch, or a sustained rise of the loss above the run's own noise.
+
+    The threshold is in units of the noise, so the same numbers fit any task and unit of the loss.
+    """
 
     z_threshold: Positive = 5.5
     """Height above the level, in units of the noise, from which a value is an outlier. A
@@ -301,7 +383,18 @@ class LossSpikeConfig(NamedTuple):
     def update(
         self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[SpikeState, Reading]:
-        """Judges `seen.loss`, then learns it. The reading's `z` is in units of the noise."""
+        """Judges `seen.loss`, then learns it.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading. An alarm is a full vote; it is sustained if
+            the sum of the votes is above `evidence`. `z` is the height above the level in units of
+            the noise.
+        """
         return _judge(self, state, seen.loss, seen.finite, seen.restart, xp=xp)
 
 
@@ -325,7 +418,16 @@ class GradSpikeConfig(NamedTuple):
     def update(
         self, state: SpikeState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[SpikeState, Reading]:
-        """Judges the norm, then learns it."""
+        """Judges `seen.grad_norm`, then learns it. Skips norms of 0.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading, as of `LossSpikeConfig.update`.
+        """
         norm = seen.grad_norm
         return _judge(self, state, norm, seen.finite & (norm > 0), seen.restart, xp=xp)
 

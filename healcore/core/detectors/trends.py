@@ -41,9 +41,13 @@ POSITIVE = 2.0  # multiple of the noise above which a trend has few losses below
 
 
 class DivergenceState(NamedTuple):
-    """The trend, its lowest and highest levels, and the count of elevated steps."""
+    """The trend, its lowest and highest levels, and the count of elevated steps.
+
+    A step is elevated while the trend is far above its lowest level.
+    """
 
     values: NoiseState
+    """The noise of the losses."""
     trend: Float
     """Smoothed loss."""
     best: Float
@@ -55,7 +59,10 @@ class DivergenceState(NamedTuple):
 
 
 class DivergenceConfig(NamedTuple):
-    """Thresholds of the divergence detector."""
+    """Thresholds of the divergence detector: the loss rises slowly, without a spike.
+
+    Such a run looks healthy at each step, and is lost after a few hundred.
+    """
 
     rise: Positive = 6.0
     """Height of the trend above the best level, in units of the noise at the best level. It also
@@ -72,7 +79,17 @@ class DivergenceConfig(NamedTuple):
     def update(
         self, state: DivergenceState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[DivergenceState, Reading]:
-        """Learns `seen.loss`, then compares the trend with the best level."""
+        """Learns `seen.loss`, then compares the trend with the best level.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm while the trend has been elevated
+            for `patience` steps, at most for as many steps. An alarm is sustained at once.
+        """
         learn, loss = seen.finite, seen.loss
         values, first = begin_noise(state.values, loss, seen.restart, xp=xp)
         warm = values.count < self.window
@@ -108,7 +125,10 @@ class DivergenceConfig(NamedTuple):
 
 
 class PlateauState(NamedTuple):
-    """The current window, the best window, and the change per step."""
+    """The current window, the best window, and the change per step.
+
+    A window is `window` steps, of which only the mean is kept.
+    """
 
     count: Int
     """Steps in the current window."""
@@ -129,7 +149,10 @@ class PlateauState(NamedTuple):
 
 
 class PlateauConfig(NamedTuple):
-    """Thresholds of the plateau detector."""
+    """Thresholds of the plateau detector: the loss does not improve, or is that of guessing.
+
+    The model then learns nothing more, and the rest of the run is wasted.
+    """
 
     window: Annotated[Number, whole(2)] = 500
     """Steps per window."""
@@ -149,7 +172,17 @@ class PlateauConfig(NamedTuple):
     def update(
         self, state: PlateauState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[PlateauState, Reading]:
-        """Adds `seen.loss` to its window; the alarm lasts until a window is better."""
+        """Adds `seen.loss` to its window.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading. The alarm lasts until a window is better. An
+            alarm is sustained at once.
+        """
         learn, loss, restart = seen.finite, seen.loss, seen.restart
         started = (state.windows > 0) | (state.count > 0)
         count = xp.where(learn, state.count + 1, state.count)
@@ -188,7 +221,10 @@ class PlateauConfig(NamedTuple):
 
 
 class OverfitState(NamedTuple):
-    """Smoothed training loss, and the count of consecutive high evaluations."""
+    """Smoothed training loss, and the count of consecutive high evaluations.
+
+    If the caller skips the training step, `run` still counts the evaluation of this step.
+    """
 
     train: Float
     """Smoothed training loss."""
@@ -199,7 +235,10 @@ class OverfitState(NamedTuple):
 
 
 class OverfitConfig(NamedTuple):
-    """Thresholds of the overfitting detector."""
+    """Thresholds of the overfitting detector: the evaluation loss is far above the training loss.
+
+    It needs `eval_loss`, which the program passes at steps with an evaluation.
+    """
 
     max_gap: Positive = 2.0
     """Largest normal difference of evaluation loss and smoothed training loss."""
@@ -215,7 +254,18 @@ class OverfitConfig(NamedTuple):
     def update(
         self, state: OverfitState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[OverfitState, Reading]:
-        """Learns `seen.loss`; judges `seen.eval_loss` at steps with an evaluation."""
+        """Learns `seen.loss`, and judges `seen.eval_loss` at steps with an evaluation.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `loss`, `eval_loss`, `has_eval`, `finite` and
+                `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading. The alarm lasts until an evaluation with a
+            smaller gap. An alarm is sustained at once.
+        """
         learn = seen.finite
         rate = numerics.complement(self.ema_decay, seen.loss)
         train = numerics.ema(state.train, seen.loss, rate, learn, xp=xp)

@@ -23,7 +23,10 @@ from healcore.core.signals import Observed
 
 
 class Window(NamedTuple):
-    """A ring of recent values."""
+    """A ring of recent values, of a fixed size, because a compiled step has fixed shapes.
+
+    `push` replaces the oldest value. `mean` and `variance` read all values.
+    """
 
     values: Float
     """(a power of two,): the recent values; 0 in an empty slot."""
@@ -34,13 +37,23 @@ class Window(NamedTuple):
 
 
 def empty(length: int) -> Window:
-    """An empty window of `length` values."""
+    """Makes an empty window.
+
+    Args:
+        length: number of values, which is rounded up to a power of two for the ring's slots.
+    """
     slots = 1 << (length - 1).bit_length()
     return zeros(Window)._replace(values=np.zeros((slots,), np.float32))
 
 
 def cleared(window: Window, when: Flag, *, xp: ArrayNamespace) -> Window:
-    """The window, emptied where `when` holds."""
+    """Empties a window where a flag is set, at an expected change or after an escape.
+
+    Args:
+        window: the window.
+        when: bool 0-d, or with the leading axes of the window.
+        xp: the array namespace.
+    """
     return Window(
         xp.where(when[..., None], 0.0, window.values),
         xp.where(when, 0, window.place),
@@ -49,7 +62,18 @@ def cleared(window: Window, when: Flag, *, xp: ArrayNamespace) -> Window:
 
 
 def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNamespace) -> Window:
-    """Replaces the oldest value by `value` where `learn` holds; `length` is as in `empty`."""
+    """Replaces the oldest value of a window.
+
+    Args:
+        window: the window.
+        length: number of values, as in `empty`.
+        value: the new value, float32 0-d.
+        learn: whether the value enters the window, bool 0-d.
+        xp: the array namespace.
+
+    Returns:
+        The window with the new value, or the same window where `learn` does not hold.
+    """
     slots = window.values.shape[-1]
     slot = (xp.arange(slots) == window.place[..., None]) & learn[..., None]
     after = window.place + 1
@@ -61,13 +85,27 @@ def push(window: Window, length: int, value: Float, learn: Flag, *, xp: ArrayNam
 
 
 def mean(window: Window, *, xp: ArrayNamespace) -> Float:
-    """Mean of the values; 0 for an empty window."""
+    """Returns the mean of the values of a window; 0 if it is empty.
+
+    Args:
+        window: the window.
+        xp: the array namespace.
+    """
     divisor = numerics.as_float(xp.where(window.count > 0, window.count, 1), xp=xp)
     return xp.quotient(folded(window.values, operator.add), divisor)
 
 
 def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -> Float:
-    """Mean square of the deviations from `mean`; a running sum of squares would round it away."""
+    """Returns the mean square of the deviations from the mean.
+
+    A running sum of squares would round a small variance away.
+
+    Args:
+        window: the window.
+        mean: result of `mean`, float32 0-d.
+        bessel: whether to divide by n - 1 instead of n.
+        xp: the array namespace.
+    """
     slots = window.values.shape[-1]
     occupied = xp.arange(slots) < window.count[..., None]
     deviation = xp.where(occupied, window.values - mean[..., None], 0.0)
@@ -81,7 +119,17 @@ def variance(window: Window, mean: Float, bessel: bool, *, xp: ArrayNamespace) -
 
 
 def folded(values: Float, combine: Callable[[Float, Float], Float]) -> Float:
-    """Combines the values along the last axis, a power of two, in one order in all backends."""
+    """Combines the values along the last axis, in one order in all backends.
+
+    `xp.sum` adds in another order in each backend, and the last bits would differ.
+
+    Args:
+        values: float32 (..., n), where n is a power of two.
+        combine: a function of two arrays, such as `operator.add`.
+
+    Returns:
+        float32 (...,).
+    """
     while values.shape[-1] > 1:
         half = values.shape[-1] // 2
         values = combine(values[..., :half], values[..., half:])
@@ -89,9 +137,13 @@ def folded(values: Float, combine: Callable[[Float, Float], Float]) -> Float:
 
 
 class LossRatioState(NamedTuple):
-    """The window, and the count of consecutive outliers."""
+    """The window, the last accepted loss, and the count of consecutive outliers.
+
+    An outlier that is at most the last accepted loss is no alarm: the loss does not rise.
+    """
 
     window: Window
+    """The accepted losses."""
     last: Float
     """Last accepted loss."""
     run: Int
@@ -129,14 +181,28 @@ class LossRatioConfig(NamedTuple):
     NEEDS = frozenset({"loss"})
 
     def init(self, *, groups: int = 0) -> LossRatioState:
-        """The state before the first step."""
+        """Makes the state before the first step.
+
+        Args:
+            groups: number of tensors of a per-tensor policy. Detectors judge no single tensors.
+        """
         del groups
         return zeros(LossRatioState)._replace(window=empty(self.window))
 
     def update(
         self, state: LossRatioState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[LossRatioState, Reading]:
-        """Judges `seen.loss` against the window, then learns it if accepted."""
+        """Judges `seen.loss` against the window, then learns it if accepted.
+
+        Args:
+            state: the state before the step.
+            seen: the signals of the step. Reads `loss`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            after `sustain` of them in a row.
+        """
         learn, loss = seen.finite, seen.loss
         window = cleared(state.window, seen.restart, xp=xp)
         usual = mean(window, xp=xp)
@@ -163,9 +229,13 @@ class LossRatioConfig(NamedTuple):
 
 
 class WindowState(NamedTuple):
-    """The window, and the count of consecutive outliers."""
+    """The window, and the count of consecutive outliers.
+
+    The state of both detectors with a window, of losses and of norms.
+    """
 
     window: Window
+    """The recent values, outliers as their limit."""
     run: Int
     """Consecutive outliers, at most `sustain`."""
 
@@ -200,14 +270,28 @@ class LossWindowConfig(NamedTuple):
     NEEDS = frozenset({"loss"})
 
     def init(self, *, groups: int = 0) -> WindowState:
-        """The state before the first value."""
+        """Makes the state before the first value.
+
+        Args:
+            groups: number of tensors of a per-tensor policy. Detectors judge no single tensors.
+        """
         del groups
         return zeros(WindowState)._replace(window=empty(self.window))
 
     def update(
         self, state: WindowState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[WindowState, Reading]:
-        """Judges the signal in `NEEDS` against the window, then learns it."""
+        """Judges the signal in `NEEDS` against the window, then learns it.
+
+        Args:
+            state: the state before the step.
+            seen: the signals of the step. Reads the signal in `NEEDS`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            after `sustain` of them in a row.
+        """
         (signal,) = self.NEEDS
         value, learn = getattr(seen, signal), seen.finite
         window = cleared(state.window, seen.restart, xp=xp)
@@ -245,15 +329,21 @@ class GradWindowConfig(LossWindowConfig):
 
 
 class GradEmaState(NamedTuple):
-    """Moments of the accepted norms."""
+    """Moments of the accepted norms, float32 0-d.
+
+    Weighted averages, corrected for the short history at the start of a run.
+    """
 
     count: Int
     """Norms learnt, at most `warmup_steps`."""
     weight: Float
     """1 - decay ** (norms learnt), the sum of the weights."""
     mean: Float
+    """Average of the accepted norms."""
     var: Float
+    """Average of their squared deviations."""
     shift: baseline.ShiftState
+    """The count of rejections, by which the average follows a lasting level shift."""
 
 
 class GradEmaConfig(NamedTuple):
@@ -292,7 +382,17 @@ class GradEmaConfig(NamedTuple):
     def update(
         self, state: GradEmaState, seen: Observed, *, xp: ArrayNamespace
     ) -> tuple[GradEmaState, Reading]:
-        """Judges `seen.grad_norm`, then learns it if accepted."""
+        """Judges `seen.grad_norm`, then learns it if accepted. Skips norms of 0.
+
+        Args:
+            state: the state before the step, 0-d.
+            seen: the signals of the step. Reads `grad_norm`, `finite` and `restart`.
+            xp: the array namespace.
+
+        Returns:
+            The state after the step, and the reading: an alarm at each outlier, which is sustained
+            after `sustain` rejections, and where the average accepts the new level.
+        """
         norm = seen.grad_norm
         learn = seen.finite & (norm > 0)
         count = xp.where(seen.restart, 0, state.count)

@@ -1,9 +1,18 @@
-"""`StepReader`: reads the records of a dispatch's steps, which are copied from the device.
+"""Reads on the host what the engines of a run have decided: the records of the steps.
 
-The records are copied to the host as one vector, because each copy has a fixed cost. The copy
-begins right after the dispatch, because the next dispatch may donate the state:
+A compiled step leaves its records on the device. Reading them at once would make the host wait for
+each step. So each dispatch starts a copy and returns, and the Healer reads the copy some dispatches
+later, when the numbers have long arrived:
 
-    StepReader.dispatch ─► start_read ─► Dispatch, some dispatches later read ─► StepRecords
+    device   step 1 | step 2 | step 3 | ...
+    copy            | rows 1 | rows 2 | ...
+    host                              read 1 | read 2 | ...
+
+The copy begins right after the dispatch, because the next dispatch may donate the state. All arrays
+are copied as one vector, because each copy has a fixed cost.
+
+The device does not say how many steps a dispatch has had. The reader finds it out: it compares the
+counter of each engine with the counter after the dispatch before (`StepReader`).
 """
 
 from __future__ import annotations
@@ -30,12 +39,15 @@ from healcore.jax.heal_state import HealState, HealStateError
 
 Result = TypeVar("Result")
 
-_SEEN = [RECORD_FIELDS.index(name) for name in ("loss", "grad_norm")]
+_SEEN = [RECORD_FIELDS.index("loss"), RECORD_FIELDS.index("grad_norm")]
 """Indices in a record that no edit of the Healer changes."""
 
 
 class HostView(NamedTuple):
-    """The part of one engine's state that the host reads."""
+    """The part of one engine's state that the host reads.
+
+    Two views, before and after a dispatch, show which steps the dispatch has had.
+    """
 
     step: int
     """Number of steps judged."""
@@ -45,13 +57,14 @@ class HostView(NamedTuple):
     """float32 (n,): norm of each gradient leaf at the last step."""
 
     def record(self, step: int) -> np.ndarray:
-        """The record of one step, see `engine_rows.records`.
+        """Returns the record of one step from the ring.
 
         Args:
-            step: number of the step, from 1. The ring must still have its record.
+            step: number of the step, from 1. It has to be one of the last ``len(ring)`` steps,
+                because a later step overwrites an older row.
 
         Returns:
-            The numbers of `RECORD_FIELDS`, in order.
+            int32 (``len(RECORD_FIELDS)``,), floats by their bits, see `engine_rows.records`.
         """
         row = self.ring[(step - 1) % len(self.ring)]
         if len(row) == len(RECORD_FIELDS):
@@ -76,40 +89,48 @@ class _Once(Generic[Result]):
     def __call__(self) -> Result:
         if self._compute is not None:
             self._result = self._compute()
-            self._compute = None  # frees what the function refers to
+            self._compute = None
         return self._result
 
 
 def start_read(states: Sequence[HealState]) -> Views:
-    """Begins to copy each engine's `HostView` after one update; the states may be donated then.
+    """Begins to copy each engine's `HostView` after one update.
+
+    The driver calls this function after each dispatch. The next dispatch may then donate the
+    states: the copy no longer needs their arrays.
 
     A program that has waited for its loss has waited for these arrays too. They are then copied at
     once, which takes a quarter of the time of one more compiled function.
 
     Args:
-        states: the state of each engine after the update, on the device.
+        states: the HealState of each engine. Leaves may be nnx Variables.
 
     Returns:
-        A function that waits for the copy, and returns the views of the one update.
+        A function that waits for the copy and returns a list with one entry, because a dispatch
+        without a block is one update: the `HostView` of each engine.
     """
-    arrays = [(array_of(state.heal_engine), array_of(state.heal_leaf_norms)) for state in states]
+    arrays = []
+    for state in states:
+        arrays.append((array_of(state.heal_engine), array_of(state.heal_leaf_norms)))
     if _are_ready(arrays):
-        views: list[HostView] = []
+        engines = []
         for rows, norms in arrays:
-            views.append(_host_view(np.array(rows), np.array(norms)))
-        return lambda: [views]
-    shapes = [(rows.shape, norms.size) for rows, norms in arrays]
+            engines.append(_host_view(np.array(rows), np.array(norms)))
+        return lambda: [engines]
+    shapes = []
+    for rows, norms in arrays:
+        shapes.append((rows.shape, norms.size))
     copied = _pack(arrays)
     copied.copy_to_host_async()
 
     def read() -> list[list[HostView]]:
         packed = np.asarray(copied)
-        results: list[HostView] = []
+        results = []
         for shape, tensors in shapes:
             end = math.prod(shape)
             rows = packed[:end].reshape(shape)
-            norms = packed[end : end + tensors]
-            results.append(_host_view(rows, norms.view(np.float32)))
+            norms = packed[end : end + tensors].view(np.float32)
+            results.append(_host_view(rows, norms))
             packed = packed[end + tensors :]
         return [results]
 
@@ -133,11 +154,18 @@ def _host_view(rows: np.ndarray, norms: np.ndarray) -> HostView:
 
 
 class EngineRecords(NamedTuple):
-    """The arrays of one engine's `HostView`, with a first axis over the updates of a block."""
+    """The arrays of one engine's `HostView`, with a first axis over the updates of a block.
+
+    The ring of a state holds the records of one update only. A block has any number of updates, so
+    the compiled block returns these arrays for each of its updates.
+    """
 
     step: Any
+    """int32 (updates,): number of steps judged after each update."""
     rows: Any
+    """int32 (updates, records, n): the ring after each update, see `engine_rows.records`."""
     norms: Any
+    """float32 (updates, leaves): norm of each gradient at the last step of each update."""
 
 
 BlockRecords = list[EngineRecords]
@@ -145,12 +173,17 @@ BlockRecords = list[EngineRecords]
 
 
 def block_records(states: Sequence[HealState]) -> BlockRecords:
-    """What the host reads of the states after one update of a block. Traced into the block.
+    """Returns the arrays that the host reads of the states after one update of a block.
+
+    Called while a block is traced, once in the body of its `lax.scan`.
 
     Args:
-        states: the state of each engine after the update.
+        states: the HealState of each engine after the update, traced.
+
+    Returns:
+        The records of each engine, without the axis over updates, which `lax.scan` adds.
     """
-    found: BlockRecords = []
+    found = []
     for state in states:
         rows = state.heal_engine
         step = engine_rows.steps_judged(rows)
@@ -163,22 +196,22 @@ def start_read_of_block(records: BlockRecords) -> Views:
     """Begins to copy each engine's `HostView` after each update of a block.
 
     Args:
-        records: the records of each engine, with a first axis over the updates.
+        records: what the compiled block has returned.
 
     Returns:
-        A function that waits for the copy, and returns the views of each update.
+        A function that waits for the copies and returns the views, oldest update first.
     """
     for array in jax.tree.leaves(records):
         array.copy_to_host_async()
 
     def read() -> list[list[HostView]]:
         engines = [EngineRecords(*map(np.asarray, engine)) for engine in records]
-        views: list[list[HostView]] = []
-        for update in range(len(engines[0].step)):
-            of_update: list[HostView] = []
+        views = []
+        for i in range(len(engines[0].step)):
+            of_update = []
             for engine in engines:
-                step = int(engine.step[update])
-                of_update.append(HostView(step, engine.rows[update], engine.norms[update]))
+                step = int(engine.step[i])
+                of_update.append(HostView(step, engine.rows[i], engine.norms[i]))
             views.append(of_update)
         return views
 
@@ -195,29 +228,42 @@ def _pack(states: list[tuple[Any, ...]]) -> jax.Array:
 
 
 class Dispatch(NamedTuple):
-    """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied."""
+    """Implements `healcore.runtime.driver.PendingDispatch`: a dispatch that is being copied.
+
+    A dispatch is one call of the program's compiled step, which may have several steps. The Healer
+    queues it, and calls `read` a few dispatches later.
+    """
 
     read: Callable[[], list[list[StepRecord]]]
-    """See `PendingDispatch.read`."""
+    """Waits for the copy, and returns the records of each step, oldest step first."""
     count: int
-    """See `PendingDispatch.count`."""
+    """Expected number of steps, which `read` may correct."""
     votes: Callable[[], bool]
-    """Whether the processes of the run vote after this dispatch."""
+    """Returns `vote_requested`. Known once all processes have begun this dispatch."""
 
     @property
     def vote_requested(self) -> bool:
-        """Whether the processes of the run vote after this dispatch."""
+        """Whether the processes of the run vote after this dispatch.
+
+        All processes have to vote after the same dispatch: a process that votes alone waits
+        forever. So the answer is the same in each process. Read it only after `read`.
+        """
         return self.votes()
 
 
 class StepReader:
-    """Reads the steps of a run's engines.
+    """Reads the steps of a run's engines, dispatch by dispatch.
 
-    An engine's state counts the steps that it has judged, and keeps the records of the last ones in
-    a ring. So the steps of a dispatch are the difference of two reads, after the dispatch before
-    and after this dispatch:
+    `dispatch` begins to copy, and the result's `read` compares the copy with the copy before:
 
-        read before: step 7      read after: step 9      records 8 and 9 of the ring
+    ============================  ==============================================================
+    engine's counter              the dispatch was
+    ============================  ==============================================================
+    n higher                      n steps of this engine
+    equal, with new norms         a step that the caller has skipped (`externally_skipped`)
+    equal, and nothing changed    a part of an accumulation, or a step that a guard has undone
+    lower                         an error: `tx.init` was called within the loop
+    ============================  ==============================================================
 
     Args:
         engines: the engines of the run.
@@ -228,43 +274,49 @@ class StepReader:
     def __init__(
         self, engines: Sequence[EngineEntry], accumulates: bool, warn: Callable[[str], object]
     ) -> None:
-        self._engines = engines
-        self._accumulates = accumulates
-        self._warn = warn
+        self._engines, self._accumulates, self._warn = engines, accumulates, warn
         self._has_warned = False
         self._last: Views
-        """Reads the states from which the next dispatch starts. Set by `restart`."""
         self._stride: float | None = None
         """Number of steps of one update, or None if unknown."""
         self._usual_norms: dict[str, np.ndarray] = {}
         """Name of an engine -> its gradient norms, float32 (n,), at its last step without alarm."""
         self._untaken = 0
-        """Latest updates in a row that left the healing state unchanged."""
+        """Number of the latest updates in a row that left the healing state unchanged."""
         self._accumulated = 0
-        """The number of these before the previous change. The same in every accumulation."""
+        """What `_untaken` was before the previous change. It is the same in every accumulation."""
 
     def restart(self, states: Sequence[HealState]) -> None:
-        """Sets the states from which the next dispatch starts, at the start and after a load.
+        """Sets the states from which the next dispatch starts.
+
+        Called at the start of a run and after each rollback. Without it, the counters before the
+        rollback would be compared with lower ones, as if the program had called `tx.init`.
 
         Args:
-            states: the state of each engine, on the device.
+            states: the HealState of each engine.
         """
         self._last = start_read(states)
 
     def continues(self, engines: Sequence[EngineEntry], states: Sequence[HealState]) -> StepReader:
-        """A reader that continues with another structure, after its first step. Waits for it.
+        """Makes a reader for a state of another structure, after its first step. Waits for it.
 
-        Nobody has seen the state from which this step started.
+        A program may widen a layer between two steps. Nobody has seen the state from which the
+        first step after this change started, so the reader assumes as many steps as usual.
 
         Args:
-            engines: the engines in the new structure.
-            states: the state of each engine after the first step.
+            engines: the engines of the new state, with the names of the earlier engines.
+            states: the HealState of each engine after the step.
+
+        Returns:
+            The reader, whose next `dispatch` returns this step.
         """
         reader = StepReader(engines, self._accumulates, self._warn)
         reader._stride = self._stride
         steps = self._stride or 1
         [after] = start_read(states)()
-        before = [view._replace(step=max(view.step - steps, 0)) for view in after]
+        before = []
+        for view in after:
+            before.append(view._replace(step=max(view.step - steps, 0)))
         reader._last = lambda: [before]
         return reader
 
@@ -274,19 +326,19 @@ class StepReader:
         votes: Callable[[], bool],
         block: BlockRecords | None = None,
     ) -> Dispatch:
-        """Begins to copy what the host reads of a dispatch.
+        """Begins to copy a dispatch to the host.
 
         The first call waits for the device, to learn the number of steps. Later dispatches are
-        assumed to have as many; a wrong number (the last dispatch of an epoch may have fewer) is
-        corrected by `read`.
+        assumed to have as many. `read` of the result corrects a wrong number: the last dispatch of
+        an epoch may have fewer steps.
 
         Args:
-            states: the state of each engine that the dispatch has returned.
+            states: the HealState of each engine after the dispatch.
             votes: returns whether the processes of the run vote after this dispatch.
-            block: the records of a block of `Healer.scan`, or None for a single update.
+            block: the records of a block of `Healer.scan`, or None for a dispatch of one update.
 
         Returns:
-            The dispatch, to be read later.
+            The dispatch. Its `read` raises HealStateError as `_steps_of_update` says.
         """
         before = self._last
         if block is None:
@@ -375,7 +427,7 @@ class StepReader:
         for records in steps:
             if not any(record.engine == engine.name for record in records):
                 # An engine does not judge steps of other optimizers, or micro-batches of an
-                # optax.MultiSteps around `protect`. The order in the last row was handled already.
+                # optax.MultiSteps around `protect`. The Healer knows the order in the last row.
                 idle = unpack_record(new.record(new.step), engine.name).unjudged()
                 records.append(idle._replace(step=new.step, judged=False))
 
@@ -403,7 +455,7 @@ _UNTAKEN = (
 
 def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
     """Smallest number of steps that an engine has judged, at least 1."""
-    counts: list[int] = []
+    counts = []
     for old, new in zip(before, after, strict=True):
         if new.step > old.step:
             counts.append(new.step - old.step)
@@ -411,7 +463,7 @@ def _count(before: Sequence[HostView], after: Sequence[HostView]) -> int:
 
 
 def _check_continues(engine: EngineEntry, old: HostView, new: HostView) -> None:
-    """Raises HealStateError unless `new` follows from `old` by steps whose records exist."""
+    """Raises HealStateError unless the dispatch continued from the state of the one before."""
     if new.step < old.step or (new.step == old.step and _has_changed(old, new)):
         raise HealStateError(
             f'the optimizer state of "{engine.name}" was reset, with step {new.step} after '

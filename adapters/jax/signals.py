@@ -1,0 +1,261 @@
+"""Makes one step's `Signals` from its gradients and from what the caller of `update` reports.
+
+Under `jit` over sharded arrays a norm is global. Inside `shard_map`, `pmap` and a `vmap` with an
+axis name, each device has only its part, and `Axes` reduces the signals over all devices.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from healcore.core.engine import Engine
+from healcore.core.signals import SignalError, Signals
+from healcore.jax.array_leaves import PyTree
+from healcore.jax.gradients import both_norms, gradient_leaves
+from healcore.jax.namespace import JAX
+
+AxisName = str | tuple[str, ...] | None
+
+NAMES = ("value", *(name for name in Signals._fields if name not in ("loss", "group_norms")))
+"""Keywords of `update` by which a caller reports signals; see `heal`."""
+_MEANS = ("loss", "eval_loss", "learning_rate")
+_FLAGS = ("change_expected", "externally_skipped")
+
+
+def split_keywords(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits the keywords of `update` into signals for healcore and keywords for the optimizer.
+
+    Args:
+        keywords: the keywords of a call of `update`.
+
+    Returns:
+        The signals by the names in `NAMES`, without those that are None; and all other keywords.
+    """
+    signals = {}
+    for name in NAMES:
+        if keywords.get(name) is not None:
+            signals[name] = keywords[name]
+    others = {}
+    for name, value in keywords.items():
+        if name not in NAMES:
+            others[name] = value
+    return signals, others
+
+
+def make_signals(
+    engine: Engine, updates: PyTree, given: Mapping[str, Any], axes: Axes, bad_update: Any = None
+) -> tuple[Signals, jax.Array | None]:
+    """Makes one step's `Signals`, the same on every device.
+
+    Args:
+        engine: the engine of the policy.
+        updates: the gradients.
+        given: the signals that the caller passes, by the keywords of `NAMES`.
+        axes: the mesh axes over which signals are reduced.
+        bad_update: whether the optimizer would make NaN or Inf of the gradients, bool 0-d or None.
+            The step is then as bad as one whose gradient is not finite: the norm is NaN, but the
+            norms of the leaves are those of the gradients.
+
+    Returns:
+        The signals; and the norm of each gradient leaf, float32 (n,), or None if `given` has the
+        global norm and the policy needs no others.
+
+    Raises:
+        SignalError: a signal is not a 0-d number or bool.
+    """
+    inactive = []
+    for name, detector in engine.config.detectors:
+        if "loss" in detector.NEEDS:
+            inactive.append(name)
+    if "value" not in given and inactive:
+        warnings.warn(
+            f"no loss reaches healcore, so the policy's {', '.join(inactive)} cannot act and "
+            "heal/loss is NaN: write tx.update(grads, opt_state, params, value=loss)",
+            stacklevel=3,  # the caller of tx.update, outside of jit
+        )
+    if engine.mode == "observe":
+        # Without a barrier, the norm and the optimizer's second moment share the squares of the
+        # gradients, which XLA then writes to memory (the size of all parameters). In other modes
+        # the scaling of the gradients prevents this.
+        updates = jax.lax.optimization_barrier(updates)
+    leaf_norms = None
+    grad_norm = given.get("grad_norm")
+    if engine.per_tensor or grad_norm is None:
+        # Computed even if no rule reads it, because no policy may accept a non-finite gradient.
+        own_norm, leaf_norms = both_norms(updates)
+        if grad_norm is None:
+            grad_norm = own_norm
+        if not leaf_norms.size:
+            leaf_norms = jnp.zeros((1,), jnp.float32)  # `count_leaves` returns at least 1
+    reported = {**given, "grad_norm": grad_norm}
+    found = {name: _scalar(name, reported.get(name)) for name in NAMES}
+    group_norms = None
+    if engine.per_tensor:
+        group_norms = leaf_norms
+    signals = Signals(loss=found.pop("value"), group_norms=group_norms, **found)
+    signals, leaf_norms = axes.signals(signals, leaf_norms, norm_reported="grad_norm" in given)
+    if bad_update is not None:
+        bad_update = axes.any(bad_update)
+        norm = JAX.where(bad_update, jnp.nan, signals.grad_norm)
+        signals = signals._replace(grad_norm=norm)
+    return signals, leaf_norms
+
+
+def count_leaves(params: PyTree) -> int:
+    """Number of tensors with a gradient, at least one.
+
+    Orbax cannot save an empty array, and the healing state has an array over these tensors.
+
+    Args:
+        params: the parameters, as passed to ``tx.init``.
+    """
+    # optax.tree.map_params calls `init` with a placeholder that has no leaves, and expects a state
+    # of the same structure.
+    return max(1, len(gradient_leaves(params)))
+
+
+class Axes(NamedTuple):
+    """The axes of `shard_map` or `pmap` whose devices have to make the same decision.
+
+    Within these transformations each device runs the step on its own part of the data. If one
+    device skipped a step and another did not, their parameters would differ from then on.
+    """
+
+    averaged: tuple[str, ...] = ()
+    """Axes along which gradients are equal (already averaged, as in data-parallel training)."""
+    split: tuple[str, ...] = ()
+    """Axes along which each device has its own part of the gradients."""
+
+    @classmethod
+    def of(cls, axis_name: AxisName, shard_axis_name: AxisName) -> Axes:
+        """Makes the axes from the arguments of `heal` or `protect`.
+
+        Args:
+            axis_name: name or names of the axes along which gradients are equal, or None.
+            shard_axis_name: name or names of the axes along which gradients are parts, or None.
+
+        Raises:
+            TypeError: a name is not a text, or is in both arguments.
+        """
+        axes = cls(
+            _axis_names("axis_name", axis_name), _axis_names("shard_axis_name", shard_axis_name)
+        )
+        both = sorted(set(axes.averaged) & set(axes.split))
+        if both:
+            raise TypeError(
+                f"axis {both[0]!r} is in axis_name and in shard_axis_name: along an axis, "
+                "gradients are either equal (axis_name) or parts of a whole (shard_axis_name)"
+            )
+        return axes
+
+    def signals(
+        self, own: Signals, leaf_norms: jax.Array | None, *, norm_reported: bool
+    ) -> tuple[Signals, jax.Array | None]:
+        """Reduces this device's signals and leaf norms over all devices, by one all-reduce.
+
+        Losses and rates are averaged, norms are combined, and a flag is set if any device sets it.
+        A NaN or Inf reaches every device.
+
+        Args:
+            own: the signals of this device, 0-d.
+            leaf_norms: norm of each gradient leaf on this device, float32 (n,), or None.
+            norm_reported: whether the caller passed `grad_norm`.
+
+        Returns:
+            The signals and the norms of the whole step, equal on all devices.
+        """
+        if not (self.averaged or self.split):
+            return own, leaf_norms
+        names = [*_MEANS, *_FLAGS]
+        if norm_reported:
+            names = [*_MEANS, "grad_norm", *_FLAGS]
+        found = []
+        vector = []
+        for name in names:
+            value = getattr(own, name)
+            if value is not None:
+                found.append(name)
+                vector.append(jnp.asarray(value, jnp.float32)[None])
+        if leaf_norms is not None:
+            vector.append(jnp.square(leaf_norms))
+        total = jax.lax.psum(jnp.concatenate(vector), (*self.averaged, *self.split))
+        devices = self._size(self.averaged + self.split)
+        new = {}
+        for i, name in enumerate(found):
+            new[name] = total[i] / devices
+        for name in _FLAGS:
+            if name in new:
+                new[name] = new[name] > 0
+        if leaf_norms is not None:
+            squares = total[len(found) :] / self._size(self.averaged)
+            leaf_norms = jnp.sqrt(squares)
+            if not norm_reported:
+                new["grad_norm"] = jnp.sqrt(jnp.sum(squares))
+        if own.group_norms is not None:
+            new["group_norms"] = leaf_norms
+        return own._replace(**new), leaf_norms
+
+    def any(self, flag: jax.Array) -> jax.Array:
+        """Whether a flag is set on any device.
+
+        Args:
+            flag: bool 0-d, of this device.
+
+        Returns:
+            bool 0-d, equal on all devices.
+        """
+        names = (*self.averaged, *self.split)
+        if not names:
+            return flag
+        return jax.lax.psum(flag.astype(jnp.int32), names) > 0
+
+    def _size(self, names: tuple[str, ...]) -> int:
+        """The number of devices along some axes."""
+        return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def _axis_names(argument: str, given: Any) -> tuple[str, ...]:
+    """The names that a user passes as `argument`, as a tuple. Raises TypeError for other types."""
+    names = given
+    if given is None:
+        names = ()
+    elif isinstance(given, str):
+        names = (given,)
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{argument} must be the name of a mesh axis, or a tuple of names, got {given!r}: "
+            f'write {argument}="data"'
+        )
+    return tuple(names)
+
+
+def _scalar(name: str, value: Any) -> jax.Array | None:
+    """Converts a signal to float32 or bool, 0-d. Returns None for None."""
+    if value is None:
+        return None
+    try:
+        dtype, shape = jax.dtypes.result_type(value), jnp.shape(value)
+    except (TypeError, ValueError) as error:
+        raise SignalError(
+            f"{name} must be one number, got {type(value).__name__}: pass a 0-d array"
+        ) from error
+    is_flag = name in _FLAGS
+    if is_flag:
+        wanted, kind, write = jnp.bool_, "bool", f"({name} != 0)"
+    else:
+        wanted, kind, write = jnp.floating, "floating number", f"{name}.mean()"
+    if shape or not jnp.issubdtype(dtype, wanted):
+        raise SignalError(
+            f"{name} must be a 0-d {kind}, got {dtype} of shape {shape}: pass {name}={write}"
+        )
+    if is_flag:
+        return jnp.asarray(value)
+    with np.errstate(over="ignore"):  # a number beyond the range of float32 becomes Inf
+        return jnp.asarray(value).astype(jnp.float32)
