@@ -18,7 +18,7 @@ EXAMPLES: dict[str, tuple[float, str]] = {
     "accelerate_loop": (0.45, "accelerate"),
     "lightning_trainer": (0.45, "lightning"),
     "fabric_loop": (0.7, "lightning"),
-    "self_healing_trainer": (2.5, "transformers"),
+    "self_healing_trainer": (3.0, "transformers"),
     "optax_healer": (0.45, "optax"),
     "linen_healer": (0.45, "flax"),
     "nnx_healer": (0.45, "flax"),
