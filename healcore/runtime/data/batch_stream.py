@@ -310,7 +310,7 @@ class BatchStream:
     ) -> None:
         """Goes back to the first batch of an epoch.
 
-        If the epoch had begun before the read, the begin draws its numbers again first, from the
+        If the epoch had begun before the read, its start draws its numbers again first, from the
         states that it had. Only then follow the random states of the read.
         """
         self.next_id = which

@@ -72,7 +72,7 @@ class PositionHistory:
 
     Attributes:
         newest: next batch of the newest position, or None without one.
-        last_end: id after the last batch of the last complete epoch, or None. The begin of the
+        last_end: id after the last batch of the last complete epoch, or None. The start of the
             epoch after is the same place. A rewind to it lets the loader draw that epoch again.
     """
 
@@ -105,7 +105,7 @@ class PositionHistory:
     def before(self, batch: BatchId) -> SavedPosition | None:
         """A position before a batch, of the same epoch, or None if it cannot be reached.
 
-        A position at the begin of the epoch serves only for its first batch: the order of the epoch
+        A position at the start of the epoch serves only for its first batch: the order of the epoch
         may be drawn when that batch is read, after the position was taken.
         """
         for known, position in reversed(self._taken):

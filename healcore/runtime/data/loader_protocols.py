@@ -95,7 +95,7 @@ class StatefulIterator(Protocol):
     """An iterator with `get_state` and `set_state`, as the iterators of Grain.
 
     healcore keeps the iterator and calls `set_state` on it, because a new iterator may shuffle in
-    another way. It also keeps the state at the begin of each epoch, to which a rollback may return.
+    another way. It also keeps the state at the start of each epoch, to which a rollback may return.
     """
 
     def get_state(self) -> LoaderState:
@@ -129,7 +129,7 @@ class ExplainsWhyNot(Protocol):
 class SetsEpoch(Protocol):
     """A loader, sampler or dataset whose order depends on the number of the epoch.
 
-    torch's `DistributedSampler` is one. healcore calls `set_epoch` at the begin of each epoch with
+    torch's `DistributedSampler` is one. healcore calls `set_epoch` at the start of each epoch with
     the next number, and with the earlier number after a rollback. In an epoch that the user's own
     loop has begun, the user has called `set_epoch` already: healcore reads the number from `epoch`.
     """

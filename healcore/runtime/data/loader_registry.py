@@ -23,7 +23,7 @@ from healcore.runtime.data.positions import BatchId, SavedPosition
 from healcore.runtime.data.run_loader import RunLoader
 
 MODEL_CHANGED = (
-    "the program would change the structure of its model again at the begin of that epoch"
+    "the program would change the structure of its model again at the beginning of that epoch"
 )
 """Reason of a rollback after which a loop over `Healer.epochs` does not return."""
 EPOCH_LOST = "each epoch has a loader of its own, so the rest of the earlier epoch is lost"
@@ -176,7 +176,7 @@ class LoaderRegistry(EpochLoop):
             if has_begun(saved):
                 self._next_number = max(self._next_number, int(number) + 1)
 
-    # -- the begin of a pass --------------------------------------------------------------------
+    # -- the start of a pass --------------------------------------------------------------------
 
     def begin(
         self,

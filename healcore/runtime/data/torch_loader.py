@@ -47,7 +47,7 @@ Item = Any
 def is_replayable(loader: AnyLoader) -> bool:
     """Whether a loader is or wraps a DataLoader of a map-style dataset, with torch's `__iter__`.
 
-    The order of such a loader follows from the random states at the begin of the epoch alone. A
+    The order of such a loader follows from the random states at the start of the epoch alone. A
     subclass with an `__iter__` of its own may do anything, and is read as any other loader.
     """
     loader = without_fabric(loader)
@@ -295,7 +295,7 @@ class TorchLoader(LoaderAdapter, Iterator[AnyBatch]):
             self._copy.iteration = self._loader.iteration
 
     def can_read_again(self, index: int) -> bool:
-        """False for the first batch of an epoch whose order the ranks have agreed on at its begin.
+        """False for the first batch of an epoch whose order the ranks have agreed on at its start.
 
         Accelerate then sends the state of the sampler's generator to all ranks, and this rank does
         not know the state that it has received.

@@ -38,7 +38,7 @@ class AlarmLog:
         - Skipped steps, and alarms outside of incidents (such as a clipped outlier): the first,
           then each power of ten.
 
-        For alerts outside of incidents see `Alerts.has_line`.
+        For alerts outside of incidents see `Alerts.count_and_decide_line`.
 
         Args:
             lead: the record that the line would be about.
@@ -67,7 +67,7 @@ class AlarmLog:
             judged: a record with a cause.
             has_line: whether the record has the line of its step.
         """
-        step, record, incident = judged[:3]
+        step, record, incident = judged.step, judged.record, judged.incident
         policy = self.run.policy
         if incident is None:
             self._outside += 1

@@ -94,7 +94,7 @@ class BatchParts:
             samples = count_samples(form)
         except UnsplittableBatch:
             return 1
-        return -(-samples // self._number(form, self._evaluation_limit))
+        return largest_part(samples, self._number(form, self._evaluation_limit))
 
     @property
     def _evaluation_limit(self) -> int | None:
@@ -115,9 +115,14 @@ class BatchParts:
         except UnsplittableBatch:
             return 1  # the whole batch may fit
         parts = 1
-        while -(-samples // parts) > limit:
+        while largest_part(samples, parts) > limit:
             parts = min(2 * parts, samples)
         return parts
+
+
+def largest_part(samples: int, parts: int) -> int:
+    """Samples of the largest part of a batch that is split evenly: the quotient, rounded up."""
+    return -(-samples // parts)
 
 
 FIRST_WAIT = 100
@@ -173,7 +178,7 @@ class PartGrowth:
         return 2 * size
 
     def ends_trial(self, step: int) -> bool:
-        """Whether a trial has just ended well at the begin of a step: its own step has fitted.
+        """Whether a trial has just ended well at the start of a step: its own step has fitted.
 
         True once for each trial.
         """

@@ -22,7 +22,7 @@ LrState: TypeAlias = dict[str, Any]
 def engines_after_rollback(engine: Engine, live: Engines, saved: Engines | None) -> Engines:
     """Engine states after a rollback: detectors as saved, budgets and multipliers as they are now.
 
-    Otherwise a rollback would give the run its budget of rollbacks back, and could repeat for ever.
+    Otherwise a rollback would give the run its budget of rollbacks back, and could repeat forever.
 
     Args:
         engine: engine of the policy.

@@ -82,8 +82,8 @@ class HealthyValues:
     norms: dict[str, float] = field(default_factory=dict)
     """Engine name -> the largest healthy gradient norm, where one is known."""
 
-    def __or__(self, better: HealthyValues) -> HealthyValues:
-        """Both together. Where both know a name, `better` counts.
+    def with_better(self, better: HealthyValues) -> HealthyValues:
+        """Both together. Where both know a name, the value of `better` counts.
 
         So what was known at an earlier checkpoint can be completed by what was learnt later.
         """
@@ -118,7 +118,7 @@ class HealthyValues:
         norms: Mapping[str, float],
         intervals: float = 1.0,
         *,
-        before: int = 0,
+        last_step_before: int = 0,
     ) -> Held:
         """What was outside of its healthy range, to be held in it. Unknown names never are.
 
@@ -126,7 +126,7 @@ class HealthyValues:
             seen: result of `Driver.numbers`.
             norms: engine name -> largest gradient norm at the trouble.
             intervals: checkpoint intervals since these values were learnt.
-            before: step of the checkpoint at which these values were known.
+            last_step_before: step of the checkpoint at which these values were known.
 
         Returns:
             The numbers with their healthy bounds, and the limits of the norms.
@@ -141,8 +141,8 @@ class HealthyValues:
                 value = each.high
             if bounds.low <= value <= bounds.high:
                 continue
-            program = value if math.isfinite(value) else None
-            numbers[name] = HeldNumber(bounds, program, before)
+            program_value = value if math.isfinite(value) else None
+            numbers[name] = HeldNumber(bounds, program_value, last_step_before)
         limits = {}
         for name, norm in norms.items():
             if self.is_unusual_norm(name, norm):
@@ -186,9 +186,9 @@ class HeldNumber(NamedTuple):
 
     bounds: NumberRange
     """Lowest and highest healthy value, and the value that is held."""
-    program: float | None
+    program_value: float | None
     """The value outside of the range that the program has set; None for NaN and Inf."""
-    before: int = 0
+    last_step_before: int = 0
     """Step of the checkpoint from before the program set it."""
 
 
@@ -242,8 +242,8 @@ class Held:
         first, last = self.withheld
         return first <= step <= last
 
-    def __or__(self, newer: Held) -> Held:
-        """Both together. Limits of the older one stay."""
+    def with_newer(self, newer: Held) -> Held:
+        """Both together. Where both hold a name, the older bounds and limits (`self`) stay."""
         return Held(
             numbers=newer.numbers | self.numbers,
             norms=newer.norms | self.norms,
@@ -270,7 +270,9 @@ class Held:
         """
         lines = []
         for name, number in self.numbers.items():
-            program = "NaN or Inf" if number.program is None else f"{number.program:.4g}"
+            program = (
+                "NaN or Inf" if number.program_value is None else f"{number.program_value:.4g}"
+            )
             lines.append(f"{name} held at {number.bounds.last:.4g}, the program sets {program}")
         for name, norm in self.norms.items():
             of = ""
@@ -350,8 +352,8 @@ class HealthyRanges:
         """The numbers that the program has kept outside of their range for long.
 
         Such a value is intended: a regulariser that is switched on late makes the training loss
-        worse, so the run looks better for as long as the number is held, and held it would be to
-        the end. Call it at a healthy checkpoint, after `release`.
+        worse. Holding it would make the run look better forever, so it would never be released.
+        Call this at a healthy checkpoint, after `release`.
 
         Args:
             step: step of the checkpoint.

@@ -34,7 +34,7 @@ class JudgedRecord(NamedTuple):
             return 0
         return self.incident.number
 
-    def weight(self) -> tuple[bool, bool, bool, bool]:
+    def priority(self) -> tuple[bool, bool, bool, bool]:
         """Sort key: with several optimizers, the line is about the record with the largest key.
 
         A cut of the learning rate matters most, then a skipped step, then an alert.

@@ -362,9 +362,9 @@ class Loop:
             if self.read_and_act() or self._save_when_due():
                 return True
             if run.holding.withholding_changes(data.step):
-                if self.read_and_act(all=True):
+                if self.read_and_act(every=True):
                     return True
-                run.holding.before_step(data.step)
+                run.holding.update_withholding(data.step)
             run.end_requests.vote_when_due(data.step, run.log)
             run.saver.poll()
         self.log_warnings()
@@ -372,7 +372,7 @@ class Loop:
         if unread in (_MAX_WITHOUT_STEP, MAX_ITERATIONS):
             self._warn_of_unseen_steps(unread)
         # Within an accumulation the state cannot be saved, so the run ends after the accumulation.
-        run.end_requests.raise_if_asked(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
+        run.end_requests.raise_or_propose(may_end=data.between_steps or unread >= _MAX_WITHOUT_STEP)
         return False
 
     def _warn_of_unseen_steps(self, unread: int) -> None:
@@ -404,7 +404,7 @@ class Loop:
         return self.phase is LoopPhase.COMPLETED
 
     @property
-    def after_update(self) -> bool:
+    def has_unfinished_trainer_work(self) -> bool:
         """Whether a trainer has stepped, and still has to evaluate, log or save after the step.
 
         An exception then leaves the work of the step incomplete, so nothing is saved. In a loop of
@@ -461,7 +461,7 @@ class Loop:
         self.queue_dispatch()
         if not (alone or of_training) or (loader is not None and self._is_evaluation(loader)):
             return False  # one rank may evaluate alone, and reading steps is collective
-        if self.read_and_act(all=True):
+        if self.read_and_act(every=True):
             return True
         nonfinite = self.run.nonfinite
         verdict = None
@@ -473,28 +473,28 @@ class Loop:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def read_and_act(self, *, all: bool = False) -> bool:
+    def read_and_act(self, *, every: bool = False) -> bool:
         """Reads the steps that are due, and carries out their orders.
 
         Args:
-            all: whether to read all queued steps, which waits for the device. Otherwise the newest
-                steps stay queued until their records have arrived.
+            every: whether to read all queued steps, which waits for the device. Otherwise the
+                newest steps stay queued until their records have arrived.
 
         Returns:
             Whether the run was rolled back. The rollback undoes the steps after the order, so they
             are not read.
         """
-        for step, order in self._process_due(all=all):
+        for step, order in self._process_due(every=every):
             if self._note_rollback(self.run.recovery.act(step, order)):
                 return True
             if order is not None and order.action & Action.SAVE:
                 self.run.saver.save("ordered")
         return False
 
-    def _process_due(self, *, all: bool) -> Iterator[tuple[StepResult, Order | None]]:
+    def _process_due(self, *, every: bool) -> Iterator[tuple[StepResult, Order | None]]:
         """Processes the steps that are due; yields each with its order, not yet carried out."""
         run = self.run
-        while run.reader.has_due(all=all):
+        while run.reader.has_due(every=every):
             run.guard.watch()  # reading waits for the device
             step = run.reader.read_next()
             run.guard.pause()
@@ -533,7 +533,7 @@ class Loop:
                     return False  # a restart would run the code after the epoch without its batches
         # Unread steps may lead to an order, which a restart from this save would never see. Reading
         # them costs no extra time, because the save waits for the device anyway.
-        if self.read_and_act(all=True):
+        if self.read_and_act(every=True):
             return True
         if not self.run.schedule.delayed:
             if self._note_rollback(self.run.nonfinite.roll_back_if_saved()):
@@ -557,7 +557,7 @@ class Loop:
         """
         self.queue_dispatch()
         self.log_warnings()
-        for step, order in self._process_due(all=True):
+        for step, order in self._process_due(every=True):
             if order is not None:
                 what = ", ".join(names(Action(order.action)))
                 problem = f"{what} was ordered by the last steps of the run and not carried out"

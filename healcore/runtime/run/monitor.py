@@ -131,10 +131,10 @@ class IncidentMonitor:
         judged = [JudgedRecord(step, record, incident) for record in records]
         if causes:
             judged = [self._alerts.with_alert(each) for each in judged]
-        lead = max(judged, key=JudgedRecord.weight)
+        lead = max(judged, key=JudgedRecord.priority)
         has_line = False
         if lead.record.cause:  # alerts come with a cause
-            has_line = self._alerts.has_line(judged)
+            has_line = self._alerts.count_and_decide_line(judged)
             has_line = has_line or self._alarm_log.has_line(lead, begins=begins)
         for result in judged:
             if result.record.cause:
@@ -201,7 +201,7 @@ class IncidentMonitor:
         """
         engines = self.run.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
-        self.metrics.set(engines)
+        self.metrics.set_counts(engines)
 
     @property
     def lr_scale(self) -> float:
@@ -324,7 +324,7 @@ class IncidentMonitor:
 
         Returns None if the policy only observes, or if the host has nothing to do.
         """
-        step, record, incident = judged[:3]
+        step, record, incident = judged.step, judged.record, judged.incident
         onset = step.index
         first_of_cause: dict[str, int] = {}
         if incident is not None:
@@ -375,7 +375,7 @@ class IncidentMonitor:
 
     def _ask_hooks(self, judged: JudgedRecord, onset: int) -> Action:
         """Calls the hooks and logs their results. Returns the actions to take."""
-        step, record, _ = judged[:3]
+        step, record = judged.step, judged.record
         batches = tuple((batch.epoch, batch.index) for batch in step.batches)
         context = IncidentContext(
             judged.number,
@@ -399,7 +399,7 @@ class IncidentMonitor:
 
 
 def _merge(one: Order | None, other: Order | None) -> Order | None:
-    """Joins the orders of two optimizers for the same step: the earlier begin, the deeper depth."""
+    """Joins the orders of two optimizers for the same step: the earlier start, the deeper depth."""
     if one is None or other is None:
         return one or other
     return replace(

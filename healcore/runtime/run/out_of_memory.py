@@ -7,7 +7,7 @@ A *window* is all batches since the last optimizer step, whose gradients add up:
     parts(batch) --> part, part, ...        each is a context manager around a forward pass
                        | memory runs out in one of them, on any rank
                        v
-    smaller parts, gradients back to the begin of the window, its first batch again
+    smaller parts, gradients back to the start of the window, its first batch again
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from healcore.runtime.faults.microbatches import (
     part_weights,
     split,
 )
+from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.store import files
 from healcore.runtime.store.ranks import RankFailed
 from healcore.runtime.story.postmortem import path_of
@@ -56,6 +57,11 @@ class _Overrun(NamedTuple):
     """Reason why smaller parts are impossible, or an empty string."""
 
 
+def _change_nothing() -> str:
+    """The last resort of a program that has none: no change, see `OutOfMemory.parts`."""
+    return ""
+
+
 class OutOfMemory:
     """Handles parts that run out of memory, by the policy. See `Healer.microbatches`.
 
@@ -71,7 +77,7 @@ class OutOfMemory:
         self._answers = self.run.policy.answers(Cause.OOM)
         self._retries = self.run.data.retries("a part of healer.microbatches")
         self._gradients = self.run.driver.window
-        self._last_resort: Callable[[], str] = str
+        self._last_resort: Callable[[], str] = _change_nothing
         self.part: Microbatch[Any] | None = None
         self._batches: list[tuple[Any, Count]] = []
         """The batches of the window so far, with their `count`."""
@@ -94,7 +100,7 @@ class OutOfMemory:
         *,
         count: Count = None,
         split_obstacle: str = "",
-        last_resort: Callable[[], str] = str,
+        last_resort: Callable[[], str] = _change_nothing,
     ) -> Iterator[Microbatch[Any]]:
         """Yields the parts of a batch; see `Healer.microbatches`.
 
@@ -351,8 +357,8 @@ class OutOfMemory:
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts
         step, record, growth = self.run.data.step, self.run.record, self.run.record.part_growth
-        before = -(-samples // parts)  # samples of the largest part, rounded up
-        after = -(-samples // min(2 * parts, samples))
+        before = largest_part(samples, parts)
+        after = largest_part(samples, min(2 * parts, samples))
         goes_back = growth.smaller is not None and growth.smaller < before
         why_not = self._why_not_smaller(before, after, goes_back=goes_back)
         if why_not:

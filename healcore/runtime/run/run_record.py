@@ -350,8 +350,11 @@ class RunRecord:
         """The attempts of the run, and the step up to which checkpoints are known-good."""
         return AttemptHistory(tuple(self.attempts), self.known_good_up_to)
 
-    def repeats(self, step: int) -> bool:
-        """Whether the last rollback undid the steps from `step` on."""
+    def repeats_undone_steps(self, step: int) -> bool:
+        """Whether a start from checkpoint `step` repeats steps that the last rollback undid.
+
+        It does up to the target of this rollback. A later checkpoint was saved after the rollback.
+        """
         return bool(self.ledger.rollbacks) and self.ledger.rollbacks[-1].target >= step
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def _policy_setting(policy: HostPolicy) -> str:
     text = policy.name
     if policy.text is not None and text in (*preset_names(), *recipe_names()):
         changed = [f"{key} = {value!r}" for key, _, value in diff(load(text), loads(policy.text))]
-        text += f" with {first_of(changed)}" if changed else ""
+        if changed:
+            text += f" with {first_of(changed)}"
     return f"{text} ({(policy.engine.fingerprint or 'unnamed')[:8]})"
 
 
@@ -54,16 +55,23 @@ def changes_text(changes: Mapping[str, str]) -> str:
     return first_of([f"{name}: {each}" for name, each in changes.items() if name != WEIGHTS], 6)
 
 
-def other_run(changes: Mapping[str, str]) -> str:
+def why_other_run(changes: Mapping[str, str]) -> str:
     """What makes the model differ from the model of a completed run, or an empty string."""
-    changed = {n: each for n, each in changes.items() if n not in _HARMLESS and "hparams." not in n}
-    if changed.keys() - {WEIGHTS}:
+    changed: dict[str, str] = {}
+    for name, each in changes.items():
+        if name not in _HARMLESS and "hparams." not in name:
+            changed[name] = each
+    if not changed:
+        return ""
+    if changed.keys() != {WEIGHTS}:
         return f"that completed with other settings (saved -> given): {changes_text(changed)}"
-    why = "that completed and began with other weights than this program"
-    return f"{why} (a program that loads its own snapshot passes resume=True)" * bool(changed)
+    return (
+        "that completed and began with other weights than this program (a program that loads its "
+        "own snapshot passes resume=True)"
+    )
 
 
-def named(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
+def settings_for_events(settings: Mapping[str, Any], rate: float | None) -> dict[str, Any]:
     """The settings for events, with common names for the rate and the batch, without `hparams`."""
     size = settings.get("per_device_train_batch_size", settings.get("batch_size"))
     parts = settings.get("gradient_accumulation_steps", settings.get("accumulate_grad_batches"))

@@ -332,7 +332,7 @@ def _start(run: Run, options: Options, warnings: Sequence[str]) -> None:
     except BaseException as error:
         _log_failed_start(run, error)
         raise
-    # Not if its last checkpoint is lost: then the run trains what is missing.
+    # A completed run stays COMPLETED only if its last checkpoint could be loaded.
     if not run.data.had_completed:
         run.loop.phase = LoopPhase.BEFORE_STEP
     _log_first_lines(run, settings, changes, resumed=bool(saves))
@@ -372,7 +372,7 @@ def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
         world=run.ranks.world,
         save_every=run.schedule.every,
         store=str(store.root or type(store).__name__),
-        settings=run_settings.named(settings, rate),
+        settings=run_settings.settings_for_events(settings, rate),
         resumes=resumes,
     )
 
@@ -405,7 +405,7 @@ def _check_resume(
         )
     if newest is None or not newest.completed:
         return
-    which = run_settings.other_run(changes)
+    which = run_settings.why_other_run(changes)
     if root is not None:
         own = _records.get(root.resolve())
         if own is not None and own.completed:
@@ -537,7 +537,7 @@ def _log_first_lines(
     rate = next(iter(run.driver.learning_rates().values()))  # of the first optimizer
     if rate is not None:
         facts.append(f"learning rate {rate:.4g}")
-    size = run_settings.named(settings, rate).get("batch_size")
+    size = run_settings.settings_for_events(settings, rate).get("batch_size")
     if size is not None:
         facts.append(f"batch size {size}")
     run.log.info(f"{begins}: {', '.join(facts)}; checkpoints {where}{need}")

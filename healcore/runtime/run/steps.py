@@ -81,24 +81,20 @@ class DelayedReader:
         """
         self._queue.append((pending, first))
 
-    def read_due(self, *, all: bool = False) -> Iterator[StepResult]:
-        """Yields the steps that are due, oldest first.
-
-        Args:
-            all: whether every queued step is due. Reading then waits for the device.
-        """
-        while self.has_due(all=all):
+    def read_all(self) -> Iterator[StepResult]:
+        """Yields all queued steps, oldest first. Waits for the device."""
+        while self.has_due(every=True):
             yield self.read_next()
 
-    def has_due(self, *, all: bool = False) -> bool:
+    def has_due(self, *, every: bool = False) -> bool:
         """Whether a step is due.
 
         Args:
-            all: whether every queued step is due.
+            every: whether every queued step is due.
         """
         if self._read_steps:
             return True
-        if all:
+        if every:
             return bool(self._queue)
         return len(self._queue) > LAG
 

@@ -20,7 +20,7 @@ class WarmUp:
 
     Such an iteration gets the same number again. A loop may need many of them before its first
     step, for example to fill a replay buffer. But a program whose steps the Healer does not see
-    would get the same number for ever, and would never end. So the count has a limit:
+    would get the same number forever, and would never end. So the count has a limit:
 
         before the first step of the loop    `warmup` of the caller, by default the steps of the
                                              loop and at least `MAX_ITERATIONS`

@@ -61,10 +61,10 @@ class Deleter:
 
     def begin_attempt(self, step: int) -> None:
         """Begins an attempt at a step, after which no checkpoint is known-good."""
-        self.read()
+        self.collect_results()
         self._known_good_up_to = min(self._known_good_up_to, step)
 
-    def queue(self, step: int) -> None:
+    def queue_deletions(self, step: int) -> None:
         """Queues the deletions that are due, if the save of `step` succeeds.
 
         A second rollback in the region of the last one must not use a checkpoint that became
@@ -99,7 +99,7 @@ class Deleter:
         past = ledger.same_trouble(ledger.next_step, self.run.policy.rollback.region)
         return past[-1].target if past else -1
 
-    def read(self) -> None:
+    def collect_results(self) -> None:
         """Reads the results of the background. Does not wait."""
         while self._results:
             result = self._results.popleft()

@@ -174,7 +174,7 @@ class Saver:
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
             self.run.log.event("save", step=step, why=why, seconds=seconds)
-        self._deleter.queue(step)
+        self._deleter.queue_deletions(step)
 
     def poll(self) -> None:
         """Reports results of the background, and computes the known-good checkpoints.
@@ -182,7 +182,7 @@ class Saver:
         Called once per step. Does not wait for the disk.
         """
         self.report_failures()
-        self._deleter.read()
+        self._deleter.collect_results()
         self.run.known.end_due_probation()
 
     def wait(self) -> None:

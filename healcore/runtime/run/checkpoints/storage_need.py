@@ -53,9 +53,8 @@ def checkpoints_on_disk(keep: Keep, *, compares: bool) -> int:
     """The largest number of checkpoints in a directory, without the `older` ones.
 
     A save is complete before another checkpoint is deleted, so there is one more than are kept.
-    With comparisons of weights (`compares`) their checkpoints stay too.
     """
-    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+    return _most_at_once(keep, compares=compares)
 
 
 def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
@@ -65,7 +64,15 @@ def copies_in_memory(keep: Keep | None, *, compares: bool) -> int:
     """
     if keep is None:
         return 1
-    return keep.most + 1 + (MAX_ANCHORS if compares else 0)
+    return _most_at_once(keep, compares=compares)
+
+
+def _most_at_once(keep: Keep, *, compares: bool) -> int:
+    """What is kept, one more while a save runs, and the anchors of comparisons of weights."""
+    most = keep.most + 1
+    if compares:
+        most += MAX_ANCHORS
+    return most
 
 
 def size_text(size: float) -> str:

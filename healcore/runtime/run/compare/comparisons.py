@@ -121,11 +121,11 @@ class Comparisons:
         """Steps of the checkpoints that a rollback may need: of anchors, and from before a hold."""
         steps = [anchor.step for anchor in self.anchors]
         for number in self.run.holding.held.numbers.values():
-            steps.append(number.before)
+            steps.append(number.last_step_before)
         return frozenset(steps)
 
     @property
-    def suspects(self) -> bool:
+    def has_evidence(self) -> bool:
         """Whether an anchor has evidence, or a verdict is pending."""
         return self.state.verdict is not None or any(anchor.evidence > 1 for anchor in self.anchors)
 
@@ -149,7 +149,7 @@ class Comparisons:
         if not self.is_enabled:
             self.run.holding.release_all(step)
             return
-        if self.suspects or step < self.state.silent_until:
+        if self.has_evidence or step < self.state.silent_until:
             return
         if self.run.holding.learn(step):
             return
@@ -187,7 +187,7 @@ class Comparisons:
         self._credit.after_step()
         if len(state.first_losses) < RECENT and math.isfinite(loss):
             state.first_losses.append(loss)
-        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.suspects)
+        signs = self.history.add(step, loss, alarm=alarm, healthy=not self.has_evidence)
         if signs.high:
             _extend_bursts(state.bursts, index)
         if signs.first_alarm or signs.last_is_over:  # compared even if no credit is left
@@ -209,9 +209,9 @@ class Comparisons:
             wanted = index >= state.verdict.due
             best = None
         else:
-            wanted = index >= self.state.silent_until and (wanted or self.suspects)
+            wanted = index >= self.state.silent_until and (wanted or self.has_evidence)
         verdict = self._compare(step, sum(losses) / len(losses), best) if wanted else None
-        if wanted and self._credit.is_regular(index) and not self.suspects:
+        if wanted and self._credit.is_regular(index) and not self.has_evidence:
             self.history.accept_level()
         if wanted and best is not None and best.evidence <= 1:
             self.state.mean_quiet_until = index + self.state.pause
@@ -220,7 +220,7 @@ class Comparisons:
             self.state.pause = FIRST_PAUSE
         if trained:
             for anchor in self.anchors:
-                anchor.add(step, is_usual=not signs.high and not self.suspects)
+                anchor.add(step, is_usual=not signs.high and not self.has_evidence)
         return verdict
 
     def _learn_first_step(self, step: TrainedStep, losses: Sequence[float]) -> None:
@@ -303,7 +303,7 @@ class Comparisons:
             anchor.rewind(target)
         ranges = self.state.ranges
         if self.anchors:
-            ranges.values |= self.anchors[-1].healthy
+            ranges.values = ranges.values.with_better(self.anchors[-1].healthy)
         self._forget_trouble()
         self.history.forget(ranges.values.norms)
         self.run.holding.on_rollback(target)
@@ -484,7 +484,7 @@ class Comparisons:
         if verdict is not None and step.index < verdict.due and not self._has_waited(verdict):
             self._postpone(verdict)
             verdict = None
-        if self.suspects:
+        if self.has_evidence:
             rates = self.run.holding.known_rates()
             if rates:
                 self.state.rates.append(rates)
@@ -564,7 +564,7 @@ class Comparisons:
         """The verdict about an anchor, or the pending verdict with its newest evidence.
 
         The onset is the first step of a burst of signs that lasts until shortly before the first
-        evidence: the comparison that finds trouble is later than its begin.
+        evidence: the comparison that finds trouble is later than its beginning.
         """
         verdict = self.state.verdict
         if verdict is None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, Anchor, Verdict
-from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, Suspects
+from healcore.runtime.run.compare.step_history import STEPS_BEFORE_SIGN, SuspectSteps
 from healcore.runtime.run.engine_states import LrState, limit_norms, with_lr_states
 from healcore.runtime.run.healthy_ranges import HealthyValues, Held
 from healcore.runtime.store.ranks import broadcast
@@ -150,8 +150,8 @@ class Holding:
         held = self.run.comparisons.state.ranges.held  # called once per step
         return held.withholds(step) != self.withholds
 
-    def before_step(self, step: int) -> None:
-        """Withholds the update of `step`, which is trained next, or does not, see `Held.withheld`.
+    def update_withholding(self, step: int) -> None:
+        """Starts or ends withholding updates at `step`, which is trained next; see `Held.withheld`.
 
         Call it after all earlier steps have been read, because it replaces the engines' states, and
         also if a `loss_fn` that failed has ended the comparisons: otherwise the updates would be
@@ -169,7 +169,7 @@ class Holding:
         Returns:
             What to hold, without regard to what is held already.
         """
-        suspects = self._suspects(verdict)
+        suspects = self._suspect_steps(verdict)
         norms: Mapping[str, float] = {}
         if suspects is not None:
             norms = suspects.largest_norms()
@@ -177,7 +177,7 @@ class Holding:
             broadcast(self.run.ranks, self.numbers()),
             norms,
             intervals=(verdict.onset - verdict.anchor) / self.run.schedule.every,
-            before=verdict.anchor,
+            last_step_before=verdict.anchor,
         )
         return replace(found, until=verdict.index + 1)
 
@@ -196,7 +196,7 @@ class Holding:
             Numbers of steps, ascending.
         """
         comparisons = self.run.comparisons
-        suspects, anchor = self._suspects(verdict), comparisons.anchor_of(verdict.anchor)
+        suspects, anchor = self._suspect_steps(verdict), comparisons.anchor_of(verdict.anchor)
         if suspects is None or anchor is None:
             return []
         unusual = set()
@@ -206,7 +206,7 @@ class Holding:
                 unusual.add(index)
         return sorted(unusual | self._with_high_loss(suspects, anchor))
 
-    def _with_high_loss(self, suspects: Suspects, anchor: Anchor) -> set[int]:
+    def _with_high_loss(self, suspects: SuspectSteps, anchor: Anchor) -> set[int]:
         """Suspect steps whose loss under an anchor's weights is not ordinary."""
         comparisons = self.run.comparisons
         before = suspects.start - STEPS_BEFORE_SIGN
@@ -241,7 +241,7 @@ class Holding:
         anchor, values = comparisons.anchor_of(step), comparisons.state.ranges.values
         if anchor is None:
             return values
-        return values | anchor.healthy
+        return values.with_better(anchor.healthy)
 
     def highest_rates(self, step: int) -> dict[str, float]:
         """Engine name -> highest healthy learning rate up to the anchor of a step, where known.
@@ -259,9 +259,9 @@ class Holding:
                 known[name] = rate
         return known
 
-    def _suspects(self, verdict: Verdict) -> Suspects | None:
+    def _suspect_steps(self, verdict: Verdict) -> SuspectSteps | None:
         """The steps that may have caused the trouble of a verdict."""
-        return self.run.comparisons.history.suspects(verdict.onset, verdict.found)
+        return self.run.comparisons.history.suspect_steps(verdict.onset, verdict.found)
 
     def numbers(self) -> dict[str, NumberRange]:
         """`Driver.numbers`, with their ranges in earlier processes since something was held."""

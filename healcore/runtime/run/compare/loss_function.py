@@ -13,6 +13,7 @@ from healcore.runtime.data.random_states import isolated
 from healcore.runtime.driver import LossFn, WeightsChanged
 from healcore.runtime.faults.failures import classify
 from healcore.runtime.faults.microbatches import clear_frames
+from healcore.runtime.run.batch_parts import largest_part
 from healcore.runtime.run.compare.evidence import TrainedStep
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class LossFunction:
         sizes = [item.samples for item in everyone if isinstance(item, _Overrun)]
         if not sizes or any(isinstance(item, str) for item in everyone):
             return False
-        self.run.batch_parts.largest_evaluated = -(-min(sizes) // 2)
+        self.run.batch_parts.largest_evaluated = largest_part(min(sizes), 2)
         self.run.log.info(
             f"loss_fn does not fit into memory with {min(sizes)} samples: it evaluates "
             f"{self.run.batch_parts.largest_evaluated} at a time"

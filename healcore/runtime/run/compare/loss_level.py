@@ -17,7 +17,7 @@ class LossLevel:
     """Which losses a run has had, and which of them are usual.
 
     A loss is *usual* unless it exceeds each of the last `REGULAR_INTERVAL` usual losses. High
-    losses do not become usual, so that trouble which lasts cannot hide its own begin. Only
+    losses do not become usual, so that trouble which lasts cannot hide its own start. Only
     `accept` makes them usual, after a comparison of weights that shows no damage.
 
     Attributes:

@@ -50,7 +50,7 @@ class Signs(NamedTuple):
     """Whether it belongs to the trouble: a sign, or a loss above the last usual losses."""
 
 
-class Suspects(NamedTuple):
+class SuspectSteps(NamedTuple):
     """The steps that may have caused some trouble."""
 
     start: int
@@ -89,7 +89,7 @@ class _Window(NamedTuple):
 class StepHistory:
     """Losses, gradient norms and batches of the last steps, in bounded memory.
 
-    A comparison of weights finds out late that they are damaged. The history then dates the begin
+    A comparison of weights finds out late that they are damaged. The history then dates the start
     of the trouble, and names the steps that may have caused it:
 
         steps    . . . . . . . . | s . . h . h . . . . . . | . . h . . . .
@@ -283,7 +283,7 @@ class StepHistory:
                 kept += entry
         return hashlib.blake2b(struct.pack(f"<{len(kept)}d", *kept), digest_size=8).hexdigest()
 
-    def suspects(self, onset: int, found: int) -> Suspects | None:
+    def suspect_steps(self, onset: int, found: int) -> SuspectSteps | None:
         """Returns the steps that may have caused some trouble.
 
         These are the steps around the sign that is nearest to the onset, of the signs up to step
@@ -305,7 +305,7 @@ class StepHistory:
             if step.index >= onset - STEPS_BEFORE_SIGN:
                 steps[step.index] = step
         ordered = [steps[index] for index in sorted(steps)]
-        return Suspects(
+        return SuspectSteps(
             start=min(window.start, onset),
             steps=ordered,
             around=window.steps,

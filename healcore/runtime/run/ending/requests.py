@@ -230,7 +230,7 @@ class EndRequests:
         self._pending: list[Proposal] = []
         self._due_at: int | None = None  # step of the next vote
 
-    def raise_if_asked(self, *, may_end: bool) -> None:
+    def raise_or_propose(self, *, may_end: bool) -> None:
         """Raises the exception that ends the run if it was requested; with votes proposes the end.
 
         Args:

@@ -156,7 +156,7 @@ class Shutdown:
         """
         data, loop, saver = self.run.data, self.run.loop, self.run.saver
         uncounted = self.run.driver.pending_steps() or self.run.driver.is_interrupted()
-        between_steps = data.between_steps and not (loop.after_update or uncounted)
+        between_steps = data.between_steps and not (loop.has_unfinished_trainer_work or uncounted)
         if self.fault is not None and isinstance(self.raised, Exception):
             action = partial(self.save_and_log_fault, self.fault, self.raised)
             self.collect("the fault could not be dealt with", action)
@@ -167,7 +167,7 @@ class Shutdown:
             if self.fault is None:  # otherwise `save_and_log_fault` has said so
                 loop.warn(f"no checkpoint was saved at the end: {self.replaced_text()}")
         left_in_body = isinstance(self.error, EndRequested) and not (between_steps or uncounted)
-        if left_in_body and saver.resumes_exactly and not loop.after_update:
+        if left_in_body and saver.resumes_exactly and not loop.has_unfinished_trainer_work:
             # As at an exception: the batches that were read come again.
             self.collect("the last state could not be saved", self.save_before_batches)
         self.save_last_state(together=together, may_save=may_save)
@@ -266,7 +266,7 @@ class Shutdown:
         if self.replaced:  # an order may compare the weights, which are not those of the training
             loop.report_last_steps()
         else:
-            loop.read_and_act(all=True)
+            loop.read_and_act(every=True)
 
     def explain_nan(self) -> None:
         """Says what to do about a program that raises at NaN itself, before the policy can skip."""
@@ -366,7 +366,7 @@ class Shutdown:
                 if self.run.loop.count_last_step():
                     self.run.loop.report_last_steps()
                     why_not = "a restart repeats the step, whose evaluation or log is incomplete"
-                    if not self.run.loop.after_update:
+                    if not self.run.loop.has_unfinished_trainer_work:
                         why_not = self.run.saver.save_emergency(self.replaced_text())
             except StoreError as problem:
                 why_not = str(problem)

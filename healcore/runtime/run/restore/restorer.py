@@ -350,7 +350,7 @@ class Restorer:
         """Loads a checkpoint of an earlier process. Returns its record."""
         own = saved.record or RunRecord(first_step=saved.step, step=saved.step)
         weights = self._copies(own.comparisons, saved.step)
-        repeats = own.repeats(saved.step)
+        repeats = own.repeats_undone_steps(saved.step)
         reset = repeats and self.run.policy.rollback.reset_moments
         comparisons, engines = self.run.comparisons, saved.engines
         if not comparisons.is_enabled:
@@ -398,7 +398,8 @@ class Restorer:
 
     def _resets_at(self, step: int) -> bool:
         """Whether the moments start again at a checkpoint, because a rollback repeats from it."""
-        return self.run.policy.rollback.reset_moments and self.run.record.repeats(step)
+        record = self.run.record
+        return self.run.policy.rollback.reset_moments and record.repeats_undone_steps(step)
 
     def restore_again(self, step: int) -> None:
         """Restores the checkpoint of the last rollback once more, before any further step.

@@ -81,7 +81,7 @@ class BetterWeights:
         """Carries out a verdict of `comparisons`.
 
         After `MAX_ACCEPTED` accepted troubles in a row a verdict is only an alert: a program that
-        changes its weights at intervals would be repeated for ever.
+        changes its weights at intervals would be repeated forever.
 
         Args:
             verdict: which earlier weights are better, and since when.
@@ -146,7 +146,7 @@ class BetterWeights:
         if trial == Trial.LIMIT_RATE:
             return self._with_rate_limit(order, verdict, from_start=facts.from_start)
         if trial == Trial.HOLD:
-            both = self.run.holding.held | held
+            both = self.run.holding.held.with_newer(held)
             if Trial.HOLD in tried:  # what was unusual was not the cause, or not all of it
                 both = replace(both, withheld=_steps_to_withhold(verdict, past))
             return replace(order, held=both, batches=batches)
@@ -180,7 +180,7 @@ class BetterWeights:
             highest = {name: float(state["scale"]) for name, state in states.items()}
         held = self.run.holding.held
         if from_start:
-            held |= Held(start_rates=states, until=verdict.index + 1)
+            held = held.with_newer(Held(start_rates=states, until=verdict.index + 1))
         else:  # this limit lasts, and replaces a guess from the start of the run
             held = replace(held, start_rates={})
         return replace(order, lr_at_fault=highest, lr_states=states, held=held)
@@ -264,7 +264,9 @@ class BetterWeights:
                 onset=onset,
                 since=onset,
                 by_host=True,
-                better_step=min(oldest, *(held.numbers[name].before for name in intended)),
+                better_step=min(
+                    oldest, *(held.numbers[name].last_step_before for name in intended)
+                ),
                 trial=Trial.ACCEPT,
                 intended=values,
             )

@@ -165,7 +165,8 @@ class DeadRun:
             since=step.index - state.nonfinite_streak + 1,
             cause=int(step.records[0].cause),
             by_host=True,
-            # The next attempt, and one with nothing to lose, does not trust young checkpoints.
+            # Only the first attempt may restore a checkpoint on probation. A later attempt, and one
+            # at `IN_A_ROW`, which can lose no trained step, takes a known-good checkpoint.
             sound_until_onset=(
                 attempt == Attempt.REPEAT and state.nonfinite_streak == STEPS_TO_REVIVE
             ),
