@@ -18,6 +18,7 @@ from healcore.runtime.driver_choice import trainer_limit
 from healcore.runtime.faults.microbatches import Microbatch
 from healcore.runtime.faults.retry import Retries
 from healcore.runtime.healing_report import HealingReport
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import FORWARD_PASS
 from healcore.runtime.run.compare.loss_function import loss_of
 from healcore.runtime.run.ending.exits import IncompleteRun
@@ -643,7 +644,7 @@ class Healer(Generic[State]):
                 "to the epoch of the rollback"
             )
             return
-        self._live.saver.save("requested")
+        self._live.saver.save(SaveReason.REQUESTED)
         self._live.saver.keep_weight_sample()
 
     # -- the state of the run -------------------------------------------------------------------

@@ -10,15 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from healcore.runtime.data.earlier_loaders import (
+from healcore.runtime.data.loader_epoch import ReadRetries
+from healcore.runtime.data.loader_protocols import AnyLoader
+from healcore.runtime.data.loop_places import (
     COUNT,
+    EPOCH,
     EarlierLoaders,
+    EpochLoop,
     check_positions,
     has_begun,
 )
-from healcore.runtime.data.epoch_loop import EPOCH, EpochLoop
-from healcore.runtime.data.loader_epoch import ReadRetries
-from healcore.runtime.data.loader_protocols import AnyLoader
 from healcore.runtime.data.positions import BatchId, SavedPosition
 from healcore.runtime.data.run_loader import RunLoader
 

@@ -33,8 +33,8 @@ class Alerts:
         self._steps_without = int(config.incident.quiet_steps)
         """Steps without a cause after which the cause begins again."""
         self._has_own_steps = bool(run.policy.incident.alert_steps)
-        """Whether the policy sets `alert_steps` itself. `_steps_without` is then that number, and each
-        alert is reported."""
+        """Whether the policy sets `alert_steps` itself. `_steps_without` is then that number, and
+        every alert is reported."""
         if self._has_own_steps:
             self._steps_without = run.policy.incident.alert_steps
         self._alerting = _alerting_causes((*config.rules, *run.policy.rules))
@@ -78,13 +78,16 @@ class Alerts:
     def count_and_decide_line(self, judged: list[JudgedRecord]) -> bool:
         """Counts the faults of a step, and decides whether it has a console line about an alert.
 
-        Only alerts outside of incidents count. Such an alert reports a fault about which nothing is decided yet. There is one per fault,
-        after `quiet_steps` steps without its cause. The first ten faults of each cause have a line,
-        then each power of two; also the first of each optimizer, and one with twice the highest
-        loss of earlier lines.
+        Only alerts outside of incidents count. Such an alert reports a fault about which nothing is
+        decided yet. There is one per fault, after `quiet_steps` steps without its cause. The first
+        ten faults of each cause have a line, then each power of two; also the first of each
+        optimizer, and one with twice the highest loss of earlier lines.
 
         Args:
-            judged: the records of one step. Call it once for each step.
+            judged: the records of one step. Call this once for each step.
+
+        Returns:
+            Whether the step has the line.
         """
         causes: list[Cause] = []
         records: list[StepRecord] = []

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, NonNegativeInt
 
 from healcore.runtime.faults.microbatches import (
     Count,
@@ -127,11 +127,6 @@ def largest_part(samples: int, parts: int) -> int:
 
 FIRST_WAIT = 100
 """Steps after memory ran out until larger parts are tried again."""
-
-
-_Count = Annotated[int, Field(ge=0)]
-
-
 _Size = Annotated[int, Field(ge=1)]
 
 
@@ -151,14 +146,14 @@ class PartGrowth:
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
-    since: _Count = 0
+    since: NonNegativeInt = 0
     """Step at which the size has last changed or was last tried."""
-    wait: _Count = FIRST_WAIT
-    """Steps from `since` to the next trial."""
+    wait: NonNegativeInt = FIRST_WAIT
+    """Steps from `since` to the next try of larger parts."""
     smaller: _Size | None = None
-    """Size before the last trial, which fits; or None if memory ran out since the last trial."""
+    """Size before the last try, which fits; or None if memory ran out since the last try."""
     trying: bool = False
-    """Whether `since` is the step of a trial, whose end is not known yet."""
+    """Whether `since` is the first step with larger parts, whose end is not known yet."""
     smallest: _Size | None = None
     """Smallest size of the run, or None if memory never ran out."""
 
@@ -167,20 +162,24 @@ class PartGrowth:
         return not self.trying and step - self.since >= self.wait
 
     def postpone(self, step: int) -> None:
-        """Postpones a trial from which nothing can be learnt at this step."""
+        """Postpones a try from which nothing can be learnt at this step."""
         self.since = step
 
-    def begin_trial(self, step: int, size: int) -> int:
-        """Begins a trial at a step of a run with parts of `size`. Returns the size to try."""
+    def begin_larger(self, step: int, size: int) -> int:
+        """Begins to try parts larger than `size` at a step. Returns the size to try."""
         self.since = step
         self.smaller = size
         self.trying = True
         return 2 * size
 
-    def ends_trial(self, step: int) -> bool:
-        """Whether a trial has just ended well at the start of a step: its own step has fitted.
+    def accept_larger(self, step: int) -> bool:
+        """Keeps the larger size if the step that tried it has fitted.
 
-        True once for each trial.
+        Args:
+            step: the step that begins.
+
+        Returns:
+            Whether the size is accepted by this call, once for each try.
         """
         if not self.trying or step == self.since:
             return False
@@ -188,7 +187,7 @@ class PartGrowth:
         return True
 
     def go_back(self, step: int) -> int:
-        """Returns to the size before the last trial, because a larger part has not fitted.
+        """Returns to the size before the last try, because a larger part has not fitted.
 
         Args:
             step: the step at which memory ran out. If the larger size has lasted for less than the

@@ -40,8 +40,8 @@ class RunBatches:
 
     Args:
         run: the parts of the run.
-        signals: the signals of the process. One that arrives while a rank waits for data ends a run
-            of one process at once.
+        stop_signals: the signals that ask the process to end. One that arrives while a rank waits
+            for data ends a run of one process at once.
         keeps_batches: whether weights are compared on the batches, so that their contents are kept
             until the step is judged.
 
@@ -57,7 +57,7 @@ class RunBatches:
         passes: calls of `begin` in this process.
     """
 
-    def __init__(self, run: Run, signals: SignalWatch, *, keeps_batches: bool) -> None:
+    def __init__(self, run: Run, stop_signals: SignalWatch, *, keeps_batches: bool) -> None:
         self.loaders = LoaderRegistry()
         self.loaders.inform = run.log.info
         self.host = HostState(self.loaders.position)
@@ -66,22 +66,29 @@ class RunBatches:
         self.passes = 0
         self.last_read: RunLoader | None = None
         self.run = run
-        self._signals = signals
+        self._stop_signals = stop_signals
         if "retry" in run.policy.answers(Cause.NETWORK):
             self.loaders.retries = self.retries("reading a batch")
-        self._reader = BatchReader(run, signals)
+        self._reader = BatchReader(run, stop_signals)
         self._keeps_batches = keeps_batches
-        self._loop_names_batches = False  # whether it calls `loss`, or `observe` with a batch
+        self._loop_names_batches = False
+        """Whether the loop calls `loss`, or `observe` with a batch."""
         self.last_ids: list[BatchId] = []
-        # Largest number of batches of a step so far. No more contents are kept, because an
-        # evaluation takes no step.
         self._most_per_step = 1
-        # Updates on the last batch and on the one before, in a loop that calls `update` in JAX.
-        self._updates = self._usual_updates = 0
-        self._own_batches: list[ObservedBatch] = []  # which a loop without a loader has passed
-        self._generators: HostParts | None = None  # of the checkpoint, until the first batch
-        self._resumed_evaluation: RunLoader | None = None  # an evaluation of before the checkpoint
+        """Largest number of batches of a step so far. No more contents are kept, because an
+        evaluation takes no step."""
+        self._updates = 0
+        """Updates on the last batch, in a loop that calls `update` in JAX."""
+        self._usual_updates = 0
+        """Updates on the batch before the last one."""
+        self._own_batches: list[ObservedBatch] = []
+        """The batches that a loop without a loader has passed."""
+        self._generators: HostParts | None = None
+        """The random states of the checkpoint, until the first batch; or None."""
+        self._resumed_evaluation: RunLoader | None = None
+        """The loader of an evaluation that the checkpoint has interrupted, or None."""
         self._resumed = False
+        """Whether this process continues at an earlier process's checkpoint."""
 
     def resume(self, step: int, generators: HostParts | None, *, completed: bool) -> None:
         """Continues at an earlier process's checkpoint.
@@ -113,7 +120,8 @@ class RunBatches:
 
         A loop that begins at an epoch of its own after a restart makes fewer passes.
         """
-        return 0 < self.passes >= self.run.record.passes and self.loaders.at_epochs
+        has_repeated = self.passes > 0 and self.passes >= self.run.record.passes
+        return has_repeated and self.loaders.at_epochs
 
     def begin(
         self, loader: Any, epochs: int | None, epoch: int | None = None, limit: Any = None
@@ -181,13 +189,14 @@ class RunBatches:
         Raises:
             StopIteration: the last epoch has ended.
         """
-        alone = self._signals.waiting_for_data() if self.between_steps else nullcontext()
+        alone = self._stop_signals.waiting_for_data() if self.between_steps else nullcontext()
         kept = directly_after_step and self.host.keeps_states
         loader.put_back_random_states = self.host.put_back_after_step if kept else None
         with alone:
             batch, batch_id = self._reader.read(loader, self.step)
         self.last_read = loader
-        self._generators = self._generators if loader is self._resumed_evaluation else None
+        if loader is not self._resumed_evaluation:
+            self._generators = None
         loader.pending_ids.append(batch_id)
         keeps = self._keeps_batches and not self._loop_names_batches
         if keeps and len(loader.pending_ids) <= self._most_per_step:
@@ -229,7 +238,7 @@ class RunBatches:
         Returns:
             The retries. They log each attempt, and a signal ends their waits.
         """
-        return Retries(name, self.run.policy, self._report_attempt, self._signals.sleep)
+        return Retries(name, self.run.policy, self._report_attempt, self._stop_signals.sleep)
 
     def _report_attempt(self, attempt: CallAttempt) -> None:
         """Logs an attempt that has failed, or the success after failures."""
@@ -246,7 +255,7 @@ class RunBatches:
 
         Args:
             ended: whether the previous pass has ended. The checkpoint may be from after that end:
-                then its own random states are restored, and otherwise those at the begin of its
+                then its own random states are restored, and otherwise those at the start of its
                 pass, from which the program draws the same order of the data again.
         """
         saved = self._generators
@@ -388,9 +397,9 @@ class BatchReader:
     so `[skip_batch]` of the policy limits the number in a row and within a window of reads.
     """
 
-    def __init__(self, run: Run, signals: SignalWatch) -> None:
+    def __init__(self, run: Run, stop_signals: SignalWatch) -> None:
         self.run = run
-        self._signals = signals
+        self._stop_signals = stop_signals
         self._single_rank = run.ranks.world == 1
         self._reads = 0
         self._consecutive_failures = 0
@@ -440,7 +449,7 @@ class BatchReader:
     def _skip_for(self, loader: RunLoader, error: Exception) -> _Unreadable | None:
         """The batch to skip, whose read has raised, or None if the error propagates."""
         batch = loader.unreadable
-        if batch is None or self._signals.signal_number is not None:
+        if batch is None or self._stop_signals.signal_number is not None:
             return None  # no batch is at fault; a signal kills a loader's workers too
         fault = classify(error)
         skips = "skip_batch" in self.run.policy.answers(Cause.DATA)

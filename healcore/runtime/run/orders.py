@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, NonNegativeInt
 
 from healcore.core.decision import Action
 from healcore.runtime.data import BatchId
 from healcore.runtime.run.healthy_ranges import Held
-
-Step = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,7 @@ class RollbackRecord(Order):
     """Number of the rollback, from 1 over the whole run."""
     step: int = 0
     """Steps done when the rollback began."""
-    target: Step = 0
+    target: NonNegativeInt = 0
     """Step at which the run continues: of the restored checkpoint, unless `weights_of` is set."""
     skipped: int = 0
     """Number of skipped batches."""
@@ -99,7 +97,7 @@ class RollbackRecord(Order):
     """Why the data was not rewound, in short, or an empty string if no step is lost."""
     why_forward: str = ""
     """Why the data continues forward, or an empty string if it was rewound."""
-    weights_of: Step | None = None
+    weights_of: NonNegativeInt | None = None
     """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""
     """Optimizer of the next three fields: the one with the lowest multiplier, preferably with a

@@ -209,16 +209,16 @@ class OutOfMemory:
     def _try_larger(self, batch: Any) -> None:
         """Begins the window with larger parts, if it is time to try them, see `PartGrowth`.
 
-        A trial needs a window that can be repeated on every rank, and a first batch that is split
+        A try needs a window that can be repeated on every rank, and a first batch that is split
         into fewer parts than before on some rank. The ranks decide together, because all of them
-        have the same size. They ask each other only when a trial is due, which is the same step on
+        have the same size. They ask each other only when a try is due, which is the same step on
         all ranks.
         """
         step, record, ranks = self.run.data.step, self.run.record, self.run.ranks
         size, growth = record.part_limit, record.part_growth
         if size is None:
             return
-        if growth.ends_trial(step):
+        if growth.accept_larger(step):
             self.run.log.info(
                 f"step {growth.since}: up to {size} samples at a time fit into memory again"
             )
@@ -229,7 +229,7 @@ class OutOfMemory:
         if self._joint is not None:
             votes = ranks.gather(vote)
         if all(can for can, _ in votes) and any(gains for _, gains in votes):
-            record.part_limit = growth.begin_trial(step, size)
+            record.part_limit = growth.begin_larger(step, size)
         else:
             growth.postpone(step)
 
@@ -346,13 +346,13 @@ class OutOfMemory:
                 obstacle = str(reason)
         line = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if not obstacle and not self.run.record.part_growth.trying:
-            line += f". {self.profile()}"  # a failed trial keeps the profile of the failure before
+            line += f". {self.profile()}"  # a failed try keeps the profile of the failure before
         return _Overrun(samples, parts, fault, line, obstacle)
 
     def _shrink(self, overrun: _Overrun, error: BaseException, prefix: str) -> None:
         """Makes the parts smaller, and reports it. Raises RunStopped if there is no smaller part.
 
-        Parts that were larger than before on trial return to the size that fits, which costs no
+        Parts that were tried larger than before return to the size that fits, which costs no
         budget. So does a size that an earlier part of the run has had.
         """
         fault, samples, parts = overrun.fault, overrun.samples, overrun.parts

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter
 
 from healcore.core.decision import NONFINITE, Cause, StepRecord, names
 from healcore.runtime.run.batch_parts import PartGrowth
@@ -275,9 +275,8 @@ class StructureChange(NamedTuple):
 
 
 SCHEMA = 6
-_Step = Annotated[int, Field(ge=0)]
 _Loader = Annotated[str, Field(pattern=r"^[0-9]{1,18}$")]
-_BatchId = Annotated[list[_Step], Field(min_length=2, max_length=2)]
+_BatchId = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]
 
 
 @dataclass(kw_only=True)
@@ -292,9 +291,9 @@ class RunRecord:
 
     run: str = ""
     """Id of the run's first process, which names the run for trackers."""
-    first_step: _Step = 0
+    first_step: NonNegativeInt = 0
     """Step of the run's first snapshot."""
-    attempts: list[_Step] = field(default_factory=list)
+    attempts: list[NonNegativeInt] = field(default_factory=list)
     """First step of each attempt, see `AttemptHistory`."""
     known_good_up_to: int = -1
     """Step up to which checkpoints are known-good, see `AttemptHistory`."""
@@ -306,11 +305,11 @@ class RunRecord:
     """Names of arrays that were not finite in the first snapshot."""
     part_limit: Annotated[int, Field(ge=1)] | None = None
     """Largest number of samples of a micro-batch, or None while all batches have fitted."""
-    shrinks: _Step = 0
+    shrinks: NonNegativeInt = 0
     """Number of times that memory ran out with parts smaller than all parts before."""
     part_growth: PartGrowth = field(default_factory=PartGrowth)
     """When larger parts are tried again."""
-    passes: _Step = 0
+    passes: NonNegativeInt = 0
     """Largest number of calls of `batches` in a process of the run."""
     changes: list[StructureChange] = field(default_factory=list)
     """Changes of the structure of the model, oldest first, at most `MAX_CHANGES`."""
@@ -318,7 +317,7 @@ class RunRecord:
     """Optimizer -> names of the parameters of each group, after a change; else empty."""
 
     # -- at the step of the checkpoint
-    step: _Step = 0
+    step: NonNegativeInt = 0
     """Number of steps done."""
     world: Annotated[int, Field(ge=1)] = 1
     """Number of ranks."""

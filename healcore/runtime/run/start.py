@@ -30,14 +30,13 @@ from healcore.runtime.run import run_settings
 from healcore.runtime.run.batch_parts import BatchParts
 from healcore.runtime.run.batches import RunBatches
 from healcore.runtime.run.checkpoints.known import KnownCheckpoints
-from healcore.runtime.run.checkpoints.saver import Saver
+from healcore.runtime.run.checkpoints.saver import Saver, SaveReason
 from healcore.runtime.run.checkpoints.schedule import SaveSchedule
 from healcore.runtime.run.compare.comparisons import Comparisons
 from healcore.runtime.run.compare.holding import Holding
 from healcore.runtime.run.ending.exits import EndRequested
 from healcore.runtime.run.ending.requests import EndRequests, StopFile
-from healcore.runtime.run.loop import Loop
-from healcore.runtime.run.loop_phase import LoopPhase
+from healcore.runtime.run.loop import Loop, LoopPhase
 from healcore.runtime.run.monitor import IncidentMonitor
 from healcore.runtime.run.out_of_memory import OutOfMemory
 from healcore.runtime.run.restore.restorer import Restorer
@@ -231,7 +230,7 @@ def _construct(options: Options, driver: Driver, ranks: Ranks, claims: Sequence[
         claims=claims,
         batch_parts=BatchParts(record),
     )
-    run.data = RunBatches(run, end_requests.signals, keeps_batches=loss_fn is not None)
+    run.data = RunBatches(run, end_requests.stop_signals, keeps_batches=loss_fn is not None)
     run.schedule = SaveSchedule(run, options.checkpoints.every)
     run.monitor = IncidentMonitor(run, options.hooks)
     run.comparisons = Comparisons(run, loss_fn, loss_fn_cost=options.loss_fn_cost)
@@ -353,7 +352,7 @@ def _log_failed_start(run: Run, error: BaseException) -> None:
     step = run.data.step
     run.log.event("problem", step=step, problem=f"the run did not start: {error_text(error)}")
     run.log.event("end", step=step, ending="exception")
-    run.end_requests.signals.stop()
+    run.end_requests.stop_signals.stop()
 
 
 def _log_start(run: Run, settings: Mapping[str, Any], *, resumes: bool) -> None:
@@ -456,8 +455,8 @@ def _begin(run: Run, newest: RunRecord | None, settings: dict[str, Any], resume:
         if record.nonfinite_ok:
             shown = first_of(record.nonfinite_ok, 5)
             run.loop.warn(f"not finite from the start, so NaN and Inf are allowed in: {shown}")
-        saver.save("first")
-    run.end_requests.signals.start()
+        saver.save(SaveReason.FIRST)
+    run.end_requests.stop_signals.start()
 
 
 def _resume(run: Run, newest: RunRecord | None) -> None:

@@ -31,7 +31,8 @@ class KnownCheckpoints:
         """Errors of damaged checkpoints, as this process has found them."""
         self.nonfinite: list[tuple[int, tuple[str, ...]]] = []
         """Step and array names of each checkpoint with disallowed NaN or Inf."""
-        self._nonfinite_now: dict[int, tuple[str, ...]] = {}  # of this attempt
+        self._nonfinite_now: dict[int, tuple[str, ...]] = {}
+        """The same for the checkpoints of this attempt."""
         self._finite: dict[int, bool] = {}
         """Step of each checkpoint that is not abandoned -> whether it is finite as far as known."""
         self._lost: set[int] = set()

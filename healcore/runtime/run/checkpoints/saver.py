@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from healcore.runtime.run.checkpoints.deleter import Deleter
@@ -31,6 +32,30 @@ from healcore.runtime.store.checkpoints import (
 
 if TYPE_CHECKING:
     from healcore.runtime.run.run import Run
+
+
+class SaveReason(StrEnum):
+    """Why a checkpoint is saved. The event `save` has the value."""
+
+    FIRST = "first"
+    """The snapshot before the first step."""
+    REGULAR = "regular"
+    """The schedule says so."""
+    ORDERED = "ordered"
+    """A rule of the policy or a hook says so. Where a trainer saves, the trainer is told to."""
+    REQUESTED = "requested"
+    """The program has called `Healer.save`."""
+    ROLLBACK = "rollback"
+    """The target of a rollback is not on disk as it was restored."""
+    LAST = "last"
+    """The run ends."""
+    EMERGENCY = "emergency"
+    """An exception ends the run."""
+
+    @property
+    def adds_anchor(self) -> bool:
+        """Whether later weights are compared with the weights of this checkpoint."""
+        return self in (SaveReason.FIRST, SaveReason.REGULAR)
 
 
 class Saver:
@@ -122,16 +147,15 @@ class Saver:
         if self.resumes_exactly:
             self.run.driver.keep_weight_sample()
 
-    def save(self, why: str) -> None:
+    def save(self, why: SaveReason) -> None:
         """Saves a checkpoint of this step.
 
         Args:
-            why: the reason, for the event: "first", "regular", "ordered", "last", "emergency".
-                With the first two the weights are also compared from here on.
+            why: the reason.
         """
-        with self.run.schedule.saving(regular=why == "regular"):
+        with self.run.schedule.saving(regular=why is SaveReason.REGULAR):
             step = self.run.data.step
-            if why in ("first", "regular") and self.run.store.trainer_save is None:
+            if why.adds_anchor and self.run.store.trainer_save is None:
                 # Before the save: a restart from it has to know what is learnt here.
                 self.add_anchor()
             self.write(step, why)
@@ -144,21 +168,21 @@ class Saver:
         self.run.comparisons.add_anchor(step, {*self.run.known.restorable, step})
         self.run.store.ring.protected = self.run.comparisons.steps_needed
 
-    def write(self, step: int, why: str) -> None:
+    def write(self, step: int, why: SaveReason) -> None:
         """Saves the live state as the checkpoint of `step`. Reports a failed save.
 
         Waits while the disk still writes the previous checkpoint. `poll` reports later errors.
 
         Args:
             step: steps done, or the target of a rollback.
-            why: the reason, for the event.
+            why: the reason.
 
         Raises:
             UnsavableState: the first save found a value that cannot be saved. At a later save this
                 is only reported: the run must not end because of it.
         """
         if self.run.store.trainer_save is not None:
-            if why == "ordered":
+            if why is SaveReason.ORDERED:
                 self.run.store.trainer_save()
             return
         began = time.monotonic()
@@ -173,7 +197,7 @@ class Saver:
             self.run.known.add(step)
             self.unsaved.pop(step, None)
             seconds = round(time.monotonic() - began, 6)
-            self.run.log.event("save", step=step, why=why, seconds=seconds)
+            self.run.log.event("save", step=step, why=why.value, seconds=seconds)
         self._deleter.queue_deletions(step)
 
     def poll(self) -> None:
@@ -222,7 +246,7 @@ class Saver:
         """Saves weights with NaN or Inf if their alarm is so recent that no order has followed."""
         due = self.run.data.step != self.run.schedule.last_saved and self.run.schedule.recent_alarm
         if due and self.run.schedule.may_save and not self.run.driver.has_finite_weights():
-            self.save("last")
+            self.save(SaveReason.LAST)
 
     def save_last(self, *, completed: bool) -> None:
         """Saves a checkpoint of the last step, if the last checkpoint is older.
@@ -247,10 +271,10 @@ class Saver:
             if not completed:
                 return
         if completed:
-            self.save("last")
+            self.save(SaveReason.LAST)
             return
         with self._before_batches():
-            self.save("last")
+            self.save(SaveReason.LAST)
 
     def save_emergency(self, replaced: str) -> str:
         """Saves before an exception ends the run.
@@ -279,7 +303,7 @@ class Saver:
         if replaced:
             return replaced
         with self._before_batches():
-            self.save("emergency")
+            self.save(SaveReason.EMERGENCY)
         return ""
 
     @contextmanager

@@ -1,8 +1,11 @@
 """`SaveSchedule`: when a regular save of a run is due.
 
-|--- every ---|--- every ---|--- every ---|      a save is due at each of these steps,
-^ alarm: delayed by at most one interval
-^ saves took more than their share of the time: left out
+    step    0         every     2 * every     3 * every
+            |-----------|-----------|-----------|
+    due                 ^           ^           ^
+
+A save is delayed by at most one interval after an alarm, and is left out if the saves so far took
+more than their share of the time.
 """
 
 from __future__ import annotations

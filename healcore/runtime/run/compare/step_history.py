@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from healcore.runtime.driver import NumberRange
 from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, SAMPLE_SIZE, TrainedStep
-from healcore.runtime.run.compare.loss_level import LossLevel
-from healcore.runtime.run.compare.norm_history import NormHistory
+from healcore.runtime.run.compare.usual_values import LossLevel, NormHistory
 from healcore.runtime.run.healthy_ranges import HealthyValues
 from healcore.runtime.store import values
 

@@ -218,13 +218,13 @@ class EndRequests:
 
     Attributes:
         ends_together: whether the ranks have agreed to end after this step.
-        signals: the received signals.
+        stop_signals: the signals that the process has received.
     """
 
     def __init__(self, ranks: Ranks, driver: Driver, stop_file: StopFile) -> None:
         self.ends_together = False
         self.stop_file = stop_file
-        self.signals = SignalWatch(self.propose if ranks.world > 1 else None)
+        self.stop_signals = SignalWatch(self.propose if ranks.world > 1 else None)
         self._ranks = ranks
         self._driver = driver
         self._pending: list[Proposal] = []
@@ -246,7 +246,7 @@ class EndRequests:
             if self.stop_file.found and proposal not in self._pending:
                 self.propose(proposal)
         elif may_end:
-            self.signals.raise_if_alone()
+            self.stop_signals.raise_if_alone()
             if self.stop_file.found:
                 raise EndRequested(self.stop_file.why)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from healcore.console import counted, first_of
 from healcore.runtime.data.positions import position_of_other_ranks
 from healcore.runtime.driver import Engines, Rates
+from healcore.runtime.run.checkpoints.saver import SaveReason
 from healcore.runtime.run.compare.evidence import ComparisonState
 from healcore.runtime.run.engine_states import (
     engines_after_rollback,
@@ -208,7 +209,7 @@ class Restorer:
         self.run.record.monitor.on_rollback(step)
         self.run.comparisons.on_structure_change()
         saver.begin_attempt(step)
-        saver.write(step, "rollback")
+        saver.write(step, SaveReason.ROLLBACK)
         return done
 
     def _forget_changes(self, *, since: int) -> None:
@@ -308,7 +309,7 @@ class Restorer:
             saver.replace_record(step)
             on_disk = self.run.store.steps_on_disk
             if self.run.store.durable and step not in run_on_first(self.run.ranks, on_disk):
-                saver.write(step, "rollback")
+                saver.write(step, SaveReason.ROLLBACK)
         except (StoreError, OSError) as error:
             problem = f"the rollback could not be written: {error}; a restart before the next save"
             self.run.log.problem(done.step, f"{problem} does it again")

@@ -1,20 +1,145 @@
-"""`NormHistory`: the gradient norms and learning rates that were healthy in the last steps."""
+"""Which losses, gradient norms and learning rates of the last steps are usual or healthy.
+
+`LossLevel` knows the usual losses, `NormHistory` the healthy gradient norms and rates. Both keep
+their series as `LastValues`.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from healcore.runtime.driver import NumberRange
-from healcore.runtime.run.compare.evidence import REGULAR_INTERVAL, TrainedStep
-from healcore.runtime.run.compare.last_values import LastValues
+from healcore.runtime.run.compare.evidence import RECENT, REGULAR_INTERVAL, TrainedStep
 from healcore.runtime.run.healthy_ranges import UNUSUAL_NORM
 
 _NORMS = 500
 """Healthy gradient norms of each engine, of which the largest is known."""
+
+
+class LastValues:
+    """The last values of a series, with their largest at no cost in most steps.
+
+    Taking the maximum of the series at each step would cost as many comparisons as it has values.
+    Here all values are compared only if the dropped value was the largest.
+
+    Attributes:
+        values: the values, oldest first.
+        largest: the largest of them, or -Inf without a value.
+    """
+
+    def __init__(self, length: int, values: Iterable[float] = ()) -> None:
+        """Begins a series.
+
+        Args:
+            length: number of values that are kept.
+            values: the first values. The oldest of too many are dropped.
+        """
+        self.values: deque[float] = deque(values, maxlen=length)
+        self.largest = max(self.values, default=-math.inf)
+
+    def add(self, value: float) -> None:
+        """Adds a value, which is not NaN. Drops the oldest one of a full series."""
+        dropped = -math.inf
+        if self.is_full:
+            dropped = self.values[0]
+        self.values.append(value)
+        if value >= self.largest:
+            self.largest = value
+        elif dropped == self.largest:
+            self.largest = max(self.values)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many values as the series holds."""
+        return len(self.values) == self.values.maxlen
+
+    def is_exceeded_by(self, value: float) -> bool:
+        """Whether the series is full, and a value is above all its values.
+
+        A short series says too little: the first values of a run exceed each other by chance.
+        """
+        return self.is_full and value > self.largest
+
+
+class LossLevel:
+    """Which losses a run has had, and which of them are usual.
+
+    A loss is *usual* unless it exceeds each of the last `REGULAR_INTERVAL` usual losses. High
+    losses do not become usual, so that trouble which lasts cannot hide its own start. Only
+    `accept` makes them usual, after a comparison of weights that shows no damage.
+
+    Attributes:
+        last: the last `REGULAR_INTERVAL` losses. A loss that is not finite is -Inf here.
+        usual: the last `REGULAR_INTERVAL` usual losses.
+    """
+
+    def __init__(self) -> None:
+        self.last = LastValues(REGULAR_INTERVAL)
+        self.usual = LastValues(REGULAR_INTERVAL)
+        self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
+        """Whether each of the last losses was high."""
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        """The last finite losses, high ones included."""
+
+    def add(self, loss: float, *, high: bool) -> None:
+        """Adds the loss of a step.
+
+        Args:
+            loss: the loss, or NaN.
+            high: whether it is above the usual losses, or an alarm.
+        """
+        is_finite = math.isfinite(loss)
+        if is_finite:
+            self.last.add(loss)
+        else:
+            self.last.add(-math.inf)
+        self._were_high.append(high)
+        if not is_finite:
+            return
+        self._recent.append(loss)
+        if not high:
+            self.usual.add(loss)
+
+    def accept(self) -> None:
+        """Makes the last losses the usual ones, if most of them are high."""
+        if 2 * sum(self._were_high) > REGULAR_INTERVAL:
+            self.usual = copy.deepcopy(self.last)
+            self._were_high.clear()
+
+    def mean(self) -> float | None:
+        """Returns the mean of the last `RECENT` finite losses, or None before there are as many."""
+        if len(self._recent) < RECENT:
+            return None
+        return statistics.fmean(self._recent)
+
+    def spread(self) -> float:
+        """Returns the standard deviation of the losses of `mean`. Slow: not for every step.
+
+        Raises:
+            statistics.StatisticsError: there are fewer than two losses.
+        """
+        return statistics.stdev(self._recent)
+
+    def to_values(self) -> dict[str, Any]:
+        """Returns what `restore` takes, as values for `store.values`."""
+        return {
+            "losses": self.last.values,
+            "usual": self.usual.values,
+            "were_high": self._were_high,
+            "recent": self._recent,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes what `to_values` has returned, into a level without a loss."""
+        self.last = LastValues(REGULAR_INTERVAL, saved["losses"])
+        self.usual = LastValues(REGULAR_INTERVAL, saved["usual"])
+        self._were_high.extend(saved["were_high"])
+        self._recent.extend(saved["recent"])
 
 
 class NormHistory:
