@@ -43,7 +43,14 @@ class LastValues:
         self.largest = max(self.values, default=-math.inf)
 
     def add(self, value: float) -> None:
-        """Adds a value, which is not NaN. Drops the oldest one of a full series."""
+        """Adds a value, and drops the oldest value of a full series.
+
+        The largest value is kept up to date. It is searched anew only when it drops out, because
+        `add` is called at every step.
+
+        Args:
+            value: the value, which is not NaN: a maximum with NaN has no meaning.
+        """
         dropped = -math.inf
         if self.is_full:
             dropped = self.values[0]
@@ -62,6 +69,9 @@ class LastValues:
         """Whether the series is full, and a value is above all its values.
 
         A short series says too little: the first values of a run exceed each other by chance.
+
+        Args:
+            value: the value. The answer is False for NaN.
         """
         return self.is_full and value > self.largest
 
@@ -84,7 +94,7 @@ class LossLevel:
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         """Whether each of the last losses was high."""
         self._recent: deque[float] = deque(maxlen=RECENT)
-        """The last finite losses, high ones included."""
+        """The last finite losses, including high losses."""
 
     def add(self, loss: float, *, high: bool) -> None:
         """Adds the loss of a step.
@@ -106,19 +116,31 @@ class LossLevel:
             self.usual.add(loss)
 
     def accept(self) -> None:
-        """Makes the last losses the usual ones, if most of them are high."""
+        """Makes the last losses the usual losses, if most of them are high.
+
+        Called where a comparison of weights has shown no damage. Otherwise a change of the data
+        that raises the loss would make every later step a sign of trouble.
+        """
         if 2 * sum(self._were_high) > REGULAR_INTERVAL:
             self.usual = copy.deepcopy(self.last)
             self._were_high.clear()
 
     def mean(self) -> float | None:
-        """Returns the mean of the last `RECENT` finite losses, or None before there are as many."""
+        """Returns the mean of the last `RECENT` finite losses, high losses included.
+
+        Returns:
+            The mean, or None before there are `RECENT` finite losses: a mean of few losses varies
+            too much to be compared.
+        """
         if len(self._recent) < RECENT:
             return None
         return statistics.fmean(self._recent)
 
     def spread(self) -> float:
-        """Returns the standard deviation of the losses of `mean`. Slow: not for every step.
+        """Returns the standard deviation of the losses of `mean`.
+
+        It tells a mean that has risen from a mean that varies by chance. The computation is slow,
+        so it is not for every step.
 
         Raises:
             statistics.StatisticsError: there are fewer than two losses.
@@ -126,7 +148,11 @@ class LossLevel:
         return statistics.stdev(self._recent)
 
     def to_values(self) -> dict[str, Any]:
-        """Returns what `restore` takes, as values for `store.values`."""
+        """Returns what `restore` takes, for the text of a checkpoint.
+
+        Returns:
+            Name -> a series of losses or flags, which `store.values` can write as text.
+        """
         return {
             "losses": self.last.values,
             "usual": self.usual.values,
@@ -135,7 +161,14 @@ class LossLevel:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `to_values` has returned, into a level without a loss."""
+        """Takes what `to_values` has returned, into a level without a loss.
+
+        Called when a run resumes. Without it, no loss would be high during the first
+        `REGULAR_INTERVAL` steps, because a short series exceeds nothing.
+
+        Args:
+            saved: the values.
+        """
         self.last = LastValues(REGULAR_INTERVAL, saved["losses"])
         self.usual = LastValues(REGULAR_INTERVAL, saved["usual"])
         self._were_high.extend(saved["were_high"])
