@@ -60,7 +60,14 @@ class Deleter:
         """Results of the background: steps of deleted checkpoints, or the problem."""
 
     def begin_attempt(self, step: int) -> None:
-        """Begins an attempt at a step, after which no checkpoint is known-good."""
+        """Begins an attempt at a step, after which no checkpoint is known-good.
+
+        Without this call, `queue` would delete nothing until the repeated steps have passed the
+        newest checkpoint that was known-good before the rollback.
+
+        Args:
+            step: first step of the attempt, after a start or a rollback.
+        """
         self.read()
         self._known_good_up_to = min(self._known_good_up_to, step)
 
@@ -100,7 +107,12 @@ class Deleter:
         return past[-1].target if past else -1
 
     def read(self) -> None:
-        """Reads the results of the background. Does not wait."""
+        """Reads the results of the deletions that have ended in the background. Does not wait.
+
+        A deleted checkpoint leaves `KnownCheckpoints`. A damaged checkpoint is reported. Any other
+        error becomes an event of the kind `problem`: a checkpoint that stays costs disk space, not
+        the run.
+        """
         while self._results:
             result = self._results.popleft()
             if isinstance(result, set):
