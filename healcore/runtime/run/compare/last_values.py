@@ -29,7 +29,14 @@ class LastValues:
         self.largest = max(self.values, default=-math.inf)
 
     def add(self, value: float) -> None:
-        """Adds a value, which is not NaN. Drops the oldest one of a full series."""
+        """Adds a value, and drops the oldest value of a full series.
+
+        The largest value is kept up to date. It is searched anew only when it drops out, because
+        `add` is called at every step.
+
+        Args:
+            value: the value, which is not NaN: a maximum with NaN has no meaning.
+        """
         dropped = -math.inf
         if self.is_full:
             dropped = self.values[0]
@@ -48,5 +55,8 @@ class LastValues:
         """Whether the series is full, and a value is above all its values.
 
         A short series says too little: the first values of a run exceed each other by chance.
+
+        Args:
+            value: the value. The answer is False for NaN.
         """
         return self.is_full and value > self.largest

@@ -53,19 +53,32 @@ class LossLevel:
             self.usual.add(loss)
 
     def accept(self) -> None:
-        """Makes the last losses the usual ones, if most of them are high."""
+        """Makes the last losses the usual losses, if most of them are high.
+
+        Called where a comparison of weights has shown no damage. Otherwise a change of the data
+        that raises the loss would make every later step a sign of trouble.
+        """
         if 2 * sum(self._were_high) > REGULAR_INTERVAL:
             self.usual = copy.deepcopy(self.last)
             self._were_high.clear()
 
     def mean(self) -> float | None:
-        """Returns the mean of the last `RECENT` finite losses, or None before there are as many."""
+        """Returns the mean of the last `RECENT` finite losses, high losses included.
+
+        Returns:
+            The mean, or None before there are `RECENT` finite losses: a mean of few losses varies
+            too much to
+            be compared.
+        """
         if len(self._recent) < RECENT:
             return None
         return statistics.fmean(self._recent)
 
     def spread(self) -> float:
-        """Returns the standard deviation of the losses of `mean`. Slow: not for every step.
+        """Returns the standard deviation of the losses of `mean`.
+
+        It tells a mean that has risen from a mean that varies by chance. The computation is slow,
+        so it is not for every step.
 
         Raises:
             statistics.StatisticsError: there are fewer than two losses.
@@ -73,7 +86,11 @@ class LossLevel:
         return statistics.stdev(self._recent)
 
     def to_values(self) -> dict[str, Any]:
-        """Returns what `restore` takes, as values for `store.values`."""
+        """Returns what `restore` takes, for the text of a checkpoint.
+
+        Returns:
+            Name -> a series of losses or flags, which `store.values` can write as text.
+        """
         return {
             "losses": self.last.values,
             "usual": self.usual.values,
@@ -82,7 +99,14 @@ class LossLevel:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `to_values` has returned, into a level without a loss."""
+        """Takes what `to_values` has returned, into a level without a loss.
+
+        Called when a run resumes. Without it, no loss would be high during the first
+        `REGULAR_INTERVAL` steps, because a short series exceeds nothing.
+
+        Args:
+            saved: the values.
+        """
         self.last = LastValues(REGULAR_INTERVAL, saved["losses"])
         self.usual = LastValues(REGULAR_INTERVAL, saved["usual"])
         self._were_high.extend(saved["were_high"])

@@ -11,7 +11,11 @@ ROUNDING = 1e-6
 
 
 class Rises(NamedTuple):
-    """One comparison of the current weights with an anchor's weights."""
+    """How much better an anchor's weights are than the current weights, in one comparison.
+
+    Two batches count: the batch of the newest step, and one that was trained on since the anchor.
+    The smaller rise of the two is the evidence, so that one bad batch alone proves nothing.
+    """
 
     evaluations: int
     """Number of evaluations of a batch that the comparison has cost."""
