@@ -80,7 +80,8 @@ class Order:
 class RollbackRecord(Order):
     """A rollback that was carried out. The run's ledger keeps it, and the record of a checkpoint.
 
-    Later orders depend on it: the same trouble is answered differently the second time.
+    Later orders depend on it: the same trouble is answered differently the second time. The report
+    and the events of a rollback are made from it too.
     """
 
     number: int = 0
@@ -113,7 +114,11 @@ class RollbackRecord(Order):
 
     @property
     def checkpoint(self) -> int:
-        """Step of the restored checkpoint."""
+        """Step of the restored checkpoint, whose weights the run continues with.
+
+        It differs from `target` if only the weights were restored, and not the checkpoint's place
+        in the run (`weights_of`).
+        """
         if self.weights_of is not None:
             return self.weights_of
         return self.target

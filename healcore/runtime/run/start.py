@@ -66,7 +66,11 @@ _records: dict[Path, RunRecord] = {}
 
 
 class StoreNotEmpty(StoreError):
-    """The store holds a run, and `resume` is False or the run completed and is another run."""
+    """The store holds a run that this start must not continue or overwrite.
+
+    Either `resume` is False, or the run has completed and is another run than this program's.
+    Nothing was trained. The message says which of the two it is, and what to pass instead.
+    """
 
 
 class Options(NamedTuple):

@@ -23,7 +23,12 @@ class StructureChanges:
         self._count = 0  # changes in this process
 
     def note(self) -> None:
-        """Records a change of the structure since the last call, and makes a checkpoint due."""
+        """Records a change of the structure since the last call, and makes a checkpoint due.
+
+        Called after each step. Without the checkpoint, a rollback would have nothing that fits the
+        changed model. A program may change its structure often, as in progressive growing, so lines
+        in the log become rarer with the number of changes.
+        """
         changes = self.run.driver.structure_changes()
         if not changes:
             return

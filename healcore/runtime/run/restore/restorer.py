@@ -60,7 +60,8 @@ class Restorer:
     """Restores checkpoints, for rollbacks and after a start.
 
     It decides nothing: an `Order` says which checkpoint and what changes, and
-    `rollback/rates.py:limit_rates` which learning rates follow.
+    `rollback/rates.py:limit_rates` which learning rates follow. The restore is collective: every
+    rank loads the same checkpoint, or none does.
     """
 
     def __init__(self, run: Run) -> None:
@@ -392,7 +393,14 @@ class Restorer:
         self.run.driver.load(state, engines, reset_moments=reset)
 
     def load_state_of(self, step: int) -> None:
-        """Loads the user's state of a checkpoint, without healcore's record."""
+        """Loads the user's state of a checkpoint, without healcore's record.
+
+        The engines keep their states, and no step is undone. Moments of the optimizers are reset as
+        after a rollback, if the policy says so.
+
+        Args:
+            step: step of the checkpoint.
+        """
         saved = self.run.store.restore(step, self.run.saver.items()).state
         self.load_state(saved, {}, reset=self._resets_at(step))
 

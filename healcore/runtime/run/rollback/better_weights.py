@@ -35,7 +35,12 @@ _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 
 
 class BetterWeights:
-    """Decides what to try where earlier weights are better, see `next_trial`."""
+    """Decides what to try where earlier weights are better, see `next_trial`.
+
+    The first rollback for some trouble changes little, and each further rollback for the same
+    trouble changes something else. When all trials have failed, the change is accepted and the run
+    continues.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run

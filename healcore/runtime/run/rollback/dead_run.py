@@ -88,7 +88,12 @@ def attempts_at(onset: int, rollbacks: Sequence[RollbackRecord]) -> list[Rollbac
 
 
 class DeadRun:
-    """Notices a dead run, and orders the next attempt to bring it back."""
+    """Notices a dead run, and orders the next attempt to bring it back.
+
+    A run is dead if no step has a finite gradient any more although the weights are finite. Each of
+    its steps is skipped, so without this class the run would continue to the end of the data and
+    train nothing.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -183,7 +188,8 @@ class DeadRun:
 class TrainedRates:
     """The highest learning rates in force at the trained steps since the last start or rollback.
 
-    The rate at the newest step says little: the program may have lowered it since the damage.
+    The rate at the newest step says little: the program may have lowered it since the damage. The
+    second attempt to bring back a dead run limits the learning rate by these rates.
     """
 
     def __init__(self, state: MonitorState) -> None:
