@@ -78,10 +78,10 @@ class BatchStream:
     # -- reading --------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drops the rest of the epoch, after a `break`; the next batch is of the next epoch.
+        """Drops the rest of the epoch, after a `break`. The next batch is of the next epoch.
 
         Without a batch of the epoch read, or with an iterator, nothing is dropped: an iterator
-        continues where it is.
+        continues where it is. So the next loop reads the same as without healcore.
         """
         if self.next_id.index > 0 and not isinstance(self.loader, Iterator):
             self.next_id = BatchId(self.next_id.epoch + 1, 0)

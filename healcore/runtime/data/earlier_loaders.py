@@ -13,7 +13,14 @@ COUNT = "count"
 
 
 def place_of(position: Mapping[str, Any]) -> BatchId:
-    """The next batch of a position."""
+    """The next batch of a position.
+
+    Args:
+        position: a position that `check_positions` has accepted.
+
+    Returns:
+        Epoch and index of the batch, both from 0.
+    """
     return BatchId(position["epoch"], position["index"])
 
 
@@ -94,7 +101,13 @@ class EarlierLoaders:
         return has_begun(saved)
 
     def furthest_place(self, default: BatchId) -> BatchId:
-        """The furthest of the next batches, or the default without a position."""
+        """The furthest of the next batches of all positions.
+
+        Before the program has made its loaders again, this is the best known place in the data.
+
+        Args:
+            default: the place without any position.
+        """
         return max(map(place_of, self.positions.values()), default=default)
 
     def number_in(self, epoch: int, next_number: int) -> int:

@@ -141,7 +141,11 @@ class LoaderAdapter:
         raise NotImplementedError(self.why_not)
 
     def rows(self) -> list[int] | None:
-        """The dataset's indices of the batch that was read last, or None if they are unknown."""
+        """The dataset's indices of the batch that was read last, or None if they are unknown.
+
+        Events name them, so that a user finds the samples of a bad batch. Most loaders do not know
+        them.
+        """
         return None
 
     def can_read_again(self, index: int) -> bool:
@@ -383,7 +387,8 @@ class UnreadableBatch:
     """Takes the place of a batch whose reading raised, until the `Cursor` raises the error.
 
     Trainers read in generators, and a generator that raises is finished. This object passes through
-    the generator as a batch, so the next batches can still be read.
+    the generator as a batch, so the next batches can still be read. The user's loop never receives
+    it.
     """
 
     error: Exception

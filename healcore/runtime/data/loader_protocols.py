@@ -50,7 +50,7 @@ class Indexed(Protocol[BatchT]):
     """Batches by index, as in a torch Dataset. A rewind sets the index.
 
     An object with `__len__` ends there. An object without `__len__` ends with the first
-    `IndexError`.
+    `IndexError`. Such data can be rewound at no cost, because no batch before the position is read.
     """
 
     def __getitem__(self, index: int, /) -> BatchT:

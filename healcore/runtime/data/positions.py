@@ -39,7 +39,7 @@ class DataError(HealcoreError, RuntimeError):
     """The data cursor cannot do what was requested.
 
     Exceptions of the user's loader propagate unchanged, and are no `DataError`. So a program can
-    tell a bad batch from a wrong use of healcore.
+    tell a bad batch from a wrong use of healcore. The message says what to write instead.
     """
 
 
