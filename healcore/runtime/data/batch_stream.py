@@ -218,10 +218,10 @@ class BatchStream:
     ) -> AnyBatch:
         """Reads a batch again that a failure in the network has interrupted.
 
-        The loader is moved back to the batch, and so are the random states, so that the batch is
-        the one that the failure has prevented. If that is impossible, the failure is raised: to
-        read on would lose the batch, or would take the end of a generator that has raised for the
-        end of the data.
+        The loader is moved back to the batch, and so are the random states, so that it reads the
+        batch that the failure has prevented. If that is impossible, the failure is raised: to read
+        on would lose the batch, or would take the end of a generator that has raised for the end of
+        the data.
 
         Args:
             which: the batch.

@@ -114,7 +114,7 @@ class EarlierLoaders:
         """Number of a loader whose first use in this process is in an epoch of the loop.
 
         A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
-        epochs 0 and 1 again, so their numbers are left out: the loader gets the number of the one
+        epochs 0 and 1 again, so their numbers are skipped: the loader gets the number of the loader
         that stands furthest in this epoch.
 
         Args:

@@ -10,7 +10,7 @@ from healcore.runtime.data.positions import BatchId, SavedPosition
 
 _MAX_POSITIONS = 4
 """Number of positions that `PositionHistory.before` can start from. Two are not enough: the last
-one may be of the epoch after the one of the batch."""
+position may be of the epoch after the batch's epoch."""
 
 
 @dataclass

@@ -303,7 +303,7 @@ class _IndexedLoader(LoaderAdapter, Iterator[AnyBatch]):
 
 
 class _Replayed(Iterator[Any]):
-    """The samples of a dataset, of which those of the current batch can be read again.
+    """The samples of a dataset. The samples of the current batch can be read again.
 
     If a sample of a batch raises, torch drops the samples of the batch before it. A stream that
     connects again would continue after the sample that has raised, and the dropped samples would

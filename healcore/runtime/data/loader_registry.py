@@ -88,7 +88,7 @@ class LoaderRegistry(EpochLoop):
     def place(self) -> BatchId:
         """Epoch and index of the batch in use, or of the next one between two batches.
 
-        In a loop over `Healer.epochs` the epoch is that of the loop, also after its last batch.
+        In a loop over `Healer.epochs` the epoch is the loop's epoch, also after its last batch.
         """
         loader = self.last_trained
         if loader is None:
@@ -174,9 +174,9 @@ class LoaderRegistry(EpochLoop):
     def pass_over_completed(self) -> None:
         """Numbers the next new loader after the loaders that a completed run has trained with.
 
-        Call it where the program's loop is left out, so that it does not name its loaders.
-        Otherwise a loader for an evaluation after the loop would take the position of the first
-        training loader.
+        Call it where the program's loop does not run, and so does not name its loaders. Otherwise a
+        loader for an evaluation after the loop would take the position of the first training
+        loader.
         """
         for number, saved in self._earlier.positions.items():
             if has_begun(saved):
@@ -237,7 +237,7 @@ class LoaderRegistry(EpochLoop):
         return begun
 
     def _forget_surplus(self) -> None:
-        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first those that train nothing."""
+        """Forgets the oldest loaders beyond `_MAX_LOADERS`, first loaders that train nothing."""
         while len(self._loaders) > _MAX_LOADERS:
             others = [each for each in self._loaders if each is not self.last_trained]
             oldest = min(others, key=lambda each: each.trains)  # the first one of the minimum
@@ -314,7 +314,7 @@ class LoaderRegistry(EpochLoop):
     def _number_in(self, epoch: int | None) -> int:
         """Number of a loader whose first use in this process is in `epoch` of the loop, if known.
 
-        Loaders of earlier epochs are not made again, so their numbers are left out.
+        Loaders of earlier epochs are not made again, so their numbers are skipped.
         """
         if epoch is None:
             return self._next_number
@@ -449,7 +449,7 @@ class LoaderRegistry(EpochLoop):
         to the last trained loader, and to loaders at the same batch, as in a `zip`.
 
         Args:
-            position: positions of the checkpoint, or None if the checkpoint has none.
+            position: positions of the checkpoint, or None if the checkpoint has no positions.
             bad: batches to skip.
             more: number of batches to skip after them.
             again: batches to read again, which are skipped no longer.

@@ -39,7 +39,8 @@ _GLOBAL = 3
 """Number of global generators: of Python, NumPy and torch."""
 
 GeneratorStates = list[Any]
-"""The states of the global generators of Python, NumPy and torch, then of the loader's own ones."""
+"""The states of the global generators of Python, NumPy and torch, then of the loader's own
+generators."""
 Item = Any
 """What a sampler yields: the index of a row, or the list of the indices of a batch."""
 

@@ -40,7 +40,7 @@ class BatchParts:
             except in a trainer whose batches have another order of rows.
         to_evaluate_from: makes of a part of the result of `to_split` a batch of the `loss_fn`.
         largest_evaluated: samples at most in a part that the `loss_fn` evaluates, or None for no
-            limit besides that of the steps.
+            limit besides the limit of the steps.
     """
 
     def __init__(self, record: RunRecord) -> None:

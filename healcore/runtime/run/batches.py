@@ -6,7 +6,7 @@ r"""`RunBatches`: the batches of a run, from its loaders to the steps that use t
                       count_dispatch(pending)                their ids and contents go to the step
 
 A skipped, repeated or compared step needs to know which batches it had. `BatchReader` reads them,
-and skips those that cannot be read.
+and skips batches that cannot be read.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class RunBatches:
         Args:
             loader: result of `begin`.
             directly_after_step: whether nothing of the program has run since the last step was
-                counted. Then the random states are those that `HostState` may have kept after the
-                step.
+                counted. Then the random states are the states that `HostState` may have kept after
+                the step.
 
         Returns:
             The batch, as the loader has yielded it.
@@ -266,8 +266,8 @@ class RunBatches:
 
         Args:
             ended: whether the previous pass has ended. The checkpoint may be from after that end:
-                then its own random states are restored, and otherwise those at the begin of its
-                pass, from which the program draws the same order of the data again.
+                then its own random states are restored. Otherwise the states at the begin of its
+                pass are restored, from which the program draws the same order of the data again.
         """
         saved = self._generators
         if saved is not None:
@@ -291,8 +291,8 @@ class RunBatches:
     def add_observed(self, batch: Any, weight: float) -> bool:
         """Records a batch, or a part of it, whose loss is the result of `loss_fn`.
 
-        From the first one on, these are the batches that are compared, and no longer those that the
-        loaders yield: the loop knows better which batches its losses are of.
+        From the first such batch on, weights are compared on these batches, and no longer on the
+        batches that the loaders yield: the loop knows better which batches its losses are of.
 
         Args:
             batch: the batch.

@@ -52,8 +52,8 @@ def limit_norms(
     Args:
         engine: engine of the policy.
         engines: states, by engine name.
-        limits: largest norm of the gradients, above 0, by engine name. An engine without a limit
-            here has none from now on.
+        limits: largest norm of the gradients, above 0, by engine name. An engine that is missing
+            here has no limit from now on.
         withhold: whether all steps from now on are withheld, which needs no limit.
 
     Returns:

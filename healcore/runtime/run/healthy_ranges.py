@@ -38,7 +38,7 @@ class HealthyNumber(NamedTuple):
     low: float
     high: float
     last: float
-    """Its value at the newest healthy checkpoint."""
+    """The number's value at the newest healthy checkpoint."""
     change: float = 0.0
     """How much `last` rose between the last two healthy checkpoints, for a scheduled number."""
 
@@ -103,7 +103,7 @@ class HealthyValues:
         seen: Mapping[str, NumberRange],
         norms: Mapping[str, float],
     ) -> HealthyValues:
-        """The values with those of one more healthy checkpoint.
+        """The values, extended by the values of one more healthy checkpoint.
 
         Args:
             rates: engine name -> its learning rates since the last healthy checkpoint.
@@ -170,7 +170,7 @@ class HealthyValues:
 
         Args:
             name: the engine's name.
-            rate: its learning rate, such as the one at a restored checkpoint.
+            rate: its learning rate, such as the rate at a restored checkpoint.
         """
         known = self.rates.get(name)
         if known is not None and rate > known.high * RATE_TOLERANCE:

@@ -59,7 +59,7 @@ class HostState:
     optional = True
 
     def __init__(self, position: Callable[[], dict[str, Any]]) -> None:
-        """Keeps the random states of this moment as those before the first pass.
+        """Keeps the random states of this moment as the states before the first pass.
 
         Args:
             position: returns the positions of the loaders, which may draw random numbers.
@@ -179,7 +179,7 @@ class HostState:
         return HostParts(**states, data=dict(state["data"]), batches=batches)
 
     def put_back(self, parts: HostParts) -> None:
-        """Sets the generators, except those without a state.
+        """Sets the generators that have a state.
 
         Call it after moving the loaders, because that draws numbers.
 

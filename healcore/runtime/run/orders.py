@@ -40,7 +40,7 @@ class Order:
     cause: int = 0
     """`Cause` flags."""
     depth: int = 1
-    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the one before."""
+    """Known-good checkpoint to restore: 1 is the newest before the onset, 2 the second newest."""
     batches: tuple[BatchId, ...] = ()
     """Batches to skip when the run repeats the steps."""
     sound_until_onset: bool = False
@@ -103,8 +103,8 @@ class RollbackRecord(Order):
     weights_of: Step | None = None
     """Step of the checkpoint whose weights were restored without its place in the run, or None."""
     engine: str = ""
-    """Optimizer of the next three fields: the one with the lowest multiplier, preferably with a
-    limit."""
+    """Optimizer of the next three fields: the optimizer with the lowest multiplier, preferably with
+    a limit."""
     lr: float | None = None
     """The schedule's learning rate when the rollback began, or None if unknown."""
     lr_limit: float | None = None

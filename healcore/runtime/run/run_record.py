@@ -249,7 +249,7 @@ class Ledger:
 
         Args:
             rollback: the rollback. The ledger continues at its target.
-            saved: the ledger in the restored checkpoint, or None if the checkpoint has none.
+            saved: the ledger in the restored checkpoint, or None if the checkpoint has no ledger.
         """
         if self.rollbacks:
             self.rollbacks[-1] = self.rollbacks[-1].outline()

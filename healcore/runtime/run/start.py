@@ -517,7 +517,7 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
 def _log_first_lines(
     run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
-    """Logs what begins where, under which policy, and other settings than those saved."""
+    """Logs what begins where, under which policy, and which settings have changed."""
     policy, store, step = run.policy, run.store, run.data.step
     if store.durable:
         where = f"in {store.place or type(store).__name__}"

@@ -43,8 +43,8 @@ def default_keep(probation: int, every: int) -> Keep:
 class Deleter:
     """Deletes superfluous checkpoints each time that another checkpoint becomes known-good.
 
-    Before that the newest known-good one is the one from before, and a rollback may need all that
-    are newer.
+    Until then an older checkpoint is the newest known-good checkpoint, and a rollback may need
+    every checkpoint since.
 
     Args:
         run: the parts of the run.
@@ -76,8 +76,8 @@ class Deleter:
 
         A second rollback in the region of the last one must not use a checkpoint that became
         known-good later, so the target of the last one and the next older known-good one stay. The
-        decision uses the attempts as saved, so that a restart knows the same known-good ones. The
-        newest of them is verified first. If it is damaged, nothing is deleted.
+        decision uses the attempts as saved, so that a restart knows the same known-good
+        checkpoints. The newest of them is verified first. If it is damaged, nothing is deleted.
         """
         store, record = self.run.store, self.run.record
         if record.known_good_up_to <= self._known_good_up_to:

@@ -146,7 +146,7 @@ class KnownCheckpoints:
             ledger.forget(min([self.last_good_step or 0, *self.on_probation]))
 
     def end_probation(self, *, before: float = math.inf) -> None:
-        """Extends the known-good checkpoints to those whose probation was over before a step.
+        """Makes the checkpoints known-good whose probation was over before a step.
 
         Args:
             before: only healthy steps before this one count. A rollback passes the onset of its

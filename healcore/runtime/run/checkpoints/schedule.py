@@ -153,7 +153,7 @@ class _SavingTime:
     def exceeds_limit(self, interval: int) -> bool:
         """Whether the saves of a rank have taken too long. Collective once per interval.
 
-        The clock decides nothing but this: a save that is left out changes no weight. The ranks
+        The clock decides nothing but this: a save that is skipped changes no weight. The ranks
         agree on the answer, because all of them have to take part in a save.
 
         Args:

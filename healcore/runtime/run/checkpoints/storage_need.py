@@ -31,7 +31,7 @@ class StorageNeed(NamedTuple):
     size_in_memory: float
     """Bytes of one copy in the host memory of this process."""
     on_disk: int
-    """Largest number of checkpoints in a directory, without the `older` ones."""
+    """Largest number of checkpoints in a directory, without the checkpoints that `older` keeps."""
     in_memory: int
     """Largest number of copies in host memory."""
     older: bool = False

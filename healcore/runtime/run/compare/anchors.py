@@ -35,7 +35,7 @@ def with_new(anchors: Sequence[Anchor], new: Anchor) -> list[Anchor]:
 def to_compare(
     anchors: Sequence[Anchor], index: int, *, every: int, best: Anchor | None = None
 ) -> list[Anchor]:
-    """Anchors to compare with: the newest old enough one, `best`, and old ones with evidence.
+    """Anchors to compare with: the newest old enough, `best`, and old anchors with evidence.
 
     Weights of a few steps ago differ too little, and are as damaged as the current weights. After
     `SAMPLE_SIZE` steps an anchor's sample is full.

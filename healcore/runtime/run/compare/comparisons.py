@@ -67,7 +67,7 @@ RESTART_POWER = 0.5
 
 
 class Comparisons:
-    """Compares the current weights with earlier weights, and returns a verdict if those are better.
+    """Compares the weights with earlier weights, and returns a verdict if the earlier are better.
 
     Several ranks call the same methods with the same steps, compare their own batches and decide
     by the mean. Comparisons are collective, so they depend only on values that are equal on all
@@ -429,7 +429,7 @@ class Comparisons:
         """The batches of the steps that a later comparison may evaluate, by step.
 
         Returns:
-            The batches, see `pack_batches` for what is left out. None without comparisons.
+            The batches; `pack_batches` says which batches are missing. None without comparisons.
         """
         if not self.is_enabled:
             return None

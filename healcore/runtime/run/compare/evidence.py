@@ -71,24 +71,24 @@ class Anchor:
     Attributes:
         weights: result of `Driver.copy_weights`.
         sample: some of the `trained` steps that the model has trained on since the anchor.
-        usual: some of those at which nothing was unusual. Steps of a long trouble fill `sample`;
-            the batches of `usual` say which losses are ordinary.
+        usual: some of the steps at which nothing was unusual. Steps of a long trouble fill
+            `sample`; the batches of `usual` say which losses are ordinary.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
     step: int
     evidence: float = 1.0
-    """Evidence that these weights are better than the current ones; 1 means no evidence."""
+    """Evidence that these weights are better than the current weights; 1 means no evidence."""
     onset: int | None = None
     """Step of the comparison at which the current evidence began, or None without evidence."""
     level: float | None = None
     """Mean of the last training losses when the copy was made, or None if unknown."""
     spread: float = 0.0
-    """Their standard deviation."""
+    """Standard deviation of the losses of `level`, or 0 if `level` is None."""
     rises: list[float] = field(default_factory=list)
     """Finite rises of the last comparisons since the evidence began."""
     leads: list[float] = field(default_factory=list)
-    """By how much the current weights were better at the last comparisons without evidence."""
+    """How much better the current weights were at the last comparisons without evidence."""
     healthy: HealthyValues = field(default_factory=HealthyValues)
     """What was known as healthy when the copy was made."""
     trained: int = 0
@@ -155,7 +155,7 @@ class Anchor:
 
         Returns:
             That many steps, or one if there are fewer; empty if no step was trained since the
-            anchor. The draws of a restart are those of a run that was not killed.
+            anchor. A restart draws the same steps as a run that was not killed.
         """
         steps = self.usual if len(self.usual) >= number else self.sample
         if not steps:
@@ -252,7 +252,7 @@ class Verdict(NamedTuple):
     rise: float | None
     """Loss of the step's batch, current minus earlier weights, or None if it is not finite."""
     rise_remembered: float | None
-    """The same difference for a batch trained on since the anchor."""
+    """The same difference for a batch trained on since the anchor, or None if it is not finite."""
     healthy_rates: dict[str, float]
     """Engine name -> highest learning rate at which the run was healthy, if known."""
     rates: tuple[dict[str, float], ...]
@@ -286,15 +286,15 @@ class ComparisonState:
     __pydantic_config__ = ConfigDict(extra="forbid")
     anchors: list[Anchor] = field(default_factory=list)
     """At most `MAX_ANCHORS`, oldest first: the weights with the lowest mean loss when they were
-    copied, and those at the last two checkpoints. The first weights of a process have no mean: they
-    stay for two checkpoints, and for as long as they have evidence."""
+    copied, and the weights at the last two checkpoints. The first weights of a process have no
+    mean: they stay for two checkpoints, and for as long as they have evidence."""
     ranges: HealthyRanges = field(default_factory=HealthyRanges)
     """Rates and numbers with which the run was healthy, and what is held in these ranges."""
     rates: list[dict[str, float]] = field(default_factory=list)
     """Learning rates in force at the comparisons of the suspicion."""
     bursts: list[tuple[int, int]] = field(default_factory=list)
     """First and last step of the latest bursts of steps with an alarm or a loss above the usual
-    ones. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
+    losses. The gaps within a burst have at most `STEPS_AFTER_SIGN` steps."""
     first_losses: list[float] = field(default_factory=list)
     """The first `RECENT` finite losses of the run."""
     verdict: Verdict | None = None

@@ -31,7 +31,7 @@ class LossLevel:
         self._were_high: deque[bool] = deque(maxlen=REGULAR_INTERVAL)
         """Whether each of the last losses was high."""
         self._recent: deque[float] = deque(maxlen=RECENT)
-        """The last finite losses, high ones included."""
+        """The last finite losses, including high losses."""
 
     def add(self, loss: float, *, high: bool) -> None:
         """Adds the loss of a step.

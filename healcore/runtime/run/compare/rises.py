@@ -1,4 +1,4 @@
-"""How much the loss rises from earlier weights to the current ones: pure functions of losses."""
+"""How much the loss rises from earlier weights to the current weights: pure functions of losses."""
 
 from __future__ import annotations
 

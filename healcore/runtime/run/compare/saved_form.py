@@ -20,9 +20,9 @@ def pack_batches(steps: Iterable[TrainedStep]) -> PackedValues:
     """Packs the batches of steps, by the number of the step.
 
     Args:
-        steps: the steps, the most important first. Steps without batches and repeated steps are
-            left out, as are batches of types that have no plain form, and batches for which no room
-            is left: a checkpoint must not grow much beyond the state.
+        steps: the steps, the most important first. Steps without batches and repeated steps are not
+            packed. Neither are batches of types that have no plain form, and batches for which no
+            room is left: a checkpoint must not grow much beyond the state.
     """
     packed = PackedValues(MAX_BATCH_BYTES)
     for step in steps:

@@ -64,7 +64,7 @@ class Suspects(NamedTuple):
     start: int
     """Step of the first sign."""
     steps: list[TrainedStep]
-    """The steps around the first sign, and the later ones that were high, in order."""
+    """The steps around the first sign, and the later high steps, in order."""
     around: list[TrainedStep]
     """The steps around the first sign alone."""
 
@@ -131,7 +131,7 @@ class StepHistory:
 
         Args:
             norms: engine name -> largest healthy gradient norm at the step from which on the run
-                repeats its steps, or None to keep those that are known.
+                repeats its steps, or None to keep the known norms.
         """
         self._norms.forget(norms or {})
         self._level = LossLevel()
@@ -244,7 +244,7 @@ class StepHistory:
         return Signs(sign, first_alarm, not sign and since_sign == STEPS_AFTER_SIGN, high)
 
     def accept_level(self) -> None:
-        """Makes the last losses the usual ones, if most of them are high.
+        """Makes the last losses the usual losses, if most of them are high.
 
         Call it where the weights were compared without evidence of damage. Then other data, or
         another scale of the loss, have raised the losses.

@@ -67,8 +67,8 @@ class AlreadyCompleted(_EndsWithStatus0):
     """A loop trains on although its run had completed. Uncaught, the status is 0.
 
     The Healer's own iterators (`batches`, `epochs`, `steps`) yield nothing in a completed run, so
-    that the program goes on after its loop. A loop that counts its steps itself takes one, and then
-    ends with this error. Nothing is saved. `why` says how to continue training.
+    that the program continues after its loop. A loop that counts its steps itself takes one, and
+    then ends with this error. Nothing is saved. `why` says how to continue training.
     """
 
 

@@ -50,8 +50,8 @@ _MAX_SLEEP_S = 0.1
 class SignalWatch:
     """The signals that one run has received.
 
-    Several runs of a process each install their handler, and each handler calls the previous one.
-    The run that has begun last has to end first.
+    If a process has several runs, each run installs its handler, and each handler calls the
+    previous handler. The run that has begun last has to end first.
 
     Args:
         propose: asks all ranks to end. None if this process ends alone.
@@ -141,7 +141,7 @@ class SignalWatch:
             left = until - time.monotonic()
 
     def _install(self, number: int, handler: Any) -> None:
-        """Installs a handler. Keeps the one from before the run, to restore it at the end."""
+        """Installs a handler. Keeps the handler from before the run, to restore it at the end."""
         # Python returns None for a handler that it has not set and cannot restore.
         previous = signal.signal(number, handler) or signal.SIG_DFL
         if number in self._replaced:

@@ -320,8 +320,8 @@ class Shutdown:
     def find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved.
 
-        An evaluation of averaged weights puts them in the place of the trained ones. A restart from
-        such a checkpoint would train on from the averages, and nothing would show it.
+        An evaluation of averaged weights puts them in the place of the trained weights. A restart
+        from such a checkpoint would train on from the averages, and nothing would show it.
         """
         if not self.run.driver.is_interrupted():
             self.replaced = self.run.driver.replaced_weights()

@@ -51,9 +51,9 @@ def next_attempt(
 ) -> Attempt | None:
     """What to do after `streak` steps in a row without a finite one, or None to continue.
 
-    Where a rollback might lose trained steps for nothing, it waits for the step at which the run
-    would end: then nothing can be lost. This is so if the data cannot be repeated, or if an earlier
-    place of this run did not change by all attempts, which is how bad data look.
+    Where a rollback might lose trained steps without any gain, it waits for the step at which the
+    run would end: then nothing can be lost. This is so if the data cannot be repeated, or if an
+    earlier place of this run did not change by all attempts, which is how bad data look.
 
     Args:
         streak: number of steps in a row without a finite one, up to the newest.
