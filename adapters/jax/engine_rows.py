@@ -68,7 +68,7 @@ CHANGE_EXPECTED = _TALLY + len(Tally._fields)
 
 
 class Layout(NamedTuple):
-    """Where the leaves of one policy's EngineState are in a HealState.
+    """The places of the leaves of one policy's EngineState in a HealState.
 
     The index of a leaf is its place in ``jax.tree.leaves(state)``. The layout follows from the
     policy alone, so it is made again in each trace, and is not a part of the state.

@@ -100,7 +100,7 @@ class HealState(NamedTuple):
         Returns:
             `heal_skip`, `heal_grad_scale`, `heal_lr_scale`, `heal_action`, `heal_cause`,
             `heal_rollback_depth`, and `heal_group_scale` if the policy clips per tensor. The types
-            are those of `healcore.Decision`.
+            are the same as in `healcore.Decision`.
         """
         warnings.warn(
             "HealState.heal_decision is deprecated: use healcore.jax.last_decision(opt_state), "
@@ -177,7 +177,8 @@ def step(
         engine: the engine of the policy.
         state: the state before the step.
         signals: the signals of the step, 0-d.
-        leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last ones.
+        leaf_norms: norm of each gradient, float32 (n,), for reports, or None to keep the last
+        norms.
 
     Returns:
         The new state, and the decision to enforce. It also skips an externally skipped step, in

@@ -65,8 +65,8 @@ def norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The L2 norm of each gradient. No host sync.
 
     Args:
-        grads: gradients, dense or sparse, on any device and of any dtype. Of a DTensor, this rank's
-            part is measured.
+        grads: gradients, dense or sparse, on any device and of any dtype. For a DTensor, this
+            rank's part is measured.
 
     Returns:
         For each gradient its norm, 0-d float32 on its device.

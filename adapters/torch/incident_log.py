@@ -33,8 +33,8 @@ _ANSWERS = {
 class IncidentLog:
     """Logs one line per incident, with the optimizer's class; on the first rank only.
 
-    Without a Healer nobody rolls back or stops the run, so a line also says what the loop has to do
-    if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
+    Without a Healer nothing rolls back or stops the run, so a line also says what the loop has to
+    do if the policy orders it. With a Healer the `IncidentMonitor` of the run writes these lines.
 
     It is the first `StepListener` of every healed step:
 

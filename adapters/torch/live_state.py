@@ -344,7 +344,7 @@ def tensors_in(value: Any, most: float = math.inf, depth: float = math.inf) -> I
     """Yields the tensors in nested containers, and the parameters of modules in them.
 
     Args:
-        value: a tensor, a module, a mapping, a list or a tuple. Any other object has none.
+        value: a tensor, a module, a mapping, a list or a tuple. Any other object has no tensors.
         most: containers with more items are ignored.
         depth: containers that are nested so many times are ignored.
     """

@@ -252,7 +252,7 @@ class Measurer:
         """Marks a step as not finite if a learning rate is NaN or Inf, which spoils every weight.
 
         A rate in a tensor on an accelerator is not read on the host: the mark is computed there,
-        and the rate is not among the returned ones.
+        and the rate is not among the returned values.
 
         Args:
             signals: the signals of the step, with a `grad_norm`.
@@ -346,8 +346,8 @@ class StepNorms(NamedTuple):
     """The gradient norms of a judged step, not read on the host yet.
 
     They become the evidence of an alarm: which tensors had unusual gradients. For a step without an
-    alarm nothing is read, so the norms are kept on the device. The tensors are small, and those of
-    the last step without an alarm are kept for the comparison.
+    alarm nothing is read, so the norms are kept on the device. The tensors are small, and the
+    tensors of the last step without an alarm are kept for the comparison.
     """
 
     params: Sequence[Tensor]
@@ -380,7 +380,7 @@ class StepNorms(NamedTuple):
     def rank_signals(self) -> tuple[float, float]:
         """The loss and the gradient norm of this rank alone. A sync.
 
-        Of several ranks, one may have damaged data or a damaged device; the mean does not show it.
+        One of several ranks may have damaged data or a damaged device; the mean does not show it.
 
         Returns:
             Loss and norm of this rank's part of the gradients. NaN for what is absent.

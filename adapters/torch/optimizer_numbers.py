@@ -278,7 +278,7 @@ def _entries(group: ParamGroup) -> list[str]:
 
 
 def _numbers(value: Any) -> list[_IndexedNumber]:
-    """The numbers in an entry. Elements of a tuple or list that are no numbers are left out."""
+    """The numbers in an entry. Elements of a tuple or list that are not numbers are skipped."""
     if isinstance(value, tuple | list):
         return [(i, float(part)) for i, part in enumerate(value) if _is_number(part)]
     if _is_number(value):

@@ -139,8 +139,7 @@ class JaxDriver(Driver):
 
         A program may widen a layer between two calls: it makes new parameters, and a new state of
         the optimizer for them. A whole state has every engine, and moments with the shapes of its
-        parameters. It becomes the state of the run; its detectors and budgets are those that it
-        brings.
+        parameters. It becomes the state of the run; it brings its own detectors and budgets.
         """
         try:
             self._live.check_if_new()
@@ -182,7 +181,8 @@ class JaxDriver(Driver):
     def structure_changes(self) -> list[str]:
         """Returns what has changed in the structure of the state since the last call, as texts.
 
-        The Healer then saves a checkpoint, because earlier ones do not fit the state any more.
+        The Healer then saves a checkpoint, because earlier checkpoints do not fit the state any
+        more.
         """
         changes = self._changes
         self._changes = []

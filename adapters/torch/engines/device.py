@@ -118,7 +118,7 @@ class DeviceEngine(StatefulEngine):
 
     @property
     def compared_decision(self) -> Decision | None:
-        """See the base class. Waits for nothing."""
+        """See the base class. Does not wait."""
         if self._late is None:
             return self._decision
         return self._late.compared_decision

@@ -174,7 +174,7 @@ class StatefulEngine:
 
     @property
     def compared_decision(self) -> Decision | None:
-        """The decision that several ranks compare at the next step. Waits for nothing.
+        """The decision that several ranks compare at the next step. Does not wait.
 
         The last decision, or the decision of a fixed number of steps ago if steps are judged late.
         So the ranks compare the decisions of the same step.

@@ -53,7 +53,8 @@ def samplers_of(loader: AnyLoader) -> list[Any]:
         loader: any loader.
 
     Returns:
-        Each sampler once, outer samplers before inner ones. Empty for a loader without samplers.
+        Each sampler once, outer samplers before inner samplers. Empty for a loader without
+        samplers.
     """
     parts = [loader]
     for part in parts:  # the list grows by the samplers that are found in its parts

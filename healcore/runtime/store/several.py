@@ -89,7 +89,7 @@ def root_of(place: Any) -> Path | None:
 
 
 def _newest_of(records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The record with the most attempts, and among equal ones the one of the largest step."""
+    """The record with the most attempts, and among equals the record of the largest step."""
 
     def key(step: int) -> tuple[int, int]:
         return len(AttemptHistory.of(records[step]).starts), step
@@ -105,7 +105,7 @@ class SeveralStores(CheckpointStore):
       checkpoint of the run counts, in whichever directory it is.
     - `root` is the first directory. A run writes its events and metrics there.
 
-    Copies in host memory are those of the first store that keeps any.
+    Copies in host memory are in the first store that keeps any.
 
     Args:
         stores: stores with a directory each, of one framework, in the order of preference.
@@ -136,7 +136,8 @@ class SeveralStores(CheckpointStore):
         self.stores = tuple(stores)
         self._undeletable: set[Path] = set()
         """Checkpoints that could not be deleted. They are not listed: otherwise they would count
-        among those to keep, and others be deleted in the directories that can delete."""
+        among the checkpoints to keep, and other checkpoints would be deleted in the directories
+        that can delete."""
 
     @property
     def directories(self) -> int:

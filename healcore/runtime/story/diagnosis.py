@@ -329,7 +329,7 @@ def _undone_by(run: Run, step: float) -> str:
 
 
 def _alarms_outside(run: Run) -> list[tuple[float, float, tuple[str, ...]]]:
-    """First step, last step and causes of the alarms outside of incidents, close ones as one."""
+    """First step, last step and causes of the alarms outside of incidents, close alarms as one."""
     found: list[tuple[float, float, tuple[str, ...]]] = []
     for step, causes in sorted(run.alarms_outside.items()):
         if found:

@@ -81,7 +81,7 @@ _BAR = re.compile(r"(?:^|[\s|%])(\d+)/(\d+)\s*(?:\[|[━─]|-\s)")
 
 
 class Place(NamedTuple):
-    """Where in the run a line says that it is."""
+    """The place in the run that a line names."""
 
     step: int | None
     """Step, or number of the batch in its epoch."""
@@ -243,7 +243,7 @@ def _with_places_of_other_lines(records: list[_Printed]) -> list[_Printed]:
 
 
 def _in_order(records: list[_Printed], places: Sequence[Place | None]) -> list[Place]:
-    """The places, or nothing if a record has none, or the place of a record with its numbers."""
+    """The places; empty if a place is missing, is before the last or has the same numbers twice."""
     reached: tuple[int, int] = (-1, -1)
     names: set[str] = set()
     found = []

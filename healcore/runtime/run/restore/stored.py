@@ -50,7 +50,7 @@ class SavedCheckpoint(NamedTuple):
     """
 
     step: int
-    """Its step."""
+    """Step of the checkpoint."""
     state: dict[str, Any]
     """The user's state."""
     record: RunRecord | None
