@@ -79,7 +79,7 @@ class HealState(NamedTuple):
     """The arrays of the EngineState, such as the last norms of a rule. Empty for `default`."""
     heal_leaf_norms: jax.Array
     """float32 (n,): norm of each gradient leaf at the last step, before clipping. Zeros while the
-    caller passes `grad_norm`. Only for reports: decisions do not depend on it."""
+    caller passes `grad_norm`. It is only for reports: decisions do not depend on it."""
     heal_group_scale: Any = None
     """float32 (n,): the last factor of each tensor, of a policy that clips per tensor, else
     None."""
@@ -205,7 +205,7 @@ def step(
 def _step(
     policy: Any, arrays: list[Any], state: HealState, signals: Signals, leaf_norms: jax.Array | None
 ) -> tuple[HealState, Decision]:
-    """Judges one step. `policy` is the hashable part of the engine, and `arrays` the others."""
+    """Judges one step. `policy` is the hashable part of the engine, `arrays` the other part."""
     row, windows, number, decision = _judge(
         policy,
         _groups(state),

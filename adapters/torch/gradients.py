@@ -294,7 +294,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _values(grad: Tensor) -> Tensor:
-    """The stored values of a gradient, without a copy. Not for norms: sparse values may repeat."""
+    """The stored values of a gradient, without a copy. A sparse gradient may repeat values."""
     grad = local_part(grad)
     if grad.is_sparse:
         return grad._values()

@@ -285,7 +285,7 @@ class Measurer:
 
         Args:
             groups: number of parameters.
-            alone: whether this rank decides alone. Only then its loss is used: the other ranks'
+            alone: whether this rank decides alone. Its loss is used only then: the other ranks'
                 losses of this step are not known.
 
         Returns:

@@ -208,7 +208,7 @@ class Driver(Protocol):
         received a signal, and end together. Without it, a rank that ends alone would leave the
         others waiting in a collective call.
 
-        Only called with several ranks, also by signal handlers.
+        It is called only with several ranks, also by signal handlers.
         """
         ...
 

@@ -551,7 +551,7 @@ def _zeros_of(leaf: jax.Array) -> Any:
 
 
 def _bytes_on_one_device(leaves: Iterable[Any]) -> int:
-    """Size of some arrays on one device, in bytes. Also of arrays that a step has donated."""
+    """Size of some arrays on one device, in bytes. This includes arrays that a step has donated."""
     size = 0
     for leaf in leaves:
         if isinstance(leaf, jax.Array):

@@ -150,7 +150,7 @@ class TorchDriver(Driver):
     ) -> None:
         """Reports a loss. See `Healing.observe`.
 
-        Also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
+        It also notes the `torch.autocast` of the loop, in which comparisons compute their losses.
 
         Args:
             loss: the loss of one (micro-)batch.
@@ -359,8 +359,8 @@ class TorchDriver(Driver):
     def may_save(self, patience: int | None = None) -> bool:
         """See `Driver.may_save`. False while any optimizer has gradients that no step has used.
 
-        Gradients of an optimizer that has not stepped for `patience` steps of the others are
-        by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
+        Gradients of an optimizer that has not stepped for `patience` steps of the other optimizers
+        are by-products of their losses (a frozen discriminator, the first stage of a fine-tuning).
         They need no checkpoint if no loss and no backward pass follows the last step.
 
         Args:

@@ -65,8 +65,8 @@ class OptimizerSteps:
         """See `TorchDriver.may_save`.
 
         Args:
-            patience: number of steps of the others after which gradients of an optimizer that does
-                not step count as abandoned, or None to wait for every optimizer.
+            patience: number of steps of the other optimizers after which gradients of an optimizer
+                that does not step count as abandoned, or None to wait for every optimizer.
         """
         pending: list[Accumulation] = []
         for accumulation in self.accumulations:

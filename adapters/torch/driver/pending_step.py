@@ -124,7 +124,7 @@ class Recorder:
             entry: an entry of this recorder.
 
         Returns:
-            The record of the step. Without a judgment if a GradScaler has skipped the step.
+            The record of the step. There is no judgment if a GradScaler has skipped the step.
         """
         record = entry.record()
         if record.step == self._last_step:

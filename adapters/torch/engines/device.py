@@ -180,7 +180,7 @@ class DeviceEngine(StatefulEngine):
             old.copy_(leaf)
 
     def pending_record(self, name: str = "") -> PendingRecord:
-        """As in `HostEngine`. The first call after a step starts a copy to the host."""
+        """See `HostEngine`. The first call after a step starts a copy to the host."""
         if self._late is not None:
             return self._late.pending_record(name)
         if self._record_copies is None:

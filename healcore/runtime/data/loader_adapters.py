@@ -158,9 +158,9 @@ class LoaderAdapter:
     def stay(self, batches: Batches) -> bool:
         """Whether the next `next` of an epoch's batches reads the batch that has just raised.
 
-        Only for loaders that cannot be rewound. Most iterators have passed that batch, or have
-        ended, and what a wrapper around another iterator does is unknown. An iterator of the
-        program's own class that holds no other iterator is asked again: a stream that connects
+        It is used only for loaders that cannot be rewound. Most iterators have passed that batch,
+        or have ended, and what a wrapper around another iterator does is unknown. An iterator of
+        the program's own class that holds no other iterator is asked again: a stream that connects
         again continues where it was.
 
         Args:

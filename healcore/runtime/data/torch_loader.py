@@ -3,7 +3,7 @@
 The samplers draw the order of an epoch from random generators when the epoch begins. A position is
 the states of the generators at that moment, and the number of batches read since. A rewind sets the
 states, lets the samplers draw the order again, and skips the indices of the earlier batches without
-reading the data. Also for loaders that Accelerate, Fabric and trainers make from a DataLoader.
+reading the data. This includes loaders that Accelerate, Fabric and trainers make from a DataLoader.
 """
 
 from __future__ import annotations

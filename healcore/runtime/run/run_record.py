@@ -85,7 +85,7 @@ class IncidentRecord:
 
 @dataclass
 class Ledger:
-    """The host's record of a run: which steps were healthy, and what was done about the others.
+    """The host's record of a run: which steps were healthy, and how the rest was treated.
 
     `add_step` adds the steps in order. A rollback rewinds the ledger to the restored step, but
     keeps the incidents, rollbacks and skips of the undone steps: budgets count them.

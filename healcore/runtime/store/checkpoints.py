@@ -268,7 +268,7 @@ class CommonState(NamedTuple):
     """The result of `restore_common`, in fresh memory."""
 
     state: dict[str, Any]
-    """As in `Restored`, with the structure of the checkpoint."""
+    """The values as in `Restored`, with the structure of the checkpoint."""
     identities: dict[str, Mapping[str, str]]
     """Name of an optimizer in torch -> part -> saved place of each of its parameters."""
 

@@ -94,7 +94,8 @@ class FlatState:
         self.leaves: dict[str, Leaf] = {}
         """Name of an array -> the array."""
         self.treedefs: dict[str, Any] = {}
-        """Name -> PyTreeDef in JAX. Not saved: a restore uses the structure of the live pytrees."""
+        """Name -> PyTreeDef in JAX. It is not saved: a restore uses the structure of the live
+        pytrees."""
 
     def add(
         self, path: values.Path, dtype: str, parts: dict[Place, Part], layout: Layout = None

@@ -100,7 +100,7 @@ def _newest_of(records: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
 class SeveralStores(CheckpointStore):
     """One store that writes each checkpoint to several directories.
 
-    - A save that fails in one directory is reported, and written to the others.
+    - A save that fails in one directory is reported, and written to the other directories.
     - A restore takes the first directory whose checkpoint of the step is intact. The newest
       checkpoint of the run counts, in whichever directory it is.
     - `root` is the first directory. A run writes its events and metrics there.
@@ -177,8 +177,8 @@ class SeveralStores(CheckpointStore):
     def delete(self, step: int) -> None:
         """Removes a checkpoint from each directory, also an older save of its step.
 
-        A directory that cannot delete is reported once. It keeps what it has, and must not keep the
-        others from deleting.
+        A directory that cannot delete is reported once. It keeps what it has, and must not prevent
+        the other directories from deleting.
 
         Raises:
             CheckpointNotFound: the step has no checkpoint.

@@ -95,8 +95,8 @@ class Header(NamedTuple):
 def can_hold(names: Sequence[str]) -> bool:
     """Whether a file can hold arrays of these names.
 
-    Not if a name is no valid text, or is the key of the metadata. Such a state is saved as several
-    files.
+    It cannot if a name is not valid text, or is the key of the metadata. Such a state is saved as
+    several files.
     """
     try:
         "".join(names).encode()

@@ -542,7 +542,7 @@ class CheckpointStore(Writer):
         """Changes the folder of a checkpoint in each directory, from rank 0.
 
         If that fails everywhere, raises StoreError. A directory that fails alone is reported, and
-        does not stop the others.
+        does not stop the other directories.
         """
         errors = []
         for each in stored:

@@ -62,8 +62,8 @@ def open_traces(
 ) -> tuple[list[Trace], list[Unreadable]]:
     """Reads the logs of runs.
 
-    The format of each file is detected by its content. One log that cannot be read does not stop
-    the others.
+    The format of each file is detected by its content. A log that cannot be read does not prevent
+    the other logs from being read.
 
     Example:
         traces, unreadable = open_traces(["run.csv", "logs/"])

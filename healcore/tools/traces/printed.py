@@ -280,8 +280,9 @@ def _with_place(record: Fields, place: Place) -> Fields:
 def printed_record(line: str) -> Fields | None:
     """The dict at the end of a printed line, after a progress bar or other text.
 
-    Also a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss": "2.5"}`. Only
-    records of a loss or a norm, because programs print their settings as dicts too.
+    It may also be a JSON object after other text, as in `2026-01-01 | INFO | train | {"loss":
+    "2.5"}`. Only records with a loss or a norm count, because programs print their settings as
+    dicts too.
     """
     text = line.rstrip()
     if not text.endswith("}") or not ("loss" in text or "norm" in text):

@@ -77,8 +77,8 @@ def next_trial(tried: Sequence[Trial], facts: TroubleFacts) -> Trial:
        first.
     2. Repeat once with nothing changed.
     3. Hold what left its healthy range: numbers of the optimizers, gradient norms, batches whose
-       loss the better weights find unusual. Once more with what is newly unusual, and without the
-       updates of these steps.
+       loss the better weights find unusual. A second hold adds what is newly unusual, and withholds
+       the updates of these steps.
     4. Limit a rate that is unknown, because nothing that is known has helped.
     5. Undo the trials.
 
