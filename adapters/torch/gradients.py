@@ -242,7 +242,12 @@ def norm_vector(norms: Sequence[Tensor | None], device: torch.device) -> Tensor:
 
 
 def scale_(params: Sequence[Tensor], factor: float) -> None:
-    """Multiplies all gradients in place by one number. Ignores parameters without a gradient."""
+    """Multiplies all gradients in place by one number.
+
+    Args:
+        params: the parameters. A parameter without a gradient is ignored.
+        factor: the number, such as the factor of a clip.
+    """
     grads = [_values(p.grad) for p in params if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
@@ -282,7 +287,11 @@ def scale_each_(params: Sequence[Tensor], factors: Sequence[float | Tensor]) -> 
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether `tensor` is a DTensor. Does not import torch.distributed.tensor."""
+    """Whether a tensor is a DTensor, of which this rank holds a part.
+
+    Does not import torch.distributed.tensor, which takes a while and which most programs do not
+    use.
+    """
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 

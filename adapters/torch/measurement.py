@@ -475,7 +475,11 @@ class LossMean:
         self.weight += weight
 
     def mean(self) -> Tensor | None:
-        """The weighted mean of the losses, 0-d float32, or None without losses."""
+        """The weighted mean of the losses since the last step.
+
+        Returns:
+            0-d float32 tensor on the device of the losses, or None without losses. No sync.
+        """
         if not self.count:
             return None
         return _quotient(self._total, self.weight)

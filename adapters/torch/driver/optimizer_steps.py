@@ -58,7 +58,10 @@ class OptimizerSteps:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward pass has run since the last step of any optimizer."""
+        """Whether a backward pass has run since the last step of any optimizer.
+
+        An evaluation reads batches too, and has no backward pass.
+        """
         return any(each.reached_since_any_step for each in self.accumulations)
 
     def may_save(self, patience: int | None) -> bool:

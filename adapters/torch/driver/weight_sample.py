@@ -118,10 +118,13 @@ class WeightSample:
             self._kept_on_device = [torch.cat(views) for views in self._views.values()]
 
     def changed(self) -> list[str]:
-        """Compares the weights with the kept bytes. A sync.
+        """Compares the weights with the bytes of the last `keep`. A sync.
+
+        Called when an exception has left the loop: a program that has put averaged weights into the
+        model for an evaluation must not have them saved as the weights of the run.
 
         Returns:
-            Names of the sampled parameters with other bytes than at the last `keep`.
+            Names of the sampled parameters with other bytes.
         """
         kept = [*self._kept]
         for views, kept_bytes in zip(self._views.values(), self._kept_on_device, strict=False):

@@ -158,7 +158,11 @@ class LateJudge:
         return self._recent[0].decision
 
     def finished(self) -> HostEngine:
-        """The engine after all steps, which are judged now. Waits for the device."""
+        """The engine after all steps, which are judged now. Waits for the device.
+
+        Whatever reads or replaces the engine's state goes through it: without it, the state would
+        lack the steps that are not judged yet.
+        """
         self._judge()
         return self.host
 
