@@ -211,7 +211,7 @@ def decision_of(rows: jax.Array, group_scale: Any) -> Decision:
 
     Args:
         rows: the rows of one state, or of several with a leading axis.
-        group_scale: `HealState.heal_group_scale`, which is no part of the rows.
+        group_scale: `HealState.heal_group_scale`, which is not a part of the rows.
     """
     row = current_row(rows)
     ints = jnp.unstack(row[..., STATIC:STEP], axis=-1)

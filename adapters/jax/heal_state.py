@@ -94,7 +94,7 @@ class HealState(NamedTuple):
 
             decision = healcore.jax.last_decision(opt_state)  # write this instead
 
-        Reading it warns with DeprecationWarning. It is no leaf of the state: `jax.tree` and
+        Reading it warns with DeprecationWarning. It is not a leaf of the state: `jax.tree` and
         `optax.tree.get` do not see it.
 
         Returns:

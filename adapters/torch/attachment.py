@@ -200,7 +200,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
         optimizer: an optimizer, or a wrapper around one.
 
     Returns:
-        The optimizer whose `step()` updates the weights: `optimizer` itself if it is no wrapper.
+        The optimizer whose `step()` updates the weights: `optimizer` itself if it is not a wrapper.
 
     Raises:
         AttachError: there is no torch.optim optimizer inside.

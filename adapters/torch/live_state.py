@@ -79,7 +79,7 @@ def is_stateless_environment(value: Any) -> bool:
     """Whether a value is an environment of reinforcement learning that cannot be saved.
 
     Environments as in gymnasium have `reset()` and `step(action)`, and rarely a `state_dict`. A
-    scheduler without a `state_dict` is no environment: its `step` needs no argument.
+    scheduler without a `state_dict` is not an environment: its `step` needs no argument.
 
     Args:
         value: a value of the state.

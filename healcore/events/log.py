@@ -174,7 +174,7 @@ def parse_line(line: bytes) -> Event | str:
         line: the bytes of the line, with or without its newline.
 
     Returns:
-        The object, or the reason why the line is no JSON object, as text for a person.
+        The object, or the reason why the line is not a JSON object, as text for a person.
     """
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES >> 20} MB, the limit of a line"

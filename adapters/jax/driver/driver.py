@@ -364,7 +364,7 @@ class JaxDriver(Driver):
     def has_finite_weights(self) -> bool:
         """Whether all parameters are finite that were finite at the start. One sync.
 
-        A mask of -Inf among the parameters is no damage.
+        A mask of -Inf among the parameters is not damage.
         """
         return set(self.nonfinite_weights()) <= self._not_finite
 
@@ -528,7 +528,7 @@ class JaxDriver(Driver):
         return not differ(self._counters(), self._last_counters)
 
     def _edit_state(self, tree: PyTree) -> None:
-        """Makes `tree` the live state, from which the next step has to start. This is no step."""
+        """Makes `tree` the live state, from which the next step has to start. It counts no step."""
         all_polled = self._all_polled()
         if not self._live.in_place:
             self._edit += 1

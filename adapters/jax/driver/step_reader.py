@@ -369,7 +369,7 @@ class StepReader:
     ) -> list[list[StepRecord]]:
         """The records of each step of a block of `Healer.scan`, at least one step.
 
-        An update may take no optimizer step, as in off-policy learning, and is no step then. A
+        An update may take no optimizer step, as in off-policy learning, and is not a step then. A
         block without any step counts as one step that no engine has judged.
         """
         steps: list[list[StepRecord]] = []

@@ -319,7 +319,7 @@ class Cursor(BatchStream):
             A sentence about the batches that were dropped, or "" if none was.
 
         Raises:
-            DataError: it is no position, or the batches differ for this number of ranks.
+            DataError: it is not a position, or the batches differ for this number of ranks.
         """
         target = self._epoch.decode(position)
         goal = target.batch

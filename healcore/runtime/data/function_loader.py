@@ -21,7 +21,7 @@ from healcore.runtime.data.torch_loader import TorchLoader, is_replayable
 def is_function(loader: AnyLoader) -> bool:
     """Whether a loader is a function that makes what is iterated over.
 
-    A class is no such function, and neither is an object that can be iterated over itself.
+    A class is not such a function, and neither is an object that can be iterated over itself.
 
     Raises:
         UnusableLoader: the function needs arguments.

@@ -412,7 +412,7 @@ def catch_unreadable(batches: Batches) -> Batches:
 
 
 def adapter_for(loader: AnyLoader) -> LoaderAdapter:
-    """Chooses the adapter for a loader that is no DataLoader of a map-style dataset.
+    """Chooses the adapter for a loader that is not a DataLoader of a map-style dataset.
 
     A loader can have an attribute `why_not`, see `ExplainsWhyNot`. A loader of healcore's own, such
     as `ScanBlocks`, is its own adapter.

@@ -45,7 +45,7 @@ class ReadRetries(Protocol):
             error: the exception of the attempt.
 
         Returns:
-            Whether to read again. False for an exception that is no failure in the network, and
+            Whether to read again. False for an exception that is not a failure in the network, and
             after the last attempt.
         """
         ...
@@ -79,7 +79,7 @@ class EpochPhase(Enum):
     READING = "reading"
     """The epoch was begun. An epoch that ends now without a batch is an error, `EmptyLoader`."""
     RESTORED = "restored"
-    """The epoch was restored from a state. It may have no batch left, which is no error."""
+    """The epoch was restored from a state. It may have no batch left, which is not an error."""
     BETWEEN = "between two epochs"
     """An epoch has ended, and the next one has not begun.
 
@@ -284,7 +284,7 @@ class LoaderEpoch:
             The position, for `restore`.
 
         Raises:
-            DataError: it is no position, or its batch has other rows for this number of ranks.
+            DataError: it is not a position, or its batch has other rows for this number of ranks.
         """
         target = decode_position(position)
         check_division(position, division(self.loader), self.name)  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class DataError(HealcoreError, RuntimeError):
 
 
 class UnusableLoader(DataError, TypeError):
-    """The object is no loader, or has fewer epochs than requested."""
+    """The object is not a loader, or has fewer epochs than requested."""
 
 
 @dataclass(eq=False, repr=False)
@@ -216,7 +216,7 @@ def decode_position(value: Any) -> Position:
         value: result of `encode_position` or of `position_of_other_ranks`, or anything else.
 
     Raises:
-        DataError: the value is no position of this version, or is damaged.
+        DataError: the value is not a position of this version, or is damaged.
     """
     if not isinstance(value, Mapping) or value.get("version") != POSITION_VERSION:
         raise DataError(

@@ -138,7 +138,7 @@ def torch_states() -> dict[str, Any]:
     """Torch's states, arrays of NumPy: `{"cpu": uint8 (n,), "cuda": [uint8 (m,) of each device]}`.
 
     Empty in a program without torch. A JAX run may read from a shuffled loader of torch. Reading
-    the states is no sync: a CUDA generator's seed and offset are on the host.
+    the states does not wait for a device: a CUDA generator's seed and offset are on the host.
     """
     if (torch := sys.modules.get("torch")) is None:
         return {}

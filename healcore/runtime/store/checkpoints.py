@@ -437,7 +437,7 @@ class Keep(NamedTuple):
         """Returns these numbers if they are valid.
 
         Raises:
-            StoreError: a number is not whole or too small, or `older` is no bool.
+            StoreError: a number is not whole or too small, or `older` is not a bool.
         """
         for field, least in (("good", 1), ("candidates", 2)):
             value = getattr(self, field)

@@ -21,7 +21,7 @@ _MOST_FAULTS = 10  # limit of the faults that a diagnosis lists
 _QUIET_STEPS = 10  # alarms of one cause with fewer steps between them are one fault
 
 _FAULTS = Cause.OOM | Cause.DATA | Cause.NETWORK | Cause.HANG | Cause.UNKNOWN | Cause.WORKER
-"""Causes of exceptions. A rollback is no response to them."""
+"""Causes of exceptions. A rollback is not a response to them."""
 
 AFTER_A_KILL = (
     "look for the out-of-memory killer (dmesg), the scheduler's time limit or preemption, and the "
@@ -444,7 +444,7 @@ def advice(cause: Cause, *, rollbacks: int = 0) -> list[str]:
 
     Args:
         cause: causes of the trouble.
-        rollbacks: rollbacks of the run. After several of them, another rollback is no remedy.
+        rollbacks: rollbacks of the run. After several of them, another rollback does not help.
 
     Returns:
         The diagnosis of each cause, in the order of `FAILURES`.

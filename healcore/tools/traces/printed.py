@@ -138,7 +138,7 @@ def printed_lines(
 
     A log whose records name no step may name it in other lines: in a header, or in a progress bar.
     Then the records have these places, if this gives each record another one. In a log whose lines
-    name places, a line without a place is the mean of an epoch, and is no step.
+    name places, a line without a place is the mean of an epoch, and not a step.
     """
     records: list[_Printed] = []
     epoch: int | None = None

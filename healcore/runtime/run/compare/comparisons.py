@@ -354,10 +354,10 @@ class Comparisons:
     def on_structure_change(self) -> None:
         """Drops all anchors and the evidence, because the program has changed its model.
 
-        Parameters that are new, gone or resized cannot be compared. The rest alone is no measure:
-        old layers work together with the old other layers only. The losses stay, so that damage
-        soon after the change is a reason to compare. What was learnt about the numbers and rates of
-        the optimizers stays too, because a new group has new names.
+        Parameters that are new, gone or resized cannot be compared. The rest alone is not a
+        measure: old layers work together with the old other layers only. The losses stay, so that
+        damage soon after the change is a reason to compare. What was learnt about the numbers and
+        rates of the optimizers stays too, because a new group has new names.
         """
         self.state.repeated = self._expected = None
         self.anchors.clear()

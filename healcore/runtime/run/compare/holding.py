@@ -73,7 +73,7 @@ class Holding:
     def release_all(self, step: int) -> None:
         """Releases what is held if a `loss_fn` that failed has ended the comparisons.
 
-        Nobody would release it later. Updates that are withheld end by themselves.
+        Nothing would release it later. Updates that are withheld end by themselves.
 
         Args:
             step: steps done.

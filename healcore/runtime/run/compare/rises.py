@@ -35,7 +35,7 @@ def rise_of(now: float, then: float) -> float:
         then: loss with the earlier weights.
 
     Returns:
-        The difference, which may be infinite. NaN if neither loss is finite: a bad batch is no
+        The difference, which may be infinite. NaN if neither loss is finite: a bad batch is not
         evidence.
     """
     if math.isfinite(then):
