@@ -18,7 +18,14 @@ COUNT = "count"
 
 
 def place_of(position: Mapping[str, Any]) -> BatchId:
-    """The next batch of a position."""
+    """The next batch of a position.
+
+    Args:
+        position: a position that `check_positions` has accepted.
+
+    Returns:
+        Epoch and index of the batch, both from 0.
+    """
     return BatchId(position["epoch"], position["index"])
 
 
@@ -168,14 +175,20 @@ class EarlierLoaders:
         return has_begun(saved)
 
     def furthest_place(self, default: BatchId) -> BatchId:
-        """The furthest of the next batches, or the default without a position."""
+        """The furthest of the next batches of all positions.
+
+        Before the program has made its loaders again, this is the best known place in the data.
+
+        Args:
+            default: the place without any position.
+        """
         return max(map(place_of, self.positions.values()), default=default)
 
     def number_in(self, epoch: int, next_number: int) -> int:
         """Number of a loader whose first use in this process is in an epoch of the loop.
 
         A program may make a loader for each epoch. A restart in epoch 2 makes no loaders of the
-        epochs 0 and 1 again, so their numbers are left out: the loader gets the number of the one
+        epochs 0 and 1 again, so their numbers are skipped: the loader gets the number of the loader
         that stands furthest in this epoch.
 
         Args:

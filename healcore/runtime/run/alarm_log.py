@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 class AlarmLog:
-    """Writes the event of each alarm, and a line for those that a reader of the console needs.
+    """Writes the event of each alarm, and a console line for the alarms that a person should see.
 
     A run may have an alarm at every step for hours. So lines become rarer with their number, and
-    after `MOST_ALARMS` alarms so do events. The metrics file has all of them.
+    after `MOST_ALARMS` alarms so do events. The metrics file has all alarms. Otherwise the first
+    alarms would be lost among thousands of equal lines.
     """
 
     def __init__(self, run: Run) -> None:

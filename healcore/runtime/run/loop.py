@@ -77,7 +77,7 @@ class LoopPhase(Enum):
 
 
 class Loop:
-    """The work between two steps, for every kind of loop. Not thread-safe.
+    """The work between two steps, for every kind of loop. It is not thread-safe.
 
     Attributes:
         phase: what the loop waits for, see `LoopPhase`.

@@ -114,6 +114,8 @@ class RunMetrics:
     def total(self, count: str) -> int:
         """Returns the sum of a count over all engines.
 
+        A model with two optimizers has two engines, and a step that both skip counts twice.
+
         Args:
             count: one of `COUNTS`.
         """

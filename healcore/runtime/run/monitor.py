@@ -80,7 +80,11 @@ class IncidentMonitor:
         """Engine -> whether the program clips its gradients itself."""
 
     def continue_incidents(self) -> None:
-        """Continues the incidents of an earlier process, after its ledger was read."""
+        """Continues the incidents of an earlier process. Called after its ledger was read.
+
+        Incidents whose end was not reported are watched again. Without this, the log would have the
+        begin of such an incident and never its end.
+        """
         incidents = self.run.ledger.incidents
         self._unclosed = [each for each in incidents if not each.reported_over]
 
@@ -145,7 +149,11 @@ class IncidentMonitor:
         return order
 
     def counts(self) -> Counts:
-        """Returns the counts of the whole run, including earlier processes."""
+        """Returns the counts of the whole run, including earlier processes.
+
+        Incidents, rollbacks and skips of undone steps count, because they have happened. Clips and
+        cuts are counted by the engines, whose states a rollback restores.
+        """
         ledger = self.run.ledger
         total = self.metrics.total
         return Counts(
@@ -158,7 +166,11 @@ class IncidentMonitor:
 
     @property
     def is_unhealthy(self) -> bool:
-        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy."""
+        """Whether an incident is open, a lasting alarm is on, or the last step was unhealthy.
+
+        The postmortem and the last line of a run report it: the weights of a run that ends like
+        this may be damaged.
+        """
         ledger = self.run.ledger
         last_unhealthy = ledger.next_step - 1 in ledger.unhealthy[-1:]
         return ledger.open or last_unhealthy or bool(self.lasting_causes)
@@ -167,7 +179,8 @@ class IncidentMonitor:
     def lasting_causes(self) -> Cause:
         """Causes of the newest step that last until something changes, such as a plateau.
 
-        They open no incident if the policy only alerts.
+        They open no incident if the policy only alerts. The last line of a run names them, because
+        otherwise nothing would remind the user of an alert that was logged hours before.
         """
         return Cause(self._newest_causes) & LASTING
 
@@ -196,8 +209,8 @@ class IncidentMonitor:
     def read_engines(self) -> None:
         """Sets multipliers and counts from the engines' states, without an event.
 
-        After a start or rollback the states of the engines are on the host, and hold values that no
-        record has shown.
+        Called after a start or a rollback. The states of the engines are on the host then, and hold
+        values that no record has shown.
         """
         engines = self.run.driver.engines()
         self.lr_scales = {name: saved["state"]["lr"]["scale"] for name, saved in engines.items()}
@@ -205,7 +218,11 @@ class IncidentMonitor:
 
     @property
     def lr_scale(self) -> float:
-        """The learning-rate multiplier, the smallest of all engines."""
+        """The learning-rate multiplier in (0, 1], the smallest of all engines.
+
+        It is 1 as long as no engine has cut its learning rate. The report and the events of
+        rollbacks show it.
+        """
         return min(self.lr_scales.values(), default=1.0)
 
     def rates_in_force(self) -> Rates:

@@ -17,9 +17,10 @@ from healcore.runtime.data import BatchId
 
 
 class BatchRun(NamedTuple):
-    """The batches of consecutive steps, as long as each step has read the next ones of an epoch.
+    """The batches of consecutive steps, as long as each step has read the next batches of an epoch.
 
-    A checkpoint then needs one entry for a thousand steps instead of a thousand entries.
+    A checkpoint then needs one entry for a thousand steps instead of a thousand entries. A gap, a
+    new epoch or another number of batches begins another entry.
     """
 
     first: int

@@ -65,7 +65,11 @@ _records: dict[Path, RunRecord] = {}
 
 
 class StoreNotEmpty(StoreError):
-    """The store holds a run, and `resume` is False or the run completed and is another run."""
+    """The store holds a run that this start must not continue or overwrite.
+
+    Either `resume` is False, or the run has completed and is another run than this program's.
+    Nothing was trained. The message says which of the two it is, and what to pass instead.
+    """
 
 
 class Options(NamedTuple):
@@ -512,7 +516,7 @@ def _no_usable_checkpoint(run: Run, wrong: Mapping[int, str]) -> NoGoodCheckpoin
 def _log_first_lines(
     run: Run, settings: Mapping[str, Any], changes: Mapping[str, str], *, resumed: bool
 ) -> None:
-    """Logs what begins where, under which policy, and other settings than those saved."""
+    """Logs what begins where, under which policy, and which settings have changed."""
     policy, store, step = run.policy, run.store, run.data.step
     if store.durable:
         where = f"in {store.place or type(store).__name__}"

@@ -87,10 +87,14 @@ class DelayedReader:
             yield self.read_next()
 
     def has_due(self, *, every: bool = False) -> bool:
-        """Whether a step is due.
+        """Whether a step is due, so that `read_next` returns it.
+
+        A step is due once `LAG` later dispatches are queued: the device has probably computed it by
+        then, and reading does not wait. The further steps of a dispatch that was read are due at
+        once.
 
         Args:
-            every: whether every queued step is due.
+            every: whether every queued step is due, as at the end of a run.
         """
         if self._read_steps:
             return True
@@ -167,7 +171,11 @@ class DelayedReader:
         return found
 
     def forget_accumulation(self) -> None:
-        """Drops the batches of an accumulation that a rollback has undone; all steps are read."""
+        """Drops the batches of an accumulation that a rollback has undone.
+
+        All steps have been read before. Otherwise they would be assigned to the first step after
+        the rollback, which would be said to have trained on batches that it has not read.
+        """
         self._accumulated = ()
         self._contents = ()
 

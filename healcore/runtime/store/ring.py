@@ -52,7 +52,7 @@ class Ring:
         return following * copy.nbytes * world <= host_memory.free_bytes() / 2
 
     def add(self, copy: HostCopy, nonfinite_ok: Collection[str]) -> HostCopy | None:
-        """Adds an inspected copy, and removes those that are superfluous then.
+        """Adds an inspected copy, and removes the copies that are superfluous then.
 
         Args:
             copy: the copy.

@@ -43,7 +43,8 @@ def loss_of(result: Any) -> Any:
 class NotComparable(HealcoreError, ValueError):
     """Raised by a `loss_fn` that healcore has made from a trainer's step and cannot use.
 
-    The run continues without comparisons.
+    For example, the step may change state that a second call cannot undo. The run continues without
+    comparisons, and the log says why.
     """
 
 

@@ -248,7 +248,16 @@ class NormHistory:
                 last.append(norm)
 
     def learn_doubtful(self, step: int, limits: Mapping[str, float]) -> None:
-        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`."""
+        """Learns the norms near signs of trouble, at a healthy checkpoint of `step`.
+
+        The norms of the last `until_healthy` steps before the checkpoint still wait, because the
+        trouble of such a step may not have shown yet.
+
+        Args:
+            step: step of the checkpoint.
+            limits: engine name -> limit of its gradient norm, where there is one. Norms above it
+                are not learnt.
+        """
         while self.doubtful and self.doubtful[0].index < step - self.until_healthy:
             self._learn(self.doubtful.popleft(), limits)
 
@@ -270,7 +279,17 @@ class NormHistory:
         return NumberRange(min(known.low, rate), max(known.high, rate), rate)
 
     def is_unusual(self, step: TrainedStep) -> bool:
-        """Whether a gradient norm of the step is far above the healthy norms of its engine."""
+        """Whether a gradient norm of the step is far above the healthy norms of its engine.
+
+        The factor is `UNUSUAL_NORM`. NaN and Inf do not count, because no limit can scale them
+        down.
+
+        Args:
+            step: the step.
+
+        Returns:
+            False for an engine without a healthy norm so far.
+        """
         for name, norm in step.norms.items():
             known = self._healthy.get(name)
             if known and known.largest * UNUSUAL_NORM < norm < math.inf:
@@ -280,8 +299,13 @@ class NormHistory:
     def take_rates(self, newest: Mapping[str, float]) -> dict[str, NumberRange]:
         """Returns the healthy learning rates of the steps since the last call.
 
+        Rates from between two checkpoints count, because a schedule may have its peak there.
+
         Args:
             newest: engine name -> rate of the newest step, at a healthy checkpoint.
+
+        Returns:
+            Engine name -> lowest, highest and newest rate, for the engines in `newest`.
         """
         found: dict[str, NumberRange] = {}
         for name, rate in newest.items():
@@ -290,11 +314,23 @@ class NormHistory:
         return found
 
     def largest(self) -> dict[str, float]:
-        """Returns engine name -> the largest healthy gradient norm, where one is known."""
+        """Returns the largest of the last healthy gradient norms of each engine.
+
+        A rollback that limits the norm limits it to this value.
+
+        Returns:
+            Engine name -> gradient norm, without engines of which no healthy norm is known.
+        """
         return {name: norms.largest for name, norms in self._healthy.items()}
 
     def typical(self) -> dict[str, float]:
-        """Returns engine name -> median of its last `REGULAR_INTERVAL` norms, once there are."""
+        """Returns the median of the last finite gradient norms of each engine, healthy or not.
+
+        A limit that is held follows this median upwards, see `HeldNorm.following`.
+
+        Returns:
+            Engine name -> median of `REGULAR_INTERVAL` norms, without engines that have fewer.
+        """
         found: dict[str, float] = {}
         for name, norms in self._last.items():
             if len(norms) == norms.maxlen:
@@ -302,7 +338,13 @@ class NormHistory:
         return found
 
     def to_values(self) -> dict[str, Any]:
-        """Returns what `restore` takes, as values for `store.values`; the steps by their index."""
+        """Returns what `restore` takes, for the text of a checkpoint.
+
+        The steps that wait are given by their index, because several parts of a history share them.
+
+        Returns:
+            Name -> numbers, which `store.values` can write as text.
+        """
         return {
             "norms": {name: each.values for name, each in self._healthy.items()},
             "rates": {name: tuple(each) for name, each in self._rates.items()},

@@ -179,7 +179,11 @@ class Shutdown:
             self._collect("the record of the end", partial(saver.replace_record, data.step))
 
     def _report(self) -> None:
-        """Writes the problems of the end, the postmortem and the last events and lines."""
+        """Writes the problems of the end, the postmortem and the last events and lines.
+
+        On ranks other than 0 a stop of the policy gets a short text: the diagnosis of several
+        screens would otherwise be printed once for each rank.
+        """
         self._collect("the values at the exception could not be read", self._explain_nan)
         for problem in self.problems:
             self.run.loop.warn(problem)
@@ -192,7 +196,8 @@ class Shutdown:
     def _discard(self) -> None:
         """Ends a run that has taken no step, and deletes its first snapshot.
 
-        The next run then starts again, instead of from a snapshot for another batch size.
+        Called if memory ran out in a trial of a batch size, before the first step. The next run
+        then starts again, instead of from a snapshot for another batch size.
         """
         self._collect("", self.run.saver.wait)
         self._collect("", partial(self.run.store.delete, self.run.record.first_step))
@@ -202,7 +207,11 @@ class Shutdown:
         self._close_parts()
 
     def _close_parts(self) -> None:
-        """Closes the parts of the run. It is too late to report their errors."""
+        """Closes the parts of the run, in the order of the class docstring.
+
+        Each part is closed even if one before it fails. It is too late to report their errors, so
+        they are dropped.
+        """
         stop_signals = self.run.end_requests.stop_signals
         self._collect("", self.run.guard.close)
         self._collect("", stop_signals.stop)
@@ -232,7 +241,11 @@ class Shutdown:
     def _all_ranks_end(self) -> bool:
         """Whether all ranks end after this step. Waits for them if the loop has ended by itself.
 
-        A rank that ends alone, or a step before the others, must not wait for them.
+        A rank that ends alone, or a step before the others, must not wait for them: it would hang
+        until the timeout of the collective.
+
+        Returns:
+            True if collective calls are possible from here on, so that the ranks can save together.
         """
         if not self.completed:
             return self.run.end_requests.ends_together or self.run.ranks.world == 1
@@ -247,7 +260,8 @@ class Shutdown:
     def _read_last_steps(self) -> None:
         """Reads the unread steps of a completed run, or carries out their orders after a request.
 
-        A restart from a later state would not see these orders.
+        The host reads each step some steps late. A restart from a later state would not see the
+        orders of these steps, and would train on from weights that the policy has rejected.
         """
         failed = "the last steps could not be read"
         if isinstance(self.error, Terminated | Interrupted | EndRequested):
@@ -269,7 +283,12 @@ class Shutdown:
             loop.read_and_act(every=True)
 
     def _explain_nan(self) -> None:
-        """Says what to do about a program that raises at NaN itself, before the policy can skip."""
+        """Says what to do about a program that raises at NaN itself, before the policy can skip.
+
+        Such a program may end at each restart at the same step. The warning names the variables
+        with NaN, the step and its batches. It is written only if the policy skips steps with NaN
+        and the exception has no other known cause.
+        """
         data, error = self.run.data, self.raised
         if error is None or not self.run.policy.skips_nonfinite or isinstance(error, HealcoreError):
             return
@@ -301,14 +320,20 @@ class Shutdown:
     def _find_replaced_weights(self) -> None:
         """Finds whether the program has replaced weights, so that they must not be saved.
 
-        An evaluation of averaged weights puts them in the place of the trained ones. A restart from
-        such a checkpoint would train on from the averages, and nothing would show it.
+        An evaluation of averaged weights puts them in the place of the trained weights. A restart
+        from such a checkpoint would train on from the averages, and nothing would show it.
         """
         if not self.run.driver.is_interrupted():
             self.replaced = self.run.driver.replaced_weights()
 
     def _replaced_text(self) -> str:
-        """Reason why replaced weights are not saved, or an empty string."""
+        """Reason why replaced weights are not saved.
+
+        Returns:
+            A clause for the log that names the weights and the checkpoint from which a restart
+            resumes, or an empty string
+            if no weights are replaced.
+        """
         if not self.replaced:
             return ""
         return (
@@ -342,7 +367,11 @@ class Shutdown:
                 self.ending = Ending.REQUESTED
 
     def _save_before_batches(self) -> None:
-        """Saves the state before the batches that were read for the next step."""
+        """Saves the state before the batches that were read for the next step.
+
+        A stop file may end the run after the loop has read a batch that no step has used. A restart
+        from this save reads the batch again. If the save is impossible, a warning says why.
+        """
         why_not = self.run.saver.save_emergency(self._replaced_text())
         if why_not:
             self.run.loop.warn(f"no checkpoint was saved at the end: {why_not}")
@@ -383,9 +412,13 @@ class Shutdown:
             self.run.loop.warn(f"no checkpoint was saved at the exception: {why_not}")
 
     def _is_lost_on_any_rank(self, saved: bool) -> bool:
-        """Whether the last state is lost on any rank. A rank that does not answer counts as lost.
+        """Whether the last state is lost on any rank. Collective.
 
-        A store in memory ends with the process in any case.
+        A rank that does not answer counts as lost. A store in memory ends with the process in any
+        case, so nothing counts as lost there.
+
+        Args:
+            saved: whether this rank's last save has succeeded.
         """
         lost = self.run.store.durable and (
             self.run.data.step in self.run.saver.unsaved or not saved
@@ -400,7 +433,13 @@ class Shutdown:
         return any(answers)
 
     def _unsaved_state_text(self) -> str:
-        """The message about a last state that no checkpoint holds."""
+        """The message about a last state that no checkpoint holds.
+
+        Returns:
+            The step of the end, the reason, and the checkpoint from which the next start resumes.
+            If
+            the store cannot be read, the checkpoint is not named by its step.
+        """
         step = self.run.data.step
         saver = self.run.saver
         target = "resumes from the newest checkpoint"
@@ -455,7 +494,14 @@ class Shutdown:
             self._log_last_line(end)
 
     def _exception_text(self, error: BaseException) -> str:
-        """The text of the exception that ends the run, for the postmortem."""
+        """The text of the exception that ends the run, for the postmortem.
+
+        After an out-of-memory error it also says what holds the memory. After a broken connection
+        it says that the cause is in the output of another rank.
+
+        Args:
+            error: the exception.
+        """
         text = error_text(error) + self.memory_text
         if is_broken_connection(error):
             text += ". Another rank has ended: its output says why, unless it was killed; "
@@ -463,7 +509,14 @@ class Shutdown:
         return text
 
     def _log_last_line(self, end: RunEnd) -> None:
-        """Logs how the run has ended."""
+        """Logs how the run has ended.
+
+        An exception or a stop is logged as an error. The line names the newest checkpoint on disk.
+        A warning follows if an alarm such as a plateau lasts at the end.
+
+        Args:
+            end: the facts of the end, which the postmortem has too.
+        """
         ending = self.ending
         newest = None  # the newest checkpoint on disk
         for saved in self.run.recovery.listed():

@@ -35,13 +35,18 @@ _NO_REASON = Cause.PLATEAU | Cause.OVERFIT
 
 
 class BetterWeights:
-    """Decides what to try where earlier weights are better, see `next_trial`."""
+    """Decides what to try where earlier weights are better, see `next_trial`.
+
+    The first rollback for some trouble changes little, and each further rollback for the same
+    trouble changes something else. When all trials have failed, the change is accepted and the run
+    continues.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
     def compare(self, step: StepResult) -> Verdict | None:
-        """Compares the current weights with earlier ones, if there is a reason to.
+        """Compares the current weights with earlier weights, if there is a reason to.
 
         Args:
             step: the newest step that was read. Its records are joined into one loss, one gradient
@@ -171,7 +176,7 @@ class BetterWeights:
         return verdict, held, batches
 
     def _with_rate_limit(self, order: Order, verdict: Verdict, *, from_start: bool) -> Order:
-        """The order of a trial that limits the rates to the last healthy ones."""
+        """The order of a trial that limits the rates to the last healthy rates."""
         engine = self.run.policy.engine
         rates = verdict.rates[:1] if from_start else verdict.rates
         highest = broadcast(self.run.ranks, _highest(rates))
@@ -237,9 +242,9 @@ class BetterWeights:
     def accept_intended(self, index: int) -> RollbackRecord | None:
         """Accepts the numbers that are held although the program keeps its own value for long.
 
-        The run goes back to before they were held, undoes the trials, and repeats the steps with
-        the program's values, as it would have trained without healcore. Where this cannot be, or
-        where a later rollback has healed other trouble that would come back, the values are used
+        The run rolls back to before the numbers were held, undoes the trials, and repeats the steps
+        with the program's values, as it would have trained without healcore. Where this cannot be,
+        or where a later rollback has healed other trouble that would come back, the values are used
         from now on.
 
         Args:

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """Processes the steps that the loop reads, and carries out orders of rules and comparisons."""
+    """Processes the steps that the loop reads, and carries out orders of rules and comparisons.
+
+    It is the place where a run decides to roll back, to save or to stop. `Restorer` does the
+    rollback, and `Loop` calls this class between two steps.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -329,7 +333,11 @@ class Recovery:
         return max(end - target, 0)
 
     def count_last_steps(self) -> None:
-        """Counts the unread steps at the end of a run, on which nothing acts. Not collective."""
+        """Counts the unread steps at the end of a run, on which nothing acts. Not collective.
+
+        Called for the postmortem, whose counts include all steps. After an exception the ranks have
+        left their loop at different places, so no call may wait for another rank.
+        """
         for step in self.run.reader.read_all():
             self.run.data.step += self.run.reader.take_count_correction()
             self.run.log.records(step.index, step.records)
